@@ -16,8 +16,6 @@ SMALL = (
     "data.py --rows 2000",
     "heartbeat.py",
     "log_prob.py --tokens 16",
-    "microbatch.py --prompts 32 --seeds 1",
-    "offload.py",
     "planning.py",
     "rebalance.py",
     "reshard.py",
@@ -27,7 +25,6 @@ SMALL = (
     pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=[NIGHTLY, pytest.mark.upstream]),
     pytest.param("dispatch.py --prompts 256", marks=NIGHTLY),
     pytest.param("routing_replay.py --steps 1", marks=NIGHTLY),
-    pytest.param("weights.py --only runs", marks=NIGHTLY),
 )
 
 

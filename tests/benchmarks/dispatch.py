@@ -42,7 +42,6 @@ from tests.runs import composed, config_of
 from tests.step.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.step.batches.logical_group import group_of, serialised_sizes
 from verl_patches.step.batches.exchange import Ragged, model_inputs, packed_ids
-from verl_patches.step.batches.limits import trainer_bytes
 from verl_patches.step.batches.payloads import ExchangeReport, LogProbs, ResponseIds
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.dispatch import put_before_calling
@@ -273,10 +272,7 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
         way["all"] = way["sent"] + way["back"]
     peers = {verls: found[verls]}
     scale = f"generation 1, other calls 1/{SCALE} x {SCALE}"
-    columns = trainer_bytes(questions, samples, sum(prompts[::EACH]), sum(responses), send_back=False, per_token=False)
-    modelled = sum(sum(of_stage.values()) for of_stage in columns.values())
-    more = {**found["ours"], "modelled": modelled, "columns": columns}
-    more |= {"scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}
+    more = {**found["ours"], "scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}
     name = "host bytes of a step, 256 workers, balance_batch on"
     yield figure(name, found["ours"]["all"], "B", BOUND_BYTES, peers, **more)
     worst = found["ours, every response of 3072 tokens"]

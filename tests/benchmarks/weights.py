@@ -1,6 +1,6 @@
 """What a conversion and a save of weights cost: bytes, rate and memory, against the least possible and peers. By hand:
 
-    python tests/benchmarks/weights.py [--only convert|save|runs] [--pairs 3] [--mib 512] [--folder DIR] [--tiny]
+    python tests/benchmarks/weights.py [--only convert|save] [--pairs 3] [--mib 512] [--folder DIR] [--tiny]
 
 convert: a model of 1.4 GB in bf16 (--tiny: of 7 MB) is made in DIR (a temporary folder by default; it decides which
 disk is measured) and converted, from FP8 and bf16 to Megatron's checkpoint and back, each in a process of its own.
@@ -10,7 +10,6 @@ many bytes of the same files and writes as many bytes, in blocks of 16 MB and wi
 both find the files in the page cache. Memory is what the process has more than before it began.
 save: `mib` MiB of one rank's state, the best of some turns; peers: a plain copy of the same tensors, torch.save and
 fsync.
-runs: two smoke runs at pp2, where verl's own checkpoints, the peer, work too: bytes of a folder, seconds of a step.
 
 Prints JSON: a list of figures, each with `value`, `bound` and `peer`. Exits 1 where a bound is missed.
 """
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import statistics
 import sys
@@ -29,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from report import figure, parser_of, print_report, run_python, run_smoke
+from report import figure, parser_of, print_report, run_python
 
 LAYOUT = "tp2 pp2 ep4 etp1 @8 layers=2,2"
 SIZES = {
@@ -165,11 +163,9 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
     """Figures of copying and writing."""
     import torch
 
-    from tests.reshard.cases import TINY
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
     from verl_patches.weights.checkpoint_files import Place, StoredTensor, write_rank
-    from verl_patches.weights.manifest import Manifest, rank_files, whole_tensor
-    from verl_patches.weights.writer import begin, complete
+    from verl_patches.weights.manifest import whole_tensor
 
     tensors = [torch.randn((mib << 20) // 4 // TENSORS) for _ in range(TENSORS)]
     storages = [HostBackedStorage(str(n), tensor) for n, tensor in enumerate(tensors)]
@@ -187,9 +183,8 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
         pieces.append(StoredTensor(entry, tensor, (Place(tuple(tensor.shape), (1,), 0),)))
 
     def write(number: int) -> None:
-        begin(folder / str(number), Manifest("checkpoint", TINY, "@1", "fp32", "x", tuple(rank_files(1))))
+        (folder / str(number)).mkdir()
         write_rank(folder / str(number), 0, pieces, lambda piece: [piece.base], {})
-        complete(folder / str(number))
 
     def save(number: int) -> None:
         with (folder / f"{number}.pt").open("wb") as file:
@@ -198,32 +193,12 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
             os.fsync(file.fileno())
 
     written, saved = best(REPEATS, write, save)
-    size, state = size_of(folder / "0"), sum(tensor.nbytes for tensor in tensors)
+    size = sum(path.stat().st_size for path in (folder / "0").rglob("*") if path.is_file())
+    state = sum(tensor.nbytes for tensor in tensors)
     return [
         figure("bytes written / state", round(size / state, 6), "ratio", BYTES_BOUND),
         figure("host copy / plain copy", round(ours / plain, 3), "ratio", COPY_BOUND, plain_s=round(plain, 4)),
         figure("write", round(state / written / 1e9, 3), "GB/s", None, peer=round(state / saved / 1e9, 3)),
-    ]
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def saves_of_runs(folder: Path) -> list[dict[str, Any]]:
-    """Figures of a smoke run, with verl's own checkpoints as peer."""
-    found = {}
-    for name, patches in (("ours", "[]"), ("verl", "[-checkpoint.*]")):
-        layout = ("layout=pp2", "--steps", "2", "trainer.save_freq=1", f"recipe.patches={patches}")
-        run_smoke(str(folder), name, *layout)
-        log = (folder / name / "latest" / "driver.log").read_text(errors="replace")
-        seconds = [float(text) for text in re.findall(r"timing_s/save_checkpoint:([\d.]+)", log)]
-        (saved,) = folder.glob(f"{name}/**/global_step_2")  # verl's own is in no start's folder
-        found[name] = size_of(saved), min(seconds)
-    return [
-        figure("checkpoint of the tiny model", found["ours"][0], "bytes", None, peer=found["verl"][0]),
-        figure("save's part of a step", found["ours"][1], "s", None, peer=found["verl"][1]),
     ]
 
 
@@ -233,7 +208,6 @@ def main() -> int:
     parts: dict[str, Callable[[Path], Any]] = {
         "convert": lambda folder: conversions(folder, given.pairs, {"num_hidden_layers": 4} if given.tiny else SIZES),
         "save": lambda folder: saves(folder, given.mib),
-        "runs": saves_of_runs,
     }
     parser.add_argument("--folder", type=Path, help="where the folders are made")
     parser.add_argument("--only", choices=parts, help="one part; all of them by default")

@@ -42,7 +42,7 @@ def test_convert_show_verify_and_export(folder, tmp_path):
     plan = answer("convert", folder, megatron, "--layout", LAYOUT, "--dry-run")
     assert not megatron.exists() and (plan["layout"], plan["weight_files"]) == (LAYOUT, 12)
     done = answer("convert", folder, megatron, "--layout", LAYOUT, "--processes", "2")
-    assert (done["written"], done["kept"], done["manifest"]) == (12, 0, None)
+    assert (done["written"], done["kept"]) == (12, 0)
     assert plan["read_bytes"] <= done["read_bytes"] < 1.5 * plan["read_bytes"]  # few columns are read as whole rows
     shown = answer("show", megatron)
     assert (shown["kind"], shown["layout"], shown["checksums"]) == ("megatron", LAYOUT, "CRC-32 of each record")
@@ -57,19 +57,11 @@ def test_convert_show_verify_and_export(folder, tmp_path):
     assert "model_optim_rng.pt" in problem
 
 
-def test_verify_finds_a_flipped_byte_and_exits_with_1(folder, tmp_path):
-    call("convert", folder, tmp_path / "out", "--hf")
-    (file,) = (tmp_path / "out").glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 16
-    file.write_bytes(data)
-    tensor, whole = answer("verify", tmp_path / "out", code=1)["problems"]
-    assert tensor.startswith(f"{file.name}, {HEAD}: expected sha256 ") and "sha256" in whole
-    os.truncate(file, 1000)
-    assert "problem: " in call("verify", tmp_path / "out", code=1).stdout
+def test_verify_finds_a_hf_file_that_is_cut_off_and_exits_with_1(folder):
     plain = folder / "model-1.safetensors"
     os.truncate(plain, plain.stat().st_size - 1)
     assert "not a whole safetensors file" in answer("verify", folder, code=1)["problems"][0]
+    assert "problem: " in call("verify", folder, code=1).stdout
 
 
 def with_critic(folder, actor=True, identity="x"):
@@ -95,8 +87,8 @@ def test_verify_checks_the_critic_of_a_checkpoint(tmp_path, actor):
     found = answer("verify", saved)
     assert found["problems"] == [] and found["checked"].startswith(f"{6 if actor else 5} files")
     flip(saved / CRITIC / "rank_00000.safetensors")
-    tensor, whole = answer("verify", saved, code=1)["problems"]
-    assert tensor.startswith(f"{CRITIC}/rank_00000.safetensors, weight/") and "sha256" in whole
+    (problem,) = answer("verify", saved, code=1)["problems"]
+    assert f"{CRITIC}/rank_00000.safetensors, weight/" in problem and "expected sha256" in problem
     flip(saved / CRITIC / "rank_00000.safetensors")
     (saved / CRITIC / "manifest.json").unlink()
     (problem,) = answer("verify", saved, code=1)["problems"]

@@ -71,27 +71,6 @@ def test_a_wrong_order_is_noticed():
     assert ParallelLayout(16, tp=2, pp=2, ep=4, etp=1).groups("dp") != dense.get_ranks("dp")
 
 
-@settings(max_examples=100, deadline=None)
-@given(instances=st.integers(1, 4), dp=SIZES, tp=SIZES)
-def test_rollout_groups_follow_vllms_rank_order(instances, dp, tp):
-    """vLLM 0.9.1: ranks are arange(world).reshape(instance, dp, pp, tp), here with pp 1; EP takes dp and tp."""
-    layout = rollout_layout(instances, dp, tp)
-    grid = [(i, d, t) for i in range(instances) for d in range(dp) for t in range(tp)]
-
-    def along(*axes):
-        """Groups of ranks that agree on every axis but `axes`."""
-        groups = {}
-        for rank, at in enumerate(grid):
-            groups.setdefault(tuple(x for axis, x in enumerate(at) if axis not in axes), []).append(rank)
-        return sorted(groups.values())
-
-    assert (layout.world_size, layout.edp) == (len(grid), instances)
-    assert layout.groups("tp") == along(2)
-    assert layout.groups("instance-dp") == along(1)
-    assert layout.groups("ep") == layout.groups("instance") == along(1, 2)
-    assert [layout.coordinates(rank).edp for rank in range(len(grid))] == [at[0] for at in grid]
-
-
 def test_the_three_layouts_of_256_dies():
     train = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
     assert (train.dp, train.edp) == (8, 1)

@@ -54,7 +54,7 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
         assert load["train"]["max_over_mean"] > 1 and load["rollout"] is None
     (own,) = re.findall(r"all ranks have read \S+ in \S+ s, this one (\d+) bytes", run.log)  # one load, not one a model
     assert 0.4 * stored < int(own) < stored  # two ranks: the experts once, the rest on each
-    assert run.log.count("tensors copied from the reference, 0 bytes read from") == 1  # rank 0's line
+    assert run.log.count("weights: copied from the reference, 0 bytes read from") == 1  # rank 0's line
 
 
 @pytest.mark.nightly

@@ -21,8 +21,8 @@ from verl_patches.memory.schedule import schedule_of
 from verl_patches.reshard.parameters import named_weights
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.spec import run_of
-from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files
-from verl_patches.weights.writer import begin, complete
+from verl_patches.weights.manifest import Manifest, rank_files
+from verl_patches.weights.writer import complete_as
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.models import load_model, reference_weights
@@ -166,28 +166,25 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
 def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
     """(whether a causal LM has the folder's weights, bytes that it read of it, bytes of its head): a reference's."""
     chunks, read = build_model(model, load=False)[0], build_model(model)[0]
-    loaded = load_model(str(model), chunks, "pypi", 60.0)
+    read_bytes = load_model(str(model), chunks, "pypi", 60.0)
     weights = [[dict(named_weights(chunk)) for chunk in each] for each in (chunks, read)]
     same = all(t.equal(other[n]) for one, other in zip(*weights, strict=True) for n, t in one.items())
     heads = [t for one in weights[0] for n, t in one.items() if n.endswith("output_layer.weight")]
-    return same, loaded.read_bytes, sum(head.numel() * 2 for head in heads)  # stored in bf16
+    return same, read_bytes, sum(head.numel() * 2 for head in heads)  # stored in bf16
 
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:
     """One checkpoint of the critic, as trainer/checkpoint.py has workers write it."""
-    if dist.get_rank() == 0:
-        model, files = read_model_shape(Path(section.model.path)), tuple(rank_files(dist.get_world_size()))
-        layout = str(worker.checkpoint.state().layout)
-        begin(checkpoint, Manifest(CHECKPOINT, model, layout, "fp32", "x", files, facts={"step": 1}))
-    else:
-        worker.checkpoint.state()
+    layout = str(worker.checkpoint.state().layout)
+    checkpoint.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     worker.save_checkpoint(str(checkpoint))
     worker.finish_checkpoint()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.copy(Path(section.model.path, "config.json"), checkpoint)
-        complete(checkpoint)
+        model, files = read_model_shape(Path(section.model.path)), tuple(rank_files(dist.get_world_size()))
+        complete_as(checkpoint, Manifest(model, layout, "fp32", "x", files, facts={"step": 1}))
     dist.barrier()
 
 

@@ -186,4 +186,4 @@ def sync_and_compare(case: Case) -> tuple[SyncReport, int]:
     wrong = rank.differences()
     assert not wrong, f"rank {rank.rank}: not bit-exact: {wrong}; {case}"
     assert report.peak_extra_bytes <= 4 * case.bucket_bytes
-    return report, verified.elements
+    return report, verified

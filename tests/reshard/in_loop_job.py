@@ -31,14 +31,11 @@ BROKEN_RANK = 1
 
 
 class Engine(torch.nn.Module):
-    """A rollout model in the memory of `case`. Its load_weights writes padding of the vocabulary too, as zeros.
-
-    `loaded`: what it loaded.
-    """
+    """A rollout model in the memory of `case`. Its load_weights writes padding of the vocabulary too, as zeros."""
 
     def __init__(self, case: Case, rank: int):
         super().__init__()
-        self.case, self.loaded = case, []
+        self.case = case
         self.places, live = rollout_memory(case, rank)
         grow(self, live)
 
@@ -51,7 +48,6 @@ class Engine(torch.nn.Module):
         """One pass, in the order given."""
         for name, whole in weights:
             for place in self.places.get(name, ()):
-                self.loaded.append(name)
                 values = part(whole, place.region)
                 self.view(place).copy_(values)
                 if name in (FIRST, "lm_head.weight"):
@@ -84,19 +80,18 @@ class Upstream:
 
 
 class Sync(NamedTuple):
-    """One sync: its message, HF tensors with wrong values, its report (none, if it raised), and what was loaded."""
+    """One sync: its message, HF tensors with wrong values, and its report (none, if it raised)."""
 
     message: str
     wrong: list[str]
     report: dict[str, Any]
-    loaded: list[str]
 
 
 class World:
     """One rank: training, engine and verl's sharding manager. `spoilt`: the step that raises on BROKEN_RANK."""
 
     def __init__(self, case: Case, verify: str):
-        self.case, self.rank, self.events, self.spoilt = case, dist.get_rank(), [], None
+        self.case, self.rank, self.spoilt = case, dist.get_rank(), None
         self.sources, self.trained_is_valid = train_memory(case, self.rank), True
         self.engine = Engine(case, self.rank)
         runner = SimpleNamespace(model_runner=SimpleNamespace(model=self.engine))
@@ -115,8 +110,7 @@ class World:
         )
 
     def step(self, name: str) -> None:
-        """Record the step; raise, if it is the spoilt one."""
-        self.events.append(name)
+        """Raise, if the step is the spoilt one."""
         if self.spoilt and name.startswith(self.spoilt) and self.rank == BROKEN_RANK:
             raise OSError(f"broken {self.spoilt}")
 
@@ -124,16 +118,15 @@ class World:
         """Change all training weights in place, and sync as verl calls it."""
         for name, source in self.sources.items():
             source.tensor.copy_(part(full_tensor(self.case, name, seed), source.region))
-        self.engine.loaded.clear()
         error = message(self.manager.__enter__)
         (report,) = self.manager.resharder.take_reports() if error == "fine" else [{}]
-        return Sync(error, self.engine.wrong(seed), report, list(self.engine.loaded))
+        return Sync(error, self.engine.wrong(seed), report)
 
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[World]:
         """Meanwhile weight_sync.py gets this world's memory in place of Megatron's, and verl's functions from here."""
         verl_utils = ModuleType("verl.utils.vllm_utils")
-        verl_utils.patch_vllm_moe_model_weight_loader = lambda model: self.step("loaders")
+        verl_utils.patch_vllm_moe_model_weight_loader = lambda model: None
 
         def spoil(holder: Any, attribute: str, name: str) -> Any:
             original: Callable = getattr(holder, attribute)
@@ -158,8 +151,8 @@ class World:
             yield self
 
 
-def syncs(case: Case, verify: str, moved: str = "", step: str = "", number: int = 0) -> tuple[list[Sync], list[str]]:
-    """Three syncs, and the steps that were taken. Before each the rollout's memory has lost its values, as after sleep.
+def syncs(case: Case, verify: str, moved: str, step: str = "", number: int = 0) -> list[Sync]:
+    """Three syncs. Before each the rollout's memory has lost its values, as after sleep.
 
     `moved`: before the second the rollout memory of "all" ranks, or the "rollout" or "training" memory of one, is
     elsewhere. `step`: in sync `number` it raises on one rank.
@@ -176,4 +169,4 @@ def syncs(case: Case, verify: str, moved: str = "", step: str = "", number: int 
             elif seed == 2 and moved == "training" and one:
                 world.sources, world.trained_is_valid = train_memory(case, world.rank), False
             results.append(world.sync(seed))
-        return results, world.events
+        return results

@@ -1,10 +1,9 @@
 """What regions share and cover, along either axis."""
 
 import pytest
-import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.reshard.region import Region, cover, overlap, part_of
+from verl_patches.reshard.region import Region, cover, overlap
 
 SHAPE = (6, 4)
 
@@ -24,16 +23,6 @@ def test_overlap_along_one_axis_and_of_a_whole_tensor():
     assert overlap(rows(0, 6), columns(1, 3), SHAPE) == overlap(columns(1, 3), rows(0, 6), SHAPE) == columns(1, 3)
     with pytest.raises(ConfigError, match=r"w\[0:3\] and w\[:, 0:2\] are cut along different axes"):
         overlap(rows(0, 3), columns(0, 2), SHAPE)
-
-
-def test_part_of_is_a_view_of_the_right_elements():
-    whole = torch.arange(24).view(SHAPE)
-    assert torch.equal(part_of(whole[2:], rows(2, 6), rows(3, 5), SHAPE), whole[3:5])
-    assert torch.equal(part_of(whole, rows(0, 6), columns(1, 3), SHAPE), whole[:, 1:3])
-    assert torch.equal(part_of(whole, columns(0, 4), rows(0, 6), SHAPE), whole)
-    assert part_of(whole[2:], rows(2, 6), rows(1, 5), SHAPE) is None
-    part_of(whole, rows(0, 6), columns(1, 3), SHAPE).zero_()
-    assert whole[:, 1:3].sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.parameters import te_name
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.train_tensors import are_views_of, storage_of, views_of
+from verl_patches.reshard.train_tensors import are_views_of, views_of
 
 INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
 LAYOUTS = (
@@ -65,11 +65,6 @@ def test_experts_stacked_by_columns_are_not_taken_for_right(weights, storage):
     spoilt = wrong(found, weights)
     assert {INVENTORY.by_name[name].kind for name in spoilt} == {GATE, UP}
     assert len(spoilt) == 2 * 3 * 16
-
-
-def test_a_library_without_training_storage_is_refused():
-    with pytest.raises(ConfigError, match="'vllm'"):
-        storage_of("model.embed_tokens.weight", "vllm")
 
 
 EXPERT, BIAS = (

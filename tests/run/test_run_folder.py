@@ -196,13 +196,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_left(configured, tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_a_run_of_before_each_start_had_a_folder_is_refused_in_one_sentence(configured, tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match="t holds summary.json of an earlier version"):
-        required(configured())
-
-
 def test_verls_own_checkpoints_are_left_where_they_are(configured, tmp_path):
     (tmp_path / "t/checkpoints/global_step_3/actor").mkdir(parents=True)
     start, record = started(without_our_checkpoints(configured()))

@@ -83,7 +83,7 @@ class Saves(Checkpoints):
 
     def _manifest(self, step, files, facts):
         facts = {**facts, "step": step, "line": "pypi", **SETTINGS}
-        return Manifest("checkpoint", TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
+        return Manifest(TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
 
 
 SETTINGS = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
@@ -286,7 +286,7 @@ def _killed_at(point, run, step):
 
     for name in ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir"):
         setattr(os, name, before(getattr(os, name)))
-    writer.FileWriter._put = before(writer.FileWriter._put)
+    writer.NewFile.write = before(writer.NewFile.write)
     save(run, step)
     os._exit(min(len(calls), 255))
 

@@ -15,12 +15,12 @@ from verl_patches.layout.model_folder import INDEX, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.weights.convert import convert
-from verl_patches.weights.manifest import CHECKPOINT, Manifest, in_data_order, whole_tensor
+from verl_patches.weights.manifest import Manifest, in_data_order, whole_tensor
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.reader import DTYPES, tensor_bytes
 from verl_patches.weights.run_folders import CHECKPOINTS, take_start
 from verl_patches.weights.source import open_source
-from verl_patches.weights.writer import FileWriter, begin, complete
+from verl_patches.weights.writer import complete_as, write_bytes, write_tensors
 
 NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's own folder
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -198,15 +198,10 @@ def write_checkpoint(folder, weights, config, facts):
     tensors = "rank_00000.safetensors"
     texts = {"config.json": json.dumps(config), "tokenizer.json": "{}"}
     names = (tensors, *texts) if weights else tuple(texts)
-    begin(folder, Manifest(CHECKPOINT, read_model_shape(config), "@1", "bf16", "x", names, facts=facts))
+    folder.mkdir(parents=True, exist_ok=True)
     if weights:
-        with FileWriter(folder, tensors, in_data_order(entries)) as file:
-            for entry in file.tensors:
-                file.write(tensor_bytes(weights[entry.region.name]))
-            file.finish()
+        write_tensors(folder, tensors, in_data_order(entries), lambda entry: [tensor_bytes(weights[entry.region.name])])
     for name, text in texts.items():
-        with FileWriter(folder, name) as file:
-            file.write(text.encode())
-            file.finish()
-    complete(folder)
+        write_bytes(folder, name, text.encode())
+    complete_as(folder, Manifest(read_model_shape(config), "@1", "bf16", "x", names, facts=facts))
     return folder

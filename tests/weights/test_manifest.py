@@ -1,4 +1,4 @@
-"""The format of sharded weights: what is written is read back, and no state of a folder looks complete but one."""
+"""The format of checkpoints: what is written is read back, and no state of a folder looks complete but one."""
 
 import errno
 import json
@@ -41,84 +41,71 @@ FILES = {
         (entry(COLUMNS[:, 2:], "c", 1, 2, (4, 6)), COLUMNS[:, 2:]),
     ],
 }
-EMPTY = m.Manifest(m.CHECKPOINT, MODEL, "tp2 @2", "keep", "id", (*FILES, "notes.txt"), facts={"step": 3})
+MANIFEST = m.Manifest(MODEL, "tp2 @2", "keep", "id", (*FILES, "notes.txt"), facts={"step": 3})
 
 
 def write(folder, name, pieces=1):
-    tensors = FILES.get(name, [])
-    with writer.FileWriter(folder, name, [entry for entry, _ in tensors]) as file:
-        for data in [tensor_bytes(tensor) for _, tensor in tensors] or [b"some text"]:
-            for part in range(pieces):
-                file.write(data[len(data) * part // pieces : len(data) * (part + 1) // pieces])
-        return file.finish()
+    """Write a file, each of its tensors in so many buffers."""
+    if name not in FILES:
+        return writer.write_bytes(folder, name, b"some text")
+    tensors = {entry.key: (entry, tensor_bytes(tensor)) for entry, tensor in FILES[name]}
+
+    def contents(entry):
+        data = tensors[entry.key][1]
+        cuts = [len(data) * n // pieces for n in range(pieces + 1)]
+        return [data[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    return writer.write_tensors(folder, name, [entry for entry, _ in tensors.values()], contents)
 
 
 def written(folder):
-    writer.begin(folder, EMPTY)
-    for number, name in enumerate(EMPTY.expected):
+    for number, name in enumerate(MANIFEST.expected):
         write(folder, name, pieces=number + 1)
-    return writer.complete(folder)
+    return writer.complete_as(folder, MANIFEST)
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    folder = tmp_path / "new" / "folder"
-    manifest = written(folder)
-    assert manifest == m.read_manifest(folder) and manifest.complete and manifest.facts == {"step": 3}
-    assert sorted(p.name for p in folder.iterdir()) == ["a.safetensors", "b.safetensors", "manifest.json", "notes.txt"]
-    assert m.folder_problems(folder, manifest) == []
-    with safe_open(folder / "b.safetensors", "pt") as plain:  # any reader of safetensors
+    manifest = written(tmp_path)
+    assert manifest == m.read_manifest(tmp_path) and manifest.facts == {"step": 3}
+    names = ["a.safetensors", "b.safetensors", "manifest.json", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert m.folder_problems(tmp_path, manifest) == []
+    with safe_open(tmp_path / "b.safetensors", "pt") as plain:  # any reader of safetensors
         assert torch.equal(plain.get_tensor("w"), W[3:]) and plain.metadata() == {"format": "pt"}
 
 
 def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
-    writer.begin(tmp_path, EMPTY)
-    first = write(tmp_path, "a.safetensors")
-    assert writer.complete(tmp_path) is None
-    with pytest.raises(ConfigError, match="not complete .1 of 3 files written."):
-        m.read_manifest(tmp_path)
-    assert writer.begin(tmp_path, EMPTY) == {"a.safetensors": first}  # goes on
-    with pytest.raises(RuntimeError, match="stop"), writer.FileWriter(tmp_path, "notes.txt") as file:
-        file.write(b"some")
-        raise RuntimeError("stop")
-    assert not list(tmp_path.glob("notes.txt*"))
+    write(tmp_path, "a.safetensors")
+    assert writer.complete_as(tmp_path, MANIFEST) is None and not m.has_manifest(tmp_path)
     write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
-    manifest = writer.complete(tmp_path)
-    assert manifest.complete and writer.complete(tmp_path) == manifest
+    assert writer.complete_as(tmp_path, MANIFEST) == m.read_manifest(tmp_path)
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
     manifest = written(tmp_path)
     path = tmp_path / "b.safetensors"
-    whole = path.read_bytes()
-
-    def problems():
-        return [
-            (p.file, p.tensor, p.expected.split()[0], p.found.split()[0]) for p in m.folder_problems(tmp_path, manifest)
-        ]
-
-    end = len(whole)
-    for entry, _ in FILES["b.safetensors"][::-1]:
-        start = end - entry.size_bytes
+    whole, end = path.read_bytes(), path.stat().st_size
+    for each, _ in FILES["b.safetensors"][::-1]:
+        start = end - each.size_bytes
         for at in (start, end - 1):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            (tensor, file) = problems()
-            assert tensor[:3] == ("b.safetensors", entry.key, "sha256"), (at, tensor)
-            assert file == ("b.safetensors", "", "sha256", "sha256")
+            (problem,) = m.folder_problems(tmp_path, manifest)
+            assert problem.startswith(f"{path}, {each.key}: expected sha256 "), (at, problem)
         end = start
-    path.write_bytes(whole.replace(b'"bias"', b'"biaz"'))
-    assert problems()[0][:2] == ("b.safetensors", "") and "header" in str(m.folder_problems(tmp_path, manifest)[0])
-    with pytest.raises(ConfigError, match="bias: expected .*F32.*found no such tensor"):
-        m.check_headers(tmp_path, manifest)
-    path.write_bytes(whole[:-1])
-    assert problems() == [("b.safetensors", "", str(len(whole)), str(len(whole) - 1))]
+    for content, words in (
+        (whole.replace(b'"bias"', b'"biaz"'), "expected the header of the tensors"),
+        (whole[:-1], f"expected {len(whole)} bytes .*, found {len(whole) - 1} bytes"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{path}: {words}") as caught:
+            m.require_file(tmp_path, manifest.files[1])
+        assert m.folder_problems(tmp_path, manifest) == [str(caught.value)]
     path.unlink()
     (tmp_path / "extra.safetensors").touch()
-    assert [p[:2] for p in problems()] == [("b.safetensors", ""), ("extra.safetensors", "")]
-    text = (tmp_path / m.MANIFEST).read_text()
-    for damaged in (text.replace('"version": 2', '"version": 1'), text[: len(text) // 2]):
-        (tmp_path / m.MANIFEST).write_text(damaged)
-        with pytest.raises(ConfigError, match=m.MANIFEST):
-            m.read_manifest(tmp_path)
+    (tmp_path / "notes.txt").write_bytes(b"Some text")
+    missing, edited, unknown = m.folder_problems(tmp_path, manifest)
+    assert "b.safetensors: expected" in missing and "found no file" in missing
+    assert "notes.txt: expected sha256" in edited and "extra.safetensors: expected only" in unknown
 
 
 EDITS = {
@@ -142,35 +129,41 @@ def test_a_manifest_covers_itself(tmp_path, edit):
         m.read_manifest(tmp_path)
 
 
+def test_what_is_no_manifest_of_this_version_or_step_is_refused(tmp_path):
+    folder = tmp_path / "global_step_4"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="global_step_4: no manifest.json"):
+        m.read_manifest(folder)
+    written(folder)
+    with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_4"):
+        m.read_manifest(folder)
+    (folder / m.MANIFEST).write_text(m.to_json(replace(MANIFEST, facts={})))
+    with pytest.raises(ConfigError, match="has no 'step', expected that of a checkpoint of training"):
+        m.read_manifest(folder)
+    text = (folder / m.MANIFEST).read_text()
+    for damaged in (text.replace('"version": 2', '"version": 1'), text[: len(text) // 2]):
+        (folder / m.MANIFEST).write_text(damaged)
+        with pytest.raises(ConfigError, match=m.MANIFEST):
+            m.read_manifest(folder)
+
+
 def test_keys_of_other_types_are_read_back_as_they_are_hashed(tmp_path):
-    manifest = replace(written(tmp_path), facts={"settings": {"data.more": [{1: 2, 10: 3, 2: 4}]}})
+    manifest = replace(written(tmp_path), facts={"step": 3, "settings": {"data.more": [{1: 2, 10: 3, 2: 4}]}})
     (tmp_path / m.MANIFEST).write_text(m.to_json(manifest))
-    assert m.read_manifest(tmp_path).facts == {"settings": {"data.more": [{"1": 2, "10": 3, "2": 4}]}}
+    assert m.read_manifest(tmp_path).facts["settings"] == {"data.more": [{"1": 2, "10": 3, "2": 4}]}
 
 
-def test_a_writer_refuses_too_many_too_few_doubled_and_unaligned_bytes(tmp_path):
-    writer.begin(tmp_path, EMPTY)
+def test_a_writer_refuses_too_many_too_few_and_unaligned_bytes(tmp_path):
     tensors = [entry(BIAS, "bias")]
-    with (
-        pytest.raises(RecipeError, match="4 bytes are missing, from bias on"),
-        writer.FileWriter(tmp_path, "x", tensors) as f,
-    ):
-        f.write(bytes(16))
-        f.finish()
-    with pytest.raises(RecipeError, match="1 bytes more"), writer.FileWriter(tmp_path, "x", tensors) as f:
-        f.write(bytes(21))
-        f.finish()
-    with pytest.raises(ConfigError, match="given twice"), writer.FileWriter(tmp_path, "x", tensors * 2):
-        pass
+    for size in (16, 21):
+        with pytest.raises(RecipeError, match=f"x: bias: expected 20 bytes, found {size}"):
+            writer.write_tensors(tmp_path, "x", tensors, lambda entry, size=size: [bytes(size)])
     odd = [entry(torch.ones(3).bfloat16(), "odd"), *tensors]
-    with pytest.raises(ConfigError, match="not aligned"), writer.FileWriter(tmp_path, "x", odd):
-        pass
+    with pytest.raises(ConfigError, match="not aligned"):
+        m.header_of(odd, "x")
     assert m.in_data_order(odd) == odd[::-1]
-    with (
-        writer.FileWriter(tmp_path, "x", tensors),
-        pytest.raises(RecipeError, match="another process writes this file"),
-    ):
-        writer.FileWriter(tmp_path, "x", tensors).__enter__()
+    with writer.NewFile(tmp_path / "x"), pytest.raises(RecipeError, match="another process writes this file"):
+        writer.NewFile(tmp_path / "x").__enter__()
     assert not list(tmp_path.glob("x*"))
 
 
@@ -183,35 +176,21 @@ def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
 
     seen("fsync", lambda given: os.path.basename(os.readlink(f"/proc/self/fd/{given[0]}")))
     seen("replace", lambda given: os.path.basename(given[1]))
-    writer.begin(tmp_path, EMPTY)
+    name = "a.safetensors"
+    write(tmp_path, name)
+    assert calls == [("fsync", f"{name}.partial"), ("replace", name), ("replace", f"{name}.json")]
+    write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
     calls.clear()
-    write(tmp_path, "notes.txt")
-    assert calls == [("fsync", "notes.txt.partial"), ("replace", "notes.txt"), ("replace", "notes.txt.json")]
-    write(tmp_path, "a.safetensors"), write(tmp_path, "b.safetensors")
-    calls.clear()
-    writer.complete(tmp_path)
+    writer.complete_as(tmp_path, MANIFEST)
     (first, temporary, named, last), folder = calls, ("fsync", tmp_path.name)
     assert first == last == folder and named == ("replace", m.MANIFEST) and temporary[1].startswith(m.MANIFEST)
 
 
-def test_an_entry_that_a_loss_of_power_emptied_only_costs_its_file(tmp_path):
-    writer.begin(tmp_path, EMPTY)
-    for name in EMPTY.expected:
-        write(tmp_path, name)
-    (tmp_path / m.ENTRIES / "notes.txt.json").write_text("")
-    with pytest.raises(ConfigError, match="notes.txt.json: cannot be read"):
-        writer.complete(tmp_path)
-    assert writer.begin(tmp_path, EMPTY).keys() == {"a.safetensors", "b.safetensors"}
-    write(tmp_path, "notes.txt")
-    assert writer.complete(tmp_path).complete
-
-
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error):
-    writer.begin(tmp_path, EMPTY)
     with pytest.raises(RecipeError, match="notes.txt could not be written: .*finished files are kept"):
-        with writer.FileWriter(tmp_path, "notes.txt") as file:
+        with writer.NewFile(tmp_path / "notes.txt") as file:
             full = mock.Mock(side_effect=OSError(error, os.strerror(error)))
             file._file = mock.Mock(wraps=file._file, write=full)
             file.write(b"text")
-    assert not list(tmp_path.glob("notes.txt*")) and writer.complete(tmp_path) is None
+    assert not list(tmp_path.glob("notes.txt*"))

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import pickle
 import shutil
@@ -17,7 +16,6 @@ import torch
 
 from tests.weights.cases import SMALL, SMALL_LAYOUT, is_same, make_folder, read_folder, run
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
@@ -245,10 +243,4 @@ def test_a_flipped_bit_is_found_by_the_zips_own_checksums(folder):
     data[info.header_offset + 200] ^= 1
     path.write_bytes(data)
     (problem,) = folder_problems(folder)
-    assert str(path.relative_to(folder)) in problem and "Bad CRC-32" in problem
-
-
-def test_small_files_of_the_model_are_beside_the_checkpoint(folder):
-    assert json.loads((folder / "config.json").read_text()) == SMALL
-    assert (folder / "tokenizer.json").read_text() == "{}"
-    assert build_inventory(folder).model == build_inventory(SMALL).model
+    assert str(path.relative_to(folder)) in problem and "CRC-32" in problem

@@ -132,21 +132,9 @@ def test_a_run_a_start_and_a_path_are_found(tmp_path):
         find_start(tmp_path / "empty", root, ", or a log")
     with pytest.raises(ConfigError, match="no such folder"):
         find_start(tmp_path / "absent", root)
-    (root / "old").mkdir()
-    (root / "old/summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match="old holds summary.json of an earlier version"):
-        find_start(type(home)("old"), root)
 
 
 # ---- checkpoints
-
-
-def test_what_has_no_manifest_is_no_checkpoint(tmp_path):
-    start = make_start(tmp_path / "r", (1, 2))
-    (start / "checkpoints/global_step_2/manifest.json").unlink()
-    (start / "checkpoints/global_step_9").mkdir()
-    (start / "checkpoints/global_step_8").write_text("a file")
-    assert saved(start) == {1: "0001"}
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(None, [1, 2, 3, 4, 5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5])])
@@ -267,6 +255,4 @@ def test_other_data_are_refused_by_rows_and_digest_and_not_by_their_path(tmp_pat
             require_same_data(tmp_path, manifest, now, False)
         assert all(facts["sha256"][:12] in str(caught.value) for facts in (before, now))
         require_same_data(tmp_path, manifest, now, True)
-    old = type("Read", (), {"facts": {}})  # a checkpoint of an earlier version
-    require_same_data(tmp_path, old, data_facts(files["other"]), False)
     require_same_data(tmp_path, manifest, data_facts([str(tmp_path / "absent")]), False)  # not on this machine

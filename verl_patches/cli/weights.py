@@ -23,7 +23,6 @@ from verl_patches.weights.manifest import (
     holds_critic_alone,
     model_digest,
     read_manifest,
-    recorded,
 )
 from verl_patches.weights.megatron import folder_problems as folder_problems_of_megatron
 from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, plan_conversion
@@ -84,7 +83,6 @@ def convert_command(
     with progress_bar("convert", result["write_bytes"]) as advance:
         done = convert(plan, destination, processes, advance)
     result = _summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
-    result["manifest"] = None if done.manifest is None else str(destination / MANIFEST)
     if as_json:
         print_json(result)
         return
@@ -153,7 +151,7 @@ def _show_plan(result: dict[str, Any], destination: Path) -> None:
 
 @app.command("verify")
 def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = False) -> None:
-    """Check every byte of a folder against its manifest or zips; a HF folder without one by headers and index."""
+    """Check every byte of a checkpoint or a Megatron folder; a HF folder, without checksums, by headers and index."""
     start = time.perf_counter()
     if not folder.is_dir():
         raise ConfigError(
@@ -177,14 +175,14 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
         size = sum(manifest.size_bytes for manifest in manifests.values())
         with progress_bar("verify", size) as advance:
             for name, manifest in manifests.items():
-                problems += [f"{name}{problem}" for problem in folder_problems(folder / name, manifest, advance)]
+                problems += folder_problems(folder / name, manifest, advance)
         count = sum(len(manifest.files) for manifest in manifests.values())
         checked = f"{count} files, {size / GB:.3f} GB: sizes and sha256"
     elif (folder / TRACKER).is_file():
         problems += folder_problems_of_megatron(folder)
         checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
-        checked = f"names, shapes, sizes and {INDEX}; a folder without manifest.json has no checksums"
+        checked = f"names, shapes, sizes and {INDEX}; a HF folder has no checksums"
     if not problems:
         try:
             for each in opened:
@@ -209,13 +207,10 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Print what a folder of weights holds, without reading the weights."""
-    if has_manifest(folder) and not (manifest := read_manifest(folder, complete=False)).complete:
-        result = _head(manifest) | {"state": "writing", "written": len(recorded(folder)), "of": len(manifest.expected)}
-    else:
-        source = open_source(folder, expert_split=expert_split)
-        if tensor is not None and tensor not in source.tensors:
-            raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name as {next(iter(source.tensors))}")
-        result = _contents(folder, source) if tensor is None else _places(source, tensor)
+    source = open_source(folder, expert_split=expert_split)
+    if tensor is not None and tensor not in source.tensors:
+        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name as {next(iter(source.tensors))}")
+    result = _contents(folder, source) if tensor is None else _places(source, tensor)
     if as_json:
         print_json(result)
         return
@@ -225,16 +220,12 @@ def show_command(
         table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
 
 
-def _head(manifest: Any) -> dict[str, Any]:
-    names = ("kind", "layout", "dtype", "facts")
-    return {name: getattr(manifest, name) for name in names} | {"model": model_digest(manifest.model)[:12]}
-
-
 def _contents(folder: Path, source: Source) -> dict[str, Any]:
     head = {"kind": source.kind, "layout": source.layout, "model": model_digest(source.inventory.model)[:12]}
-    head["checksums"] = "CRC-32 of each record" if source.layout else "none (no manifest.json)"
     if has_manifest(folder):
-        head = {**_head(read_manifest(folder)), "state": "complete"}
+        head |= {name: getattr(read_manifest(folder), name) for name in ("layout", "dtype", "facts")}
+    else:
+        head["checksums"] = "CRC-32 of each record" if source.layout else "none"
     model, sizes = source.inventory.model, {}
     for tensor in source.tensors.values():
         for part in tensor.parts:

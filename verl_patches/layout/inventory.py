@@ -24,9 +24,7 @@ from verl_patches.values import Count, Natural, types_of, value_faults
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a value model; HF's ...ForSequenceClassification has the first
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
-MOST_TENSORS = 1_000_000  # of a model; DeepSeek-V3 has 45,395
 _OF_NAMES = ("model_type", "tie_word_embeddings", "attention_bias")  # on which the names of tensors depend
-_OUTSIDE_EXPERTS = 16  # most tensors of a layer besides its routed experts, rounded up
 
 
 class Parameter(NamedTuple):
@@ -90,8 +88,8 @@ class ModelShape:
 def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read an HF config: a dict, a config.json, or the folder that holds one.
 
-    Raises ConfigError for a file that cannot be read, a missing key or wrong size, another model than DeepSeek-V3
-    (model_folder.REQUIRED), and for more tensors than a list of them should have (MOST_TENSORS).
+    Raises ConfigError for a file that cannot be read, a missing key or wrong size, and another model than DeepSeek-V3
+    (model_folder.REQUIRED).
     """
     where = "HF config"
     if not isinstance(config, Mapping):
@@ -110,12 +108,6 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
         raise ConfigError(
             f"{where}: num_experts_per_tok is {shape.num_experts_per_tok}; expected at most n_routed_experts "
             f"{shape.n_routed_experts}"
-        )
-    count = shape.num_hidden_layers * (_OUTSIDE_EXPERTS + 3 * shape.n_routed_experts)
-    if count > MOST_TENSORS:
-        raise ConfigError(
-            f"{where}: num_hidden_layers {shape.num_hidden_layers} with n_routed_experts {shape.n_routed_experts} make "
-            f"up to {count} tensors; expected at most {MOST_TENSORS}. Take sizes from the model's own config.json"
         )
     return shape
 
@@ -156,18 +148,6 @@ class Inventory:
     def by_name(self) -> dict[str, Parameter]:
         """HF name -> tensor."""
         return {p.name: p for p in self.parameters}
-
-    def at(self, layer: int | None, expert: int | None) -> dict[str, Parameter]:
-        """Kind -> tensor of a layer and expert (None: outside of them); empty for those that the model has not."""
-        if layer is None:
-            held = self.outer
-        elif layer >= len(self.layers):
-            held = ()
-        elif expert is None:
-            held = self.layers[layer]
-        else:
-            held = self.experts[layer][expert] if expert < len(self.experts[layer]) else ()
-        return {parameter.kind: parameter for parameter in held}
 
 
 def build_inventory(config: ModelShape | Mapping | str | Path, value: bool = False) -> Inventory:

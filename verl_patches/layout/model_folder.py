@@ -11,20 +11,17 @@ memory, in each process, because the run's folder need not be shared between nod
                reads it only to pass over their tensors (deepseek_v2.py:763); with 0 its loader ends in a KeyError
 
 The key is deleted, not set to None: transformers 4.51 to 4.52 call `.to_dict()` on it when a configuration is printed
-(configuration_utils.py:845), which verl does on rank 0.
-
-A file of such a folder is refused by kind and size before it is opened (`require_file`): a pipe would be waited for, a
-device or a link could bring any bytes. No torch here.
+(configuration_utils.py:845), which verl does on rank 0. No torch here.
 """
 
 from __future__ import annotations
 
 import json
-import stat
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from verl_patches.errors import ConfigError
 
@@ -45,51 +42,6 @@ REQUIRED: Mapping[str, Any] = {
     QUANTIZATION: None,
     "rope_interleave": True,
 }
-LONGEST_JSON = 100_000_000  # bytes of a JSON file, and of a safetensors header, whose own limit this is
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
-
-
-def require_file(path: Path, most_bytes: int | None = None) -> int:
-    """The bytes of a file; ConfigError unless it is a regular file of its own folder with at most `most_bytes`.
-
-    The folder itself may be a link; a link to another file of the folder is one of its files.
-    """
-    try:
-        real, found = path.resolve(strict=True), path.stat()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a zero byte
-        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error}); copy it again") from error
-    if not real.is_relative_to(path.parent.resolve()):
-        raise ConfigError(
-            f"{path}: is a link to {real}, outside of its folder; expected a file. Of a folder in the cache of "
-            f"Hugging Face, whose files are such links, make one of files: cp -rlL {path.parent} NEW_FOLDER "
-            "(hard links on the same disk, no bytes are copied), else cp -rL"
-        )
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path}: expected a file, found {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
-    if most_bytes is not None and found.st_size > most_bytes:
-        raise ConfigError(f"{path}: expected at most {most_bytes} bytes, found {found.st_size}; copy it again")
-    return found.st_size
-
-
-def require_files(folder: Path) -> None:
-    """`require_file` of everything in a model folder but the folders in it: all that a reader of it may open."""
-    real = folder.resolve()
-    for path in sorted(folder.iterdir()):
-        if not (path.is_dir() and path.resolve().is_relative_to(real)):
-            require_file(path)
-
-
-def require_name(name: Any, where: str) -> str:
-    """`name` if it is that of a file in the folder of the file that names it; ConfigError for a path, or no text."""
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or not name.isprintable():
-        raise ConfigError(f"{where}: {name!r:.200} is no name of a file beside it; copy it again")
-    return name
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -103,9 +55,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
 
 
-def read_json_object(path: Path, most_bytes: int = LONGEST_JSON) -> dict[str, Any]:
-    """The content of a JSON file that holds an object; ConfigError for any other file, as `require_file`."""
-    require_file(path, most_bytes)
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object; ConfigError for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -152,33 +103,12 @@ def weight_files(folder: str | Path) -> set[str]:
 
 
 def safetensors_header(path: Path) -> Mapping[str, Any]:
-    """{tensor: {dtype, shape, data_offsets}} of a safetensors file; ConfigError where the file is not whole.
-
-    The format: 8 bytes with the header's length, the header (JSON), the tensors' bytes.
-    """
-    found = require_file(path)
+    """{tensor: {dtype, shape, data_offsets}} of a safetensors file; ConfigError where the file is not whole."""
     try:
+        with safe_open(path, "np"):  # sizes, places and the length of the file are right
+            pass
         with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            header = json.loads(file.read(length) if 0 < length <= LONGEST_JSON else "")
-        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        if not all(map(_is_tensor, tensors.values())):
-            raise ValueError("no dtype, shape and data_offsets of a tensor")
-        size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: not a whole safetensors file (its header cannot be read); download or record it again"
-        ) from error
-    if found != size:
-        raise ConfigError(
-            f"{path}: not a whole safetensors file ({found} bytes, expected {size}); download or record it again"
-        )
-    return tensors
-
-
-def _is_tensor(entry: Any) -> bool:
-    """Whether an entry of a header has the types of one; TypeError, LookupError for others."""
-    numbers = [*entry["shape"], *entry["data_offsets"]]
-    sizes = len(entry["data_offsets"]) == 2 and all(type(number) is int and number >= 0 for number in numbers)
-    return sizes and isinstance(entry["dtype"], str)
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download or record it again") from error
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}

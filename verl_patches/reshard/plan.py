@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES, Block, make_blocks
@@ -41,13 +40,6 @@ class Topology:
 
     dies_per_card: int = 2
     dies_per_node: int = 16
-
-    def __post_init__(self):
-        if self.dies_per_card < 1 or self.dies_per_node % self.dies_per_card or self.dies_per_node < 1:
-            raise ConfigError(
-                f"topology: {self.dies_per_card} dies per card and {self.dies_per_node} per node do not fit; "
-                "expected whole cards in each node, such as 2 and 16"
-            )
 
     def nearness(self, rank: int, other: int) -> str:
         """One of NEARNESS."""

@@ -38,7 +38,9 @@ def raise_on_any_rank(
 
     error: its class, whose `what` says what failed.
     """
-    if not _any_rank(len(problems), group, device):
+    flag = torch.tensor([len(problems)], dtype=torch.int64, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    if not flag.item():
         return
     by_rank = gather((len(problems), problems[:_OF_A_RANK]), group)
     lines = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(by_rank) for text in texts][:_SHOWN]
@@ -53,10 +55,3 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _any_rank(number: int, group: Any, device: torch.device | str) -> bool:
-    """Whether `number` is more than 0 on any rank; collective."""
-    flag = torch.tensor([number], dtype=torch.int64, device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())

@@ -26,13 +26,6 @@ _TRAINING = "training"
 _SHOWN = 4  # wrong regions that a message explains
 
 
-class VerifyReport(NamedTuple):
-    """What was compared over all ranks: `regions`, and of these, on this rank, `elements` of live rollout memory."""
-
-    regions: int
-    elements: int
-
-
 class _Copy(NamedTuple):
     """One copy of a region on this rank: `holder` is _TRAINING or the live parameter's name."""
 
@@ -72,8 +65,8 @@ class Verifier:
                 part.tensor.fill_(float("nan"))
 
     @torch.no_grad()
-    def check(self) -> VerifyReport:
-        """Compare live rollout memory with training memory over all ranks; collective.
+    def check(self) -> int:
+        """Compare live rollout memory with training memory over all ranks; the elements compared here. Collective.
 
         Raises ReshardError on every rank naming parameter, region, ranks, expected and found.
         """
@@ -93,7 +86,7 @@ class Verifier:
         numbers = torch.stack(sums).view(-1, 2).tolist() if sums else []  # one copy from the device
         copies = [_Copy(*place, *pair) for place, pair in zip(places, numbers, strict=True)]
         self._raise_for(self._unequal(copies), copies)
-        return VerifyReport(len(self.items), elements)
+        return elements
 
     def _values(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(number of the region, holder, values) of all copies on this rank."""
@@ -139,13 +132,10 @@ class Verifier:
             values = torch.tensor([copy[2:] for copy in copies])
             low.scatter_reduce_(0, rows, values, "amin")
             high.scatter_reduce_(0, rows, ~values, "amin")  # so that one MIN finds the largest too
-        low, high = self._minimum(torch.stack([low, high]))
+        both = torch.stack([low, high]).to(self.device)
+        dist.all_reduce(both, dist.ReduceOp.MIN)
+        low, high = both.cpu()
         return (low != ~high).any(dim=1).nonzero().flatten().tolist()
-
-    def _minimum(self, numbers: torch.Tensor) -> torch.Tensor:
-        numbers = numbers.to(self.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN)
-        return numbers.cpu()
 
     def _raise_for(self, unequal: list[int], copies: list[_Copy]) -> None:
         """`unequal` is the same on all ranks, so either all of them gather or none."""

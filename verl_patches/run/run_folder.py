@@ -17,7 +17,7 @@ from verl_patches.run.run_start import homes_of, saves_as_recipe
 from verl_patches.shared_files import locked_folder
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress
-from verl_patches.weights.run_folders import refuse_old_folder, take_start
+from verl_patches.weights.run_folders import take_start
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
@@ -104,7 +104,6 @@ def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
         held.enter_context(locked(saved, "trainer.default_local_dir"))
     if run.recipe.run is None:
         return run
-    refuse_old_folder(run.home)
     return replace(run, start=NextStart(name=take_start([run.home], None, None)))
 
 

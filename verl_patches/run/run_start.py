@@ -26,7 +26,6 @@ from verl_patches.weights.run_folders import (
     checkpoints_home,
     data_facts,
     path_to_resume,
-    refuse_old_folder,
     require_same_data,
     require_steps_left,
     require_whole,
@@ -62,8 +61,6 @@ def next_start(run: RunSpec) -> NextStart:
     ConfigError where the checkpoint is damaged or absent, where the run has reached its total, where its data are
     others, and where `auto` would begin anew beside checkpoints of the same name.
     """
-    for home in homes_of(run):
-        refuse_old_folder(home)
     if not saves_as_recipe(run):
         return NextStart()
     trainer, starts = run.verl.trainer, starts_in(home_of_checkpoints(run))

@@ -46,7 +46,6 @@ from verl_patches.spec import RUN, RunSpec, run_of
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.manifest import (
-    CHECKPOINT,
     CRITIC,
     MANIFEST,
     OF_TRAINER,
@@ -54,7 +53,6 @@ from verl_patches.weights.manifest import (
     has_manifest,
     rank_files,
     read_manifest,
-    require_checkpoint,
     small_files,
 )
 from verl_patches.weights.reader import DTYPES as STORED
@@ -72,7 +70,7 @@ from verl_patches.weights.run_folders import (
     require_steps_left,
     size_bytes,
 )
-from verl_patches.weights.writer import FileWriter, complete_as
+from verl_patches.weights.writer import complete_as, write_bytes
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +220,7 @@ class Checkpoints:
             size = 0
             for folder, manifest in manifests.items():
                 for name, content in own[folder].items():
-                    with FileWriter(folder, name) as file:
-                        file.write(content)
-                        file.finish()
+                    write_bytes(folder, name, content)
                 while (whole := complete_as(folder, manifest)) is None:
                     waited = time.perf_counter() - started
                     if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
@@ -243,7 +239,7 @@ class Checkpoints:
         layout, dtype = str(self.run.train), self.run.recipe.dtype
         facts = {**facts, "step": step, "run": self.run.recipe.run, "start": self.run.start.name, "line": self.run.line}
         facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), "data": self.data, **settings_of(self.config)}
-        return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
+        return Manifest(self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""
@@ -282,7 +278,7 @@ class Checkpoints:
         folder = folder or path_to_resume(mode, self.config.trainer.resume_from_path)
         if mode == "auto" and folder is None:
             self._say(f"trainer.resume_mode=auto: no complete checkpoint in {self.folder}, starting from step 1")
-        manifest = None if folder is None else require_checkpoint(folder)
+        manifest = None if folder is None else read_manifest(folder)
         if self.config.trainer.save_freq > 0:
             here = folder is not None and folder.resolve().parent == self.folder.resolve()
             self._refuse_to_mix(manifest.facts["step"] if here else 0)

@@ -12,7 +12,7 @@
 manifest.json is written once all other files are complete; before, the folder is no checkpoint (trainer/checkpoint.py).
 safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or
 pickle; names and regions are those of the HF model, so export is a conversion and another layout needs only regions;
-each file has a sha256. torch.distributed.checkpoint names what Megatron names, and its index is a pickle.
+each tensor has a digest. torch.distributed.checkpoint names what Megatron names, and its index is a pickle.
 
 What a rank writes, in the coordinates of a checkpoint: parts of HF tensors, each on one rank.
 
@@ -64,7 +64,7 @@ from verl_patches.weights.manifest import (
     tensors_of_rank,
 )
 from verl_patches.weights.reader import DTYPES, WeightReader, tensor_bytes
-from verl_patches.weights.writer import FileWriter
+from verl_patches.weights.writer import write_bytes, write_tensors
 
 MAIN = "main"
 
@@ -177,13 +177,8 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
                 yield OptimizerShard(model, held.start, held.end, main, one, _states(one, main, has_main))
 
 
-def swapped_on_host(one: Any, main: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
-    """What MindSpeed's swap optimizer holds of `main` on the host, in tensors of its own; None for other optimizers."""
-    return getattr(type(one), "param_to_cpu_states_map", {}).get(main)
-
-
 def _states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Tensor]:
-    swapped = swapped_on_host(one, main)
+    swapped = getattr(type(one), "param_to_cpu_states_map", {}).get(main)  # of MindSpeed's swap optimizer, on the host
     if swapped is not None:
         return {MAIN: swapped["param"], **{role: swapped[role] for role in MOMENTS}}
     state = one.optimizer.state.get(main, {})
@@ -305,26 +300,24 @@ def write_rank(
     contents: Callable[[StoredTensor], Iterable[torch.Tensor]],
     state: Mapping[str, Any],
 ) -> int:
-    """Write both files of `rank` into a folder that `begin` made; returns their bytes.
+    """Write both files of `rank`; returns their bytes.
 
     `contents`: a piece's places, on the host. At most the largest piece is copied at a time.
     """
     by_key = {piece.entry.key: piece for piece in pieces}
     entries = in_data_order([piece.entry for piece in pieces])
-    with FileWriter(folder, tensors_of_rank(rank), entries) as file:
-        for entry in entries:
-            for tensor in contents(by_key[entry.key]):
-                file.write(tensor_bytes(tensor))
-        size = file.finish().size_bytes
-    with FileWriter(folder, state_of_rank(rank)) as file:
-        file.write(json.dumps(state).encode())
-        return size + file.finish().size_bytes
+
+    def buffers(entry: TensorEntry) -> Iterator[memoryview]:
+        return map(tensor_bytes, contents(by_key[entry.key]))
+
+    tensors = write_tensors(folder, tensors_of_rank(rank), entries, buffers)
+    return tensors.size_bytes + write_bytes(folder, state_of_rank(rank), json.dumps(state).encode()).size_bytes
 
 
 def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[str]:
     """The faults of this rank's share of the files without tensors, whose bytes `load_state` does not compare."""
     files = [file for file in read_manifest(folder).files if not file.tensors]
-    return [str(problem) for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
+    return [problem for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
 
 
 def read_state(folder: str | Path, rank: int) -> dict[str, Any]:

@@ -1,50 +1,50 @@
 """Run a planned conversion (plan.py): a file is written by one process, as a whole, and has its name once it is whole.
 
-A conversion that was ended goes on with the files that are missing. What is read is compared with the sha256 that the
-source's manifest has of it, in the same pass; a HF folder that was downloaded has none, and Megatron's has none.
+A conversion that was ended goes on with the files that are missing. The folder is complete with the file that is
+written last: a HF folder's index, Megatron's tracker. What is read of a checkpoint is compared with the sha256 that its
+manifest has of it, in the same pass; HF folders and Megatron's have none.
 """
 
 from __future__ import annotations
 
 import errno
 import multiprocessing
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.reshard.parameters import NAMES
 from verl_patches.reshard.train_tensors import storage_of, views_of
-from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole, writing
+from verl_patches.shared_files import PARTIAL, free_bytes, sync, writing
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import TRACKER, Manifest, file_problems
+from verl_patches.weights.manifest import file_problems, header_of
 from verl_patches.weights.megatron import FILE, ITERATION, read_rank_file
 from verl_patches.weights.plan import ConversionPlan, OutFile, processes_of
 from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
-from verl_patches.weights.writer import AGAIN, FileWriter, begin, complete
+from verl_patches.weights.writer import AGAIN, NewFile, write_text
 
 Progress = Callable[[int], None]  # gets the bytes of a file that is written, or was there
 
 
 class Done(NamedTuple):
-    """What a conversion did: bytes read and written, files of weights kept and written; a HF folder's manifest."""
+    """What a conversion did: bytes read and written, files of weights kept and written."""
 
     read_bytes: int
     write_bytes: int
     kept: int
     written: int
-    manifest: Manifest | None
 
 
 class _Job(NamedTuple):
@@ -77,67 +77,45 @@ def convert(
     for file, size in _run(_Job(plan, folder), todo, processes or processes_of(plan)):
         read += size
         progress(file.size_bytes)
-    manifest = _finish(plan, folder, there)
-    return Done(read, sum(file.size_bytes for file in todo), len(kept), len(todo), manifest)
+    for name in (*plan.copies, *plan.texts):
+        write_text(folder / name, plan.texts.get(name) or (plan.source.folder / name).read_bytes())
+    return Done(read, sum(file.size_bytes for file in todo), len(kept), len(todo))
 
 
 def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
-    """Make the folder, or check that it is of this conversion; the names of files that are there and whole."""
-    if plan.manifest is not None:
-        recorded = begin(folder, plan.manifest)
-        return {name for name, entry in recorded.items() if _size(folder / name) == entry.size_bytes}
-    if folder.exists() and not (folder.is_dir() and set(_names(folder)) <= {ITERATION} or _is_begun(folder)):
+    """Make the folder, or check that it is of this conversion; the names of files of weights that are there."""
+    there = {str(path.relative_to(folder)) for path in folder.glob(f"*/*/{FILE}" if plan.layout else "*.safetensors")}
+    if folder.exists() and not there and (not folder.is_dir() or any(map(_is_anothers, folder.iterdir()))):
         raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     names = {file.name for file in plan.files}
-    there = {str(path.relative_to(folder)) for path in folder.glob(f"*/*/{FILE}")}
     for name in sorted(there):
-        found = read_rank_file(folder / name).more
+        found = _written_by(folder / name)
         if name not in names or found.get("conversion") != plan.identity:
             raise ConfigError(
-                f"{folder}: {name} is of another conversion or layout ({found.get('layout')}), "
-                f"expected {plan.layout} of {plan.source.folder}; choose another folder or remove this one"
+                f"{folder}: {name} is of another conversion or layout ({found.get('layout', 'none')}), expected "
+                f"{plan.layout or 'a HF folder'} of {plan.source.folder}; choose another folder or remove this one"
             )
     return there
 
 
-def _names(folder: Path) -> Iterator[str]:
-    return (path.name for path in folder.iterdir())
+def _is_anothers(path: Path) -> bool:
+    """Whether a file or folder is none that a conversion leaves which ended before its first file was whole."""
+    return path.name != ITERATION and path.suffix != PARTIAL
 
 
-def _is_begun(folder: Path) -> bool:
-    """Whether a file of Megatron's checkpoint is in the folder."""
-    return any(folder.glob(f"{ITERATION}/*/{FILE}"))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
-def _finish(plan: ConversionPlan, folder: Path, there: set[str]) -> Manifest | None:
-    """Write the small files that are not `there`, and last the one that makes the folder complete."""
-    for name in (name for name in (*plan.texts, *plan.copies) if name not in there):
-        content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
-        if plan.manifest is None:
-            with writing(folder / name, AGAIN):
-                write_whole(folder / name, content, durable=True)
-        else:
-            with FileWriter(folder, name) as file:
-                file.write(content)
-                file.finish()
-    if plan.manifest is not None:
-        return complete(folder)
-    with writing(folder / TRACKER, AGAIN):
-        write_whole(folder / TRACKER, str(int(ITERATION.removeprefix("iter_"))), durable=True)
-    return None
+def _written_by(path: Path) -> Mapping[str, Any]:
+    """What a file of weights says of the conversion that wrote it."""
+    if path.name == FILE:
+        return read_rank_file(path).more
+    safetensors_header(path)  # ConfigError for a file that is not whole
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
-    """RecipeError where the disk has no room for the files that are not there yet; what a kill left of them is free."""
-    todo = [file for file in files if not (folder / file.name).exists()]
-    size, left = sum(file.size_bytes for file in todo), [folder / f"{file.name}{PARTIAL}" for file in todo]
-    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(disk).free + sum(path.stat().st_blocks * 512 for path in left if path.exists())
+    """RecipeError where the disk has no room for the files that are not there yet."""
+    size, free = sum(file.size_bytes for file in files if not (folder / file.name).exists()), free_bytes(folder)
     if size > free:
         raise RecipeError(
             f"{folder}: {size} bytes are to be written, {free} are free. Free space or choose another folder; then run "
@@ -150,7 +128,7 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
     entries = {entry.name: entry for entry in source.files}
     for name in sorted(entries.keys() & names):
         if problems := file_problems(source.folder, entries[name]):
-            raise RecipeError(f"{source.folder / name}: {problems[0]}; {COPY_AGAIN}")
+            raise RecipeError(f"{problems[0]}; {COPY_AGAIN}")
 
 
 # ---- files
@@ -207,8 +185,9 @@ def _write_hf(job: _Job, file: OutFile) -> int:
     tensors, scales = job.plan.source.tensors, dict[str, torch.Tensor]()
     with (
         WeightReader(job.plan.source, read.append, sequential=True, verify=True) as reader,
-        FileWriter(job.folder, file.name, file.tensors) as writer,
+        NewFile(job.folder / file.name) as writer,
     ):
+        writer.write(header_of(file.tensors, file.name, conversion=job.plan.identity))
         for entry in file.tensors:
             if entry.key in scales:
                 value = scales.pop(entry.key)
@@ -269,21 +248,14 @@ def write_rank(
             reader.copy(held.region, held.tensor)
     keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]
     state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1, **more}
-    partial = path.with_name(FILE + PARTIAL)
     with writing(path, AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)
+    with NewFile(path) as file:
         try:
-            lock = lock_file(partial)
-        except BlockingIOError:
-            raise RecipeError(f"{partial}: another process writes this file; wait for it") from None
-        with lock:
-            try:
-                torch.save(state, partial)
-                sync(partial)
-                os.replace(partial, path)
-            except RuntimeError as error:  # torch's writer of zips, at a write that fails
+            torch.save(state, file.partial)
+        except RuntimeError as error:  # torch's writer of zips, at a write that fails
+            with writing(path, AGAIN):
                 raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
-            finally:
-                partial.unlink(missing_ok=True)
+        file.finish()
     sync(path.parent)
     return sum(read)

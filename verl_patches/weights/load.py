@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,13 +35,6 @@ _HEAD = "output_layer."  # in the names of the head's parameters
 WAIT_S = 3600.0  # without recipe.timeouts.load_s
 
 
-class Loaded(NamedTuple):
-    """What a rank loaded: parameters and biases that were set, and bytes read."""
-
-    tensors: int
-    read_bytes: int
-
-
 def load_weights(
     folder: str | Path,
     chunks: Sequence[torch.nn.Module],
@@ -52,8 +44,8 @@ def load_weights(
     layout: ParallelLayout | None = None,
     head: bool = False,
     progress: Callable[[int], None] = lambda _: None,
-) -> Loaded:
-    """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`.
+) -> int:
+    """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; the bytes read.
 
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: of `chunks`, with layers_per_stage; None:
     the ranks of a pipeline ask each other (`layout_of_model`), a collective whose time-out names no rank. Values are
@@ -82,7 +74,7 @@ def load_weights(
         for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
             reader.copy(region, view)
     wait_for_ranks(str(folder), key, wait_s)
-    return Loaded(sum(1 for _ in _weights_of(chunks)), sum(sizes))
+    return sum(sizes)
 
 
 def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
@@ -120,13 +112,10 @@ def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modu
 
 
 @torch.no_grad()
-def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> Loaded:
+def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> None:
     """Fill `chunks` with the weights of `others`, of the same parameters (`difference`), which are on any device."""
-    count = 0
     for (_, target), (_, value) in zip(_weights_of(chunks, head), _weights_of(others, head), strict=True):
         target.copy_(value)
-        count += 1
-    return Loaded(count, 0)
 
 
 def _facts(chunks: Sequence[torch.nn.Module], head: bool) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.weights.manifest import ITEM_BYTES, Manifest, TensorEntry, header_of, small_files, whole_tensor
+from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, TensorEntry, header_of, small_files, whole_tensor
 from verl_patches.weights.megatron import ITERATION, rank_files
 from verl_patches.weights.source import (
     BLOCK,
@@ -44,7 +44,7 @@ _PROCESS_BYTES = 500_000_000  # of a process with torch and the buffers of its r
 class OutFile(NamedTuple):
     """One file to write. Of HF: its tensors in the order of their bytes. Of Megatron: the rank whose parameters it has.
 
-    `read_bytes`: of the source, with scales. `size_bytes`: of the file, Megatron's without the zip's own few.
+    `read_bytes`: of the source, with scales. `size_bytes`: of the file, without a few of its header or zip.
     """
 
     name: str
@@ -56,10 +56,11 @@ class OutFile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConversionPlan:
-    """A conversion. `texts`: small files with new content, by name. `copies`: names of files copied as they are.
+    """A conversion. `texts`: small files with new content, by name; the last one is written last of all files.
 
-    `inventory`: in the dtypes that Megatron's parameters get. `library`: a key of layout.sharding.LIBRARIES.
-    `identity`: digest of all that the folder is made from. `manifest`: of a HF folder; Megatron's has none.
+    `layout`: of Megatron's checkpoint, None for a HF folder. `library`: a key of layout.sharding.LIBRARIES.
+    `inventory`: in the dtypes that Megatron's parameters get. `copies`: names of files copied as they are. `identity`:
+    digest of all that the folder is made from, which each file of weights has.
     """
 
     source: Source
@@ -71,12 +72,11 @@ class ConversionPlan:
     texts: dict[str, str]
     copies: tuple[str, ...]
     identity: str
-    manifest: Manifest | None
 
     @property
     def kind(self) -> str:
         """What is written: "hf" or "megatron"."""
-        return "megatron" if self.manifest is None else "hf"
+        return "megatron" if self.layout else "hf"
 
 
 def plan_conversion(
@@ -104,14 +104,12 @@ def plan_conversion(
         texts[INDEX] = _index(files)
     else:
         files = tuple(_megatron_files(source, inventory, layout, library))
+        texts[TRACKER] = str(int(ITERATION.removeprefix("iter_")))
     copies = tuple(path.name for path in small_files(source.folder))
     names = [file.name for file in files]
     text = json.dumps([source.identity, layout and [str(layout), library], dtype, names, texts["config.json"], copies])
     identity = hashlib.sha256(text.encode()).hexdigest()
-    manifest = None
-    if layout is None:
-        manifest = Manifest("hf", model, None, dtype, identity, expected=(*names, *texts, *copies))
-    return ConversionPlan(source, layout, library, dtype, inventory, files, texts, copies, identity, manifest)
+    return ConversionPlan(source, layout, library, dtype, inventory, files, texts, copies, identity)
 
 
 def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> None:

@@ -112,13 +112,6 @@ class WeightReader:
 
     # ---- weights
 
-    def read_bytes(self, region: Region) -> int:
-        """Bytes that `copy` reads for the region, scales included."""
-        tensor = self.source.tensors[region.name]
-        scales = math.prod(scale_shape(tensor.shape, self.source.block)) * ITEM_BYTES["F32"] if tensor.scale else 0
-        windows = self._windows(tensor, region)
-        return scales + sum(len(w.read[0]) * len(w.read[1]) for w in windows) * ITEM_BYTES[tensor.dtype]
-
     def position(self, region: Region) -> tuple[str, int]:
         """(file, offset) of the first part of the region: in this order files are read from start to end."""
         tensor = self.source.tensors[region.name]

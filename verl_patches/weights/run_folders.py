@@ -31,20 +31,10 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import replacing, write_whole
-from verl_patches.weights.manifest import (
-    CRITIC,
-    MANIFEST,
-    SAVED,
-    Manifest,
-    check_headers,
-    has_manifest,
-    read_manifest,
-    require_checkpoint,
-)
+from verl_patches.weights.manifest import CRITIC, MANIFEST, SAVED, Manifest, has_manifest, read_manifest, require_file
 
 START, LATEST, CHECKPOINTS = "start.json", "latest", "checkpoints"
 _NUMBER = re.compile(r"[0-9]{4,9}")
-_OLD = "run.json", "summary.json"  # in the folder NAME itself: of a run before each start had a folder of its own
 RESUME_NEEDS = "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
 OTHER_DATA = "recipe.resume_other_data"
 _BLOCK_BYTES = 4 << 20
@@ -90,15 +80,6 @@ def checkpoints_home(output_root: str, name: str, default_local_dir: str) -> Pat
     """Return the folder NAME whose starts hold the checkpoints: that of the run, or NAME in an explicit DIR."""
     folder, saved = Path(output_root, name), Path(default_local_dir).absolute()
     return folder if saved.resolve().is_relative_to(folder.resolve()) else saved / name
-
-
-def refuse_old_folder(folder: Path) -> None:
-    """ConfigError where `folder` is that of a run before each start had a folder of its own."""
-    if found := next((name for name in _OLD if (folder / name).exists()), None):
-        raise ConfigError(
-            f"{folder} holds {found} of an earlier version, in which all starts of a run shared one folder; expected "
-            "folders 0001, 0002, ...: give another name or path (the version that wrote it reads it)"
-        )
 
 
 def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: str | None) -> str:
@@ -182,7 +163,6 @@ def find_start(given: Path, root: Path, or_else: str = "") -> Path:
                 return place.resolve() if place.is_symlink() else place
             if starts := starts_in(place):
                 return starts[-1].folder
-            refuse_old_folder(place)
         found = "a file" if given.is_file() else "a folder without them" if given.is_dir() else "no such folder"
         runs = sorted({path.parents[1].name for path in root.glob(f"*/[0-9]*/{START}")})
         known = ", ".join(runs[:9]) + (", ..." if runs[9:] else "")
@@ -350,20 +330,14 @@ def require_whole(folder: Path) -> Manifest:
 
     Reads headers. Bytes of tensors are compared when workers read them (worker/checkpoint.py).
     """
-    manifest = require_checkpoint(folder)
-    _require_files(folder, manifest)
+    manifest = read_manifest(folder)
+    manifests = {folder: manifest}
     if CRITIC in manifest.facts:
-        _require_files(folder / CRITIC, read_manifest(folder / CRITIC))
+        manifests[folder / CRITIC] = read_manifest(folder / CRITIC)
+    for place, each in manifests.items():
+        for entry in each.files:
+            require_file(place, entry)
     return manifest
-
-
-def _require_files(folder: Path, manifest: Manifest) -> None:
-    for entry in manifest.files:
-        path = folder / entry.name
-        found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
-        if found != f"{entry.size_bytes} bytes":
-            raise ConfigError(f"{path}: expected {entry.size_bytes} bytes (manifest), found {found}")
-    check_headers(folder, manifest)
 
 
 def require_steps_left(folder: Path, step: int, total: int | None, key: str) -> None:
@@ -397,7 +371,7 @@ def data_facts(train_files: str | Sequence[str] | None) -> dict[str, Any]:
 
 def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], allowed: bool) -> None:
     """ConfigError where the run's data, `data_facts`, are not those of the checkpoint, unless that is `allowed`."""
-    before = manifest.facts.get("data")  # None of a checkpoint of an earlier version
+    before = manifest.facts.get("data")
     unknown = not before or before["sha256"] is None or now["sha256"] is None
     if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):
         return

@@ -27,8 +27,6 @@ from verl_patches.layout.model_folder import (
     SINGLE,
     read_config,
     read_json_object,
-    require_files,
-    require_name,
     safetensors_header,
     weight_files,
 )
@@ -46,10 +44,11 @@ from verl_patches.weights.manifest import (
     Stored,
     StoredPart,
     StoredState,
-    check_headers,
     has_manifest,
+    header_of,
     holds_critic_alone,
     read_manifest,
+    require_file,
 )
 from verl_patches.weights.megatron import read_folder
 
@@ -101,7 +100,7 @@ class Source:
 
     `kind`: "hf", "megatron" or "checkpoint". `config`: config.json as it is. `block`: the FP8 block, None without FP8.
     `left_out`: names of tensors beyond the counted layers. `identity`: digest of what the files are, from their sizes,
-    headers and a sample of their bytes, or from digests where a manifest or a zip has them. `files`: the manifest's.
+    headers and a sample of their bytes, from CRCs of zips, or that of a manifest. `files`: the manifest's.
     `layout`: text of what a Megatron folder was split by. `states`: of the optimizer, by role and HF name.
     """
 
@@ -134,12 +133,10 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     `expert_split`: recipe.train.expert_split, for a Megatron folder that does not say how it holds experts.
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
-    not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a link
-    out of the folder, a pipe or device in it, a checkpoint whose weights are all in its critic/.
+    match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a
+    checkpoint whose weights are all in its critic/.
     """
     folder = Path(folder)
-    if folder.is_dir():
-        require_files(folder)
     manifest = read_manifest(folder) if has_manifest(folder) else None
     of_megatron = (folder / TRACKER).is_file()
     if of_megatron and not (folder / "config.json").exists():
@@ -167,7 +164,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         if unlike := differences(model, manifest.model):
             raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
         stored, states = _of_manifest(folder, manifest)
-        identity = [(file.name, file.sha256) for file in manifest.files]
+        identity = [manifest.identity]
     elif only_plan and index and not weight_files(folder):
         stored, identity = _of_index(index, inventory, block), [repr(asdict(model))]
     else:
@@ -187,8 +184,8 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     tensors = _tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
-    kind, files = (manifest.kind, manifest.files) if manifest else ("megatron" if of_megatron else "hf", ())
-    left_out = (*left_out, *beyond)
+    kind = "checkpoint" if manifest else "megatron" if of_megatron else "hf"
+    files, left_out = manifest.files if manifest else (), (*left_out, *beyond)
     return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files, layout, states)
 
 
@@ -239,21 +236,19 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[st
 
 def _of_manifest(folder: Path, manifest: Manifest) -> tuple[list[Stored], dict[tuple[str, str], list[StoredState]]]:
     """Return the parts of weights, and the flat ranges of all else."""
-    check_headers(folder, manifest)
     weights: list[Stored] = []
     states: dict[tuple[str, str], list[StoredState]] = {}
     for file in (file for file in manifest.files if file.tensors):
-        header = _Header(folder / file.name)
+        require_file(folder, file)
+        offset = len(header_of(file.tensors, file.name))
         for tensor in file.tensors:
-            offset = header.offset(tensor.key)
-            if tensor.role != WEIGHT:
+            if tensor.role == WEIGHT:
+                part = StoredPart(file.name, offset, tensor.region, tensor.sha256)
+                weights.append(Stored(part, tensor.dtype, tensor.whole))
+            else:
                 state = StoredState(file.name, offset, tensor)
                 states.setdefault((tensor.role, tensor.region.name), []).append(state)
-                continue
-            if tensor.flat is not None:
-                raise ConfigError(f"{folder / file.name}: {tensor.key}: expected a region, found a flat range of it")
-            part = StoredPart(file.name, offset, tensor.region, tensor.sha256)
-            weights.append(Stored(part, tensor.dtype, tensor.whole))
+            offset += tensor.size_bytes
     return weights, states
 
 
@@ -277,21 +272,12 @@ def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, 
 
 
 class _Header:
-    """The header of one safetensors file, its tensors' sizes checked."""
+    """The header of one safetensors file."""
 
     def __init__(self, path: Path):
         self.path, self.tensors = path, safetensors_header(path)
-        reached = 0
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1]["data_offsets"]):
-            first, last = tensor["data_offsets"]
-            size = math.prod(tensor["shape"]) * ITEM_BYTES.get(tensor["dtype"], 0)
-            if first != reached or (size and last - first != size):
-                raise ConfigError(
-                    f"{path}: {name}: expected {size} bytes from {reached} on ({tensor['dtype']} {tensor['shape']}), "
-                    f"found {last - first} from {first} on; download the file again"
-                )
-            reached = last
-        self.data_bytes, self.start = reached, path.stat().st_size - reached
+        self.data_bytes = max((tensor["data_offsets"][1] for tensor in self.tensors.values()), default=0)
+        self.start = path.stat().st_size - self.data_bytes
 
     def offset(self, name: str) -> int:
         """Of the tensor's first byte in the file."""
@@ -328,7 +314,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     found = read_json_object(path).get("weight_map")
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected weight_map, {{tensor: file}}; copy it again")
-    return {tensor: require_name(file, str(path)) for tensor, file in found.items()}
+    return {tensor: str(file) for tensor, file in found.items()}
 
 
 def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:

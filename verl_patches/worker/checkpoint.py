@@ -40,7 +40,7 @@ from verl_patches.reshard.train_tensors import inventory_and_library, native_ten
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
 from verl_patches.weights.load import wait_for_ranks
-from verl_patches.weights.manifest import require_checkpoint
+from verl_patches.weights.manifest import read_manifest
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 from verl_patches.worker.memory import Trained, device_type
@@ -220,7 +220,7 @@ class WorkerCheckpoint:
         def read() -> list[str]:
             if problems := checkpoint_files.problems_of_share(folder, rank, dist.get_world_size()):
                 return problems
-            written = saved["layout"] = require_checkpoint(folder).layout
+            written = saved["layout"] = read_manifest(folder).layout
             saved["rest"] = checkpoint_files.read_state(folder, rank if written == str(state.layout) else 0)
             count = heartbeat.here().count_bytes
             with self._on_device(), WeightReader(open_source(folder), count, verify=True, widen=True) as reader:

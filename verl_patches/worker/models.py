@@ -29,7 +29,7 @@ from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of
 from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
 from verl_patches.spec import RUN, run_of
-from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
+from verl_patches.weights.load import WAIT_S, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
 from verl_patches.worker.step_guard import StepGuard
@@ -78,12 +78,14 @@ def load_model(
     wait_s: float,
     layout: ParallelLayout | None = None,
     value: bool = False,
-) -> Loaded:
+) -> int:
     """Fill `chunks` from another model of this process that has read `folder` into equal parameters, else read it.
+
+    Returns the bytes read.
 
     `value`: they are of a value model. From one with another head all but the head is copied.
     """
-    rank, copied, scores = dist.get_rank(), None, value and _is_reference(chunks)
+    rank, copied, scores = dist.get_rank(), False, value and _is_reference(chunks)
     _show_log(rank)
     if reference_weights.value is not None:
         read_from, reference, has_value = reference_weights.value
@@ -93,24 +95,25 @@ def load_model(
             log.warning("weights: %s is read again, not copied from the %s: %s", folder, which, unlike)
         elif not unlike:
             with parameters_loaded(reference):
-                copied = copy_weights(chunks, reference, head)
+                copy_weights(chunks, reference, head)
             if rank == 0:
                 what = "0 bytes read" if head else "its head is read"
-                log.info("weights: %d tensors copied from the %s, %s from %s", copied.tensors, which, what, folder)
+                log.info("weights: copied from the %s, %s from %s", which, what, folder)
             if head:
-                return copied
+                return 0
+            copied = True
     reads.value += 1
     key = f"verl_patches/load/{reads.value}"
-    started, head = time.perf_counter(), copied is not None
-    loaded = load_weights(folder, chunks, line, key, wait_s, layout, head, heartbeat.here().count_bytes)
+    started = time.perf_counter()
+    read_bytes = load_weights(folder, chunks, line, key, wait_s, layout, copied, heartbeat.here().count_bytes)
     if rank == 0:
         seconds = time.perf_counter() - started
-        log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, loaded.read_bytes)
+        log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)
     if not scores and (
         _is_reference(chunks) or (value and is_on("memory.order"))
     ):  # verl's own offload leaves no storage to copy from
         reference_weights.value = folder, chunks, value
-    return loaded
+    return read_bytes
 
 
 def prepare_training(trained: Trained, memory: WorkerMemory) -> StepGuard | None:

@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from tests.runs import composed
+from tests.weights.cases import read_folder, write_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.catalog import rows_of
 from verl_patches.cli import inference
@@ -20,9 +20,7 @@ from verl_patches.spec import Trees
 from verl_patches.tools.inference import model, scores
 from verl_patches.tools.inference.model import find_model, validation_sampling
 from verl_patches.tools.inference.rows import Prompt
-from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import MANIFEST
-from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.run_folders import take_start
 from verl_patches.weights.source import open_source
 
@@ -38,8 +36,8 @@ def run(tmp_path, tiny_model):
     OmegaConf.save(composed(CONFIG, given).verl, folder / "config.yaml")
     for start, step in ((first, 1), (folder, 20), (first, 30)):
         saved = start / "checkpoints" / f"global_step_{step}"
-        plan = plan_conversion(open_source(tiny_model))
-        convert(replace(plan, manifest=replace(plan.manifest, facts={"step": step})), saved)
+        config = json.loads((tiny_model / "config.json").read_text())
+        write_checkpoint(saved, read_folder(tiny_model), config, {"step": step})
     shutil.copytree(saved, folder / "checkpoints/global_step_40")  # a save that was killed
     (folder / "checkpoints/global_step_40/manifest.json").unlink()
     return folder

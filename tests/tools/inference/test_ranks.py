@@ -5,6 +5,7 @@ tests/loop/test_chains.py has an eval of a run on a CPU.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,10 +13,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.tools.inference.reference import greedy_texts
+from tests.weights.cases import read_folder, write_checkpoint
 from verl_patches.model.tiny import make_tiny_model
-from verl_patches.weights.convert import convert
-from verl_patches.weights.plan import plan_conversion
-from verl_patches.weights.source import open_source
+from verl_patches.weights.manifest import small_files
 
 PROMPTS = ["1 2 3", [{"role": "user", "content": "A B C D"}], "small a b"]
 SHAPE = "model/deepseekv3_tiny_256experts.json"  # vllm-ascend's routing is that of 256 experts
@@ -86,8 +86,10 @@ def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_a_rank_ends_the_command_in_one_sentence(tiny_model, tmp_path):
     """Bytes that are not those of the manifest, which the ranks find as they read."""
-    model = tmp_path / "model"
-    convert(plan_conversion(open_source(tiny_model)), model)
+    config = json.loads((tiny_model / "config.json").read_text())
+    model = write_checkpoint(tmp_path / "model", read_folder(tiny_model), config, {"step": 1})
+    for path in small_files(tiny_model):
+        shutil.copy(path, model)
     file = max(model.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     with file.open("r+b") as opened:
         opened.seek(-8, os.SEEK_END)
