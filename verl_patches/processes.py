@@ -43,7 +43,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """In a child between fork and exec: get SIGKILL when the launcher dies without cleaning up."""
+    """In a forked child: get SIGKILL when its parent dies without cleaning up."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

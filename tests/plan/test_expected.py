@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE, VERL, in_sleep_mode
+from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE, VERL
 from verl_patches.plan.activations import Passes
 from verl_patches.plan.expected import Setting, group_bytes, host_bytes, peaks, record_bytes, work_bytes
 
@@ -56,20 +56,14 @@ def test_a_critic_is_a_second_trained_model_with_another_head():
     for rank, head in ((0, 0), (last, 129280 // 4 * 7168 - (7168 + 1))):
         alone, found = (group_bytes(replace(DIE256, critic=critic), rank) for critic in (False, True))
         assert {group: size for group, size in found.items() if group not in CRITICS} == alone
-        assert found.keys() == MEMORY_GROUPS.keys()
         assert found["actor_params"] - found["critic_params"] == 2 * head
         assert found["grads"] - found["critic_grads"] == 4 * head
-    swapped = group_bytes(replace(SWAPPED, critic=True), 0)
-    assert swapped["critic_window"] == swapped["swap_window"] > 0 == swapped["critic_optimizer"]
     found = peaks(SCHEDULE.with_critic(), replace(SWAPPED, critic=True))
     held = {phase["phase"]: phase["bytes"].keys() for phase in found["phases"]}
     assert held["values"] == {"critic_params"} and "actor_params" not in held["update_critic"]
     sizes = group_bytes(replace(DIE256, critic=True), 0)
     pinned = host_bytes(sizes, SCHEDULE.with_critic(), (), swapped=False, saves=False)
     assert CRITICS & pinned.keys() == {"critic_params", "critic_optimizer"}
-    assert all(pinned[group] == sizes[group] for group in CRITICS & pinned.keys())
-    stays = host_bytes(sizes, SCHEDULE.with_critic(), {"critic_params"}, swapped=False, saves=False)
-    assert "critic_params" not in stays and "actor_params" in stays
 
 
 def test_rollout_weights_and_the_caches_share():
@@ -189,10 +183,8 @@ def test_the_record_of_routed_experts_by_stage_and_phase():
     ("schedule", "stays", "options", "expected"),
     [
         (SCHEDULE, {"optimizer"}, {"swapped": True}, {"actor_params": 2, "ref_params": 3, "optimizer": 12}),
-        (SCHEDULE, {"optimizer"}, {}, {"actor_params": 2, "ref_params": 3}),
         (SCHEDULE, {"optimizer"}, {"saves": True}, {"actor_params": 2, "ref_params": 3, "checkpoint": 12}),
         (SCHEDULE, {"actor_params", "grads", "ref_params"}, {"saves": True}, {"optimizer": 12, "checkpoint": 2}),
-        (in_sleep_mode(copied=True), {"optimizer"}, {}, {"actor_params": 2, "ref_params": 3, "rollout_weights": 5}),
         (VERL["a3"], set(), {}, {"actor_params": 2, "ref_params": 3, "optimizer": 12, "rollout_weights": 5}),
     ],
 )

@@ -9,11 +9,9 @@ from typer.testing import CliRunner
 from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
-from verl_patches.errors import ConfigError
 from verl_patches.plan.calibration import FITTED
 from verl_patches.plan.memory_plan import LAYERS, MARGIN_BYTES
 from verl_patches.plan.plan import build_plan
-from verl_patches.plan.search import ANY_LAYOUT, as_overrides, search
 from verl_patches.plan.step_plan import ENGINE_RATIO, Workload
 from verl_patches.rules import RULES
 from verl_patches.run.resolve import CONFIGS_DIR
@@ -74,10 +72,6 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
         (1 - ENGINE_RATIO) * FITTED.engine_step_s * 3072, rel=0.01
     )
-    apart = {phase["phase"]: phase["seconds"] for phase in less_host["phases"]}["rollout"] * 0.136  # not in total_s
-    assert less_host["assumed"]["not_counted_s"] == pytest.approx(apart, rel=0.001)
-    of_ascend = plan_of(BIG, *published, "recipe.rollout.ascend.scheduler=ascend")["step"]  # it schedules by itself
-    assert less_host["assumed"]["engine_ratio"] == ENGINE_RATIO and of_ascend["assumed"]["engine_ratio"] == 1
 
 
 LONGER = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the cut
@@ -137,14 +131,7 @@ def command(*words):
     return CliRunner().invoke(app, list(words))
 
 
-@pytest.mark.parametrize(
-    ("override", "dies"),
-    [
-        ("trainer.nnodes=3", "48"),
-        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", "256"),
-        ("trainer.n_gpus_per_node=1", "16"),  # no whole nodes
-    ],
-)
+@pytest.mark.parametrize(("override", "dies"), [("trainer.nnodes=3", "48"), ("trainer.n_gpus_per_node=1", "16")])
 def test_a_refused_layout_names_a_search_and_the_verdict_comes_last(override, dies):
     done = command("plan", TRUE_WEIGHT, override)
     search = shlex.join(["python", "-m", "verl_patches", "plan", TRUE_WEIGHT, override, "--search", "--dies", dies])
@@ -152,18 +139,10 @@ def test_a_refused_layout_names_a_search_and_the_verdict_comes_last(override, di
     assert done.exit_code == 1 and last.startswith("does not fit: ") and last.endswith(f"; next: {search}")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("deepseekv3_tiny_cpu", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=7"),
-        (TRUE_WEIGHT, "recipe.train.expert_split=etp", "trainer.nnodes=3"),
-    ],
-)
-def test_no_search_is_named_that_would_be_refused(words):
-    done = command("plan", *words)
+def test_no_search_is_named_that_would_be_refused():
+    """tests/plan/test_search.py has its refusal."""
+    done = command("plan", TRUE_WEIGHT, "recipe.train.expert_split=etp", "trainer.nnodes=3")
     assert done.exit_code == 1 and "--search" not in done.output
-    with pytest.raises(ConfigError, match="expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep"):
-        search(composed(words[0], [*words[1:], *as_overrides(ANY_LAYOUT)]), RULES.sizes, 16, Workload())
 
 
 def test_no_search_is_named_where_no_layout_would_help():

@@ -1,12 +1,10 @@
 """How many nodes hold one rollout instance, for generate, chat and eval."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.runs import composed
 from verl_patches.catalog import rows_of
-from verl_patches.errors import ConfigError, require
+from verl_patches.errors import ConfigError
 from verl_patches.plan.expected import group_bytes
 from verl_patches.plan.memory_plan import run_memory
 from verl_patches.plan.serving import instance_checks, instance_of, serving_plan, serving_text
@@ -32,8 +30,6 @@ def test_a_node_of_16_dies_does_not_hold_671b_and_four_do():
     assert "recipe.rollout.dp=32" in fault and faults("recipe.rollout.dp=32") == []
     with pytest.raises(LayoutError, match="expected all 256"):  # of which no run on all dies has a layout
         composed(BIG, ["recipe.rollout.dp=32"])
-    with pytest.raises(ConfigError, match="103.75 GB"):
-        require(instance_checks(instance(compose_config(BIG, ["recipe.rollout.dp=8"]))))
     plan = serving_plan(composed(BIG))
     assert (plan["nodes"], plan["dies"], plan["dp"]) == (4, 16, 32) and plan["die_bytes"] <= plan["share_bytes"]
     assert serving_plan(composed(BIG, [f"{SHARE}=0.6"]))["nodes"] == 8
@@ -51,8 +47,6 @@ def test_weights_are_those_of_the_runs_own_plan_with_the_kv_of_one_response():
     *_, memory = instance_checks(one)
     longest = (1024 + 3072) * (512 + 64) * 2 * 61
     assert f"needs {(planned + longest) / 1e9:.2f} GB" in memory.detail
-    less = replace(one, model=replace(one.model, num_hidden_layers=6))
-    assert instance_checks(less)[-1].detail != memory.detail
 
 
 def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
@@ -61,11 +55,6 @@ def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
     one = instance(config)
     assert (one.verl.trainer.nnodes, one.verl.trainer.n_gpus_per_node, one.world_size) == (2, 4, 8)
     assert one.rollout.edp == 1 and one.samples and config.trainer.nnodes == 4
-    assert instance(compose_config(TINY)).world_size == 1
     with pytest.raises(ConfigError, match=r"has 8 ranks .*n_gpus_per_node=3"):
         instance(change_config(config, {"trainer.n_gpus_per_node": 3}))
-    with pytest.raises(ConfigError, match="expert_parallel"):
-        instance(change_config(config, {"recipe.rollout.expert_parallel": False}))
     assert any("MC2" in fault for fault in faults("recipe.rollout.dp=24"))
-    small = faults("recipe.rollout.dp=32", "recipe.hccl.buffer_mib=200")
-    assert any("HCCL_BUFFSIZE" in fault for fault in small)

@@ -107,7 +107,6 @@ def reshard_plan_command(
     train_library: Annotated[str, typer.Option(help=TRAIN_LIBRARY_HELP)] = "mindspeed",
     rollout_library: Annotated[str, typer.Option(help=ROLLOUT_LIBRARY_HELP)] = "vllm-ascend",
     bucket_bytes: Annotated[int, typer.Option(help=BUCKET_HELP)] = DEFAULT_BUCKET_BYTES,
-    png: Annotated[Path | None, typer.Option(help="Draw the bytes between all ranks into this file.")] = None,
     param: Annotated[str | None, typer.Option(help="An HF tensor: print its path to --rank.")] = None,
     rank: Annotated[int | None, typer.Option(help="The rank for --param.")] = None,
     as_json: Json = False,
@@ -115,8 +114,6 @@ def reshard_plan_command(
     """Plan the weight sync between two layouts, verify the plan, and print its cost."""
     if (param is None) != (rank is None):
         raise ConfigError("reshard-plan: --param and --rank go together: name one HF tensor and one rank")
-    if param is not None and png is not None:
-        raise ConfigError("reshard-plan: --png draws the plan, --param prints one tensor's path: give one of them")
     start = time.perf_counter()
     layouts = _layout("--train", train), _layout("--rollout", rollout)
     libraries = {"train_library": train_library, "rollout_library": rollout_library}
@@ -136,11 +133,7 @@ def reshard_plan_command(
             _show_path(path)
         return
     check_plan(plan)
-    if png is not None:
-        from verl_patches.run.record.plots import plan_figure, save
-
-        save(plan_figure(plan), png)
-    result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}
+    result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2)}
     if as_json:
         print_json(result)
     else:
@@ -176,8 +169,6 @@ def _show_figures(plan: dict[str, Any]) -> None:
     ]
     table("whole sync", ("figure", "value", "bound"), lines)
     typer.echo("verified: every rollout element is written exactly once, from its own training element")
-    if plan["png"]:
-        typer.echo(f"picture: {plan['png']}")
 
 
 def _gb(spread: dict[str, float]) -> str:
@@ -206,16 +197,15 @@ def report_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="report.md; default: in the last RUN.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Figures of a recorded run, or of several side by side: a table, Markdown and, for several, a PNG."""
+    """Figures of a recorded run, or of several side by side: a table and Markdown."""
     folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
-    if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(f"report: --output {path}: expected a file for Markdown, such as report.md; give another")
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare(summaries), report.names_of(summaries)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pictures = _pictures(summaries, path)
+        of_run = ("training.png", "memory.png") if len(summaries) == 1 else ()
+        pictures = [name for name in of_run if (path.parent / name).is_file()]
         path.write_text(report.markdown(summaries, rows, pictures))
     except OSError as error:
         raise ConfigError(f"report: {path} cannot be written: {error}; give another file with --output") from error
@@ -224,21 +214,12 @@ def report_command(
             {"runs": [*map(report.facts, summaries)], "figures": rows, "report": str(path), "pictures": pictures}
         )
         return
-    columns, *cells = (report.texts if len(names) <= report.SIDE_BY_SIDE else report.overview)(rows, names)
-    table(report.title(names), columns, cells)
+    columns, *cells = report.texts(rows, names)
+    table(", ".join(names), columns, cells)
     for name, summary in zip(names, summaries, strict=True):
         if seams := report.resumed(summary["steps"]):
             typer.echo(printable(f"{name}: resumed {seams}"))
     typer.echo(printable(f"report: {path}"))
-
-
-def _pictures(summaries: list[dict[str, Any]], path: Path) -> list[str]:
-    """Names of the pictures beside the report: of one run those that it made, of several the one that is drawn now."""
-    if len(summaries) == 1:
-        return [name for name in ("training.png", "memory.png") if (path.parent / name).is_file()]
-    from verl_patches.run.record.plots import runs_figure, save
-
-    return [save(runs_figure(summaries), path.with_suffix(".png")).name]
 
 
 def compare_command(
@@ -249,7 +230,6 @@ def compare_command(
     metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
     formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
-    png: Annotated[Path | None, typer.Option(help="Draw curves and errors into this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Mean errors of A's training curves against B's, as the Ascend pages of verl and OpenRLHF define them.
@@ -260,8 +240,8 @@ def compare_command(
         raise ConfigError("compare: give A and B, or A and --baseline FILE.json, with --write to make that file from A")
     if formula not in compare.FORMULAS:
         raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
-    if write and (png is not None or formula != "absolute"):
-        raise ConfigError("compare: --write compares nothing; leave out --png and --formula")
+    if write and formula != "absolute":
+        raise ConfigError("compare: --write compares nothing; leave out --formula")
     limits = dict(map(_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
     of_a = read_curves(a, output_root(), metrics)
@@ -279,22 +259,16 @@ def compare_command(
     errors = compare.errors_of(of_a, of_b)
     limits = limits or compare.limits_for(errors)
     checks = compare.judge(errors, limits, formula)
-    if png is not None:
-        from verl_patches.run.record.plots import errors_figure, save
-
-        save(errors_figure(of_a, of_b, errors, limits), png)
     ok = all(check.ok for check in checks)
     if as_json:
         result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", of_a), ("b", of_b))}
         result |= {"formula": formula, "rule": compare.FORMULAS[formula], "limits": limits}
         result["errors"] = [error.as_dict() for error in errors]
-        print_json({**result, "checks": [vars(check) for check in checks], "ok": ok, "png": png and str(png)})
+        print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:
         _show_errors(of_a, of_b, errors, {check.name: check.ok for check in checks})
         for check in checks:
             say(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
-        if png:
-            say(f"picture: {png}")
     raise typer.Exit(0 if ok else 1)
 
 

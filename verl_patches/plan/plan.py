@@ -19,15 +19,7 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.plan.memory_plan import (
-    MARGIN_BYTES,
-    exceeding,
-    followed_peaks,
-    memory_plan,
-    pinned_bytes,
-    run_memory,
-    states_bytes,
-)
+from verl_patches.plan.memory_plan import MARGIN_BYTES, exceeding, memory_plan, pinned_bytes, run_memory, states_bytes
 from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
@@ -252,11 +244,6 @@ def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[d
     driver = shlex.join(driver_command(run.folder))
     lines.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in lines]
-
-
-def peak_bytes(run: RunSpec) -> int:
-    """Return the modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
-    return followed_peaks(run)["peak_bytes"]
 
 
 def host_bytes(run: RunSpec) -> int:

@@ -52,9 +52,6 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     base = changed(run, given | ANY_LAYOUT)
     step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
-    if not splits:
-        experts = base.model.n_routed_experts
-        raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
     pairs = itertools.product(_train_sides(base, step, splits), list(_rollout_sides(base, step, splits)))
     for train, rollout in heapq.nsmallest(_PLANNED, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         try:
@@ -73,7 +70,8 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
     """Return (cost, keys) of layouts with the fewest recomputed layers that fit a die."""
     (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
-    setting = replace(setting, rollout=rollout_layout(run.world_size // splits[-1], splits[-1], 1))  # in no update
+    most = max(splits, default=1)
+    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # in no update
     update = "update" if run.trains_actor else "update_critic"
     stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
     for tp, pp, ep in itertools.product(_TP, stages, splits):

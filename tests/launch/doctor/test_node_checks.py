@@ -17,7 +17,6 @@ from verl_patches.errors import RecipeError
 from verl_patches.launch.doctor import node_checks, npu_checks
 from verl_patches.launch.doctor.doctor import NODE_ROWS
 from verl_patches.launch.doctor.node_checks import Machine, Node, NodeCheck, Result
-from verl_patches.patching.report import Report
 from verl_patches.platform import all_reduce_probe
 from verl_patches.run.resolve import changed
 from verl_patches.upstream.pins import load_pins
@@ -59,7 +58,7 @@ def make_node(production, tmp_path, monkeypatch):
     """A node of production's config; arguments are changes of its tools' outputs and of its Machine."""
     measured = {"seconds": 0.001, "bus_bytes_per_s": 1e9}
     monkeypatch.setattr(all_reduce_probe, "measure_alone", lambda *arguments: measured)
-    monkeypatch.setattr(npu_checks, "peak_bytes", lambda run: 50 * 10**9)
+    monkeypatch.setattr(npu_checks, "followed_peaks", lambda run: {"peak_bytes": 50 * 10**9})
     monkeypatch.setattr(node_checks, "RATE_BYTES", {True: 1 << 20})
 
     def make(changes=(), **machine):
@@ -212,7 +211,7 @@ def test_a_tool_that_does_not_end_costs_its_own_rows_and_is_not_asked_again(make
         Machine().output(str(tmp_path / "hangs"))
 
 
-def test_a_check_that_hangs_is_left_behind_with_what_it_saw(monkeypatch):
+def test_a_check_that_hangs_or_raises_is_left_behind_with_what_it_saw(monkeypatch):
     ended = threading.Event()
 
     def look():
@@ -224,13 +223,11 @@ def test_a_check_that_hangs_is_left_behind_with_what_it_saw(monkeypatch):
     ended.set()
     assert found[-1].state == "problem" and "no end within" in found[-1].found
 
-
-def test_findings_before_an_error_are_kept():
-    def look():
+    def broken():
         yield Result(True, "first")
         raise RecipeError("broken")
 
-    found = NodeCheck("a", "how", "expected", "todo", look).findings(npu=False)
+    found = NodeCheck("a", "how", "expected", "todo", broken).findings(npu=False)
     assert [(one.state, one.found) for one in found] == [("fine", "first"), ("problem", "RecipeError: broken")]
 
 
@@ -260,16 +257,14 @@ def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(
     assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
 
 
-@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"])
-def test_a_probe_takes_the_nodes_own_variables(monkeypatch, name):
+def test_a_probe_takes_the_nodes_own_variables(monkeypatch):
     seen = []
     started = SimpleNamespace(wait=lambda: 0)
     monkeypatch.setattr(all_reduce_probe.subprocess, "Popen", lambda *_, env, **__: seen.append(env) or started)
-    (other,) = {"GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"} - {name}
-    monkeypatch.setenv(name, "its")
-    monkeypatch.setenv(other, "")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "its")
+    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "")
     assert all_reduce_probe.main({"interface": "eth9", "local": 1, "first": 0}) == 0
-    assert (seen[0][name], seen[0][other]) == ("its", "eth9")
+    assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["HCCL_SOCKET_IFNAME"]) == ("its", "eth9")
 
 
 def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, production, tmp_path):
@@ -281,17 +276,10 @@ def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, prod
     assert rate.state == "fine" and rate.found.startswith("writes ") and list(tmp_path.iterdir()) == []
 
 
-def test_the_rates_of_a_disk_are_positive_and_no_file_stays(tmp_path):
-    rates = node_checks.disk_rates(tmp_path, 1 << 20)
-    assert len(rates) == 2 and min(rates) > 0 and list(tmp_path.iterdir()) == []
-
-
 def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
     row = NodeCheck("a", "how", "expected", "todo", lambda: [Result(None, "no tool")])
     assert [(f.state, f.found) for f in row.findings(npu=True)] == [("problem", "not run: no tool")]
     assert [(f.state, f.todo) for f in row.findings(npu=False)] == [("not run", "")]
-    codes = [Report("doctor", "a3", tuple(row.findings(npu=npu))).exit_code for npu in (False, True)]
-    assert codes == [0, 1]
 
 
 def test_a_probe_over_an_interface_that_is_not_there_says_so():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
-from verl_patches.launch.jobs.job import MAX_NODES, Job, load_job, require_volumes
+from verl_patches.launch.jobs.job import load_job, require_volumes
 from verl_patches.launch.jobs.render import START_CONTAINER
 from verl_patches.run.compose import CONFIGS_DIR
 from verl_patches.run.ray_nodes import RayPorts, ray_start
@@ -32,7 +32,7 @@ def read(tmp_path):
 
 def test_the_example_is_a_job_of_256_dies():
     job = load_job(CONFIGS_DIR / "cluster_256die.yaml", {})
-    assert job.nodes * job.dies == 256 and len(job.hosts) == job.nodes and job.secrets == []
+    assert job.nodes * job.dies == 256 and len(job.hosts) == job.nodes
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,9 @@ def test_the_example_is_a_job_of_256_dies():
         ({"provider": "kubernetes"}, "image is missing"),
         ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
         ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
-        ({"nodes": 20_000_000}, f"nodes: .* less than or equal to {MAX_NODES}"),
         ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
         ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
         ({"image": "-v /:/host"}, "image: .*does not begin with -"),
-        ({"ports": {"gcs": 6380}}, "overlap at 6380"),
-        ({"command": ["a"], "uploads": [{"from": "o", "to": "b"}]}, "uploads.0.to"),
         ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "has a password"),
         ({"image": "${NONE}"}, "image: .*NONE.* is unset; give it in env_file or export it"),
         ({"folder": "/x/${HF_TOKEN}"}, "folder: .*HF_TOKEN.* is a secret"),
@@ -93,12 +90,9 @@ def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(prog
     assert [value for value in given if not value.startswith(own)] == [":".join(pair) for pair in volumes.items()]
 
 
-def test_values_within_the_bounds_are_taken(read):
-    slurm = {"partition": "a,b", "time": "1-12:30:00", "options": ["--account=a b"], "srun_options": ["--mpi", "none"]}
-    job = read(nodes=MAX_NODES, ssh={"user": "ma_1.x"}, slurm=slurm, command=["bash", "-c", "a\nb"], wait_s=1000)
-    assert job.slurm.time == "1-12:30:00" and job.command[2] == "a\nb" and job.nodes == MAX_NODES
-    assert read(interface="bond0.100").interface == "bond0.100"
-    names = {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/secrets/hf"}  # which only look like secrets
+def test_commands_of_several_lines_and_names_that_only_look_like_secrets_are_taken(read):
+    assert read(command=["bash", "-c", "a\nb"]).command[2] == "a\nb"
+    names = {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/secrets/hf"}
     assert read(env=names, command=["train", "data.prompt_key=prompt", "+data.x=$HF_TOKEN"]).env == names
 
 
@@ -109,9 +103,8 @@ def test_variables_of_public_samples_fill_what_the_file_leaves_out(read):
     with pytest.raises(ConfigError, match="has nodes: 2, but NNODES is 4"):
         read(environ)
     assert read({"SOCKET_IFNAME": "eth1"}, interface="eth0").interface == "eth1"  # as the node says
-    for wrong in ("many", "²", "-1", "9" * 5000):
-        with pytest.raises(ConfigError, match="NNODES is .*expected a whole number"):
-            read({"NNODES": wrong}, nodes=None)
+    with pytest.raises(ConfigError, match="NNODES is 'many', expected a whole number"):
+        read({"NNODES": "many"}, nodes=None)
 
 
 ENV_FILE = """
@@ -149,16 +142,11 @@ def test_a_job_takes_values_from_its_env_file(tmp_path):
     assert other.image == "mine" and other.digest != job.digest
 
 
-@pytest.mark.parametrize("line", ["A", "export A=b"])
-def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(read, tmp_path, line):
-    (tmp_path / "v.env").write_text(f"B=secretvalue\n{line} secretvalue\n")
+def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(read, tmp_path):
+    (tmp_path / "v.env").write_text("B=secretvalue\nexport A=b secretvalue\n")
     with pytest.raises(ConfigError, match=r"v.env:2: expected NAME=VALUE") as error:
         read(env_file=str(tmp_path / "v.env"))
     assert "secretvalue" not in str(error.value)
-
-
-def test_the_job_of_another_image_is_another_job(read):
-    assert read().digest == read(wait_s=5, logs="x").digest != read(image="other").digest
 
 
 @pytest.mark.parametrize(
@@ -185,14 +173,3 @@ def test_ray_start_gives_every_service_a_port_of_its_own_and_the_dashboard_the_l
     given = [int(word.rpartition("=")[2]) for word in head if word.rpartition("=")[2].isdigit()]
     assert sorted(given) == sorted({port for span in ports.spans().values() for port in span})
     assert "--dashboard-host=127.0.0.1" in head
-
-
-def test_ray_has_every_option_of_the_commands():
-    from ray.scripts.scripts import start
-
-    options = {name for parameter in start.params for name in parameter.opts}
-    words = ray_start("a", "a", True, {"NPU": 1}, labels={"a": "b"}, temp_dir="/tmp/x")
-    words += [*ray_start("a", "b", False, {"GPU": 1}), "--no-such-option=1"]
-    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
-    assert unknown == ["--no-such-option=1"]
-    assert Job(**SMALL).port_plan == RayPorts()

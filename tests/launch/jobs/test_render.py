@@ -12,7 +12,7 @@ import yaml
 from tests.launch.jobs.conftest import ended
 from tests.launch.jobs.namespaces import Nodes
 from verl_patches.launch.jobs.job import Job
-from verl_patches.launch.jobs.render import as_yaml, job_values, kubernetes_objects
+from verl_patches.launch.jobs.render import job_values, kubernetes_file
 
 ROOT = Path(__file__).resolve().parents[3]
 VOLUMES = {"/data": "/data", "/data/j": "/c/outputs"}
@@ -54,19 +54,17 @@ def test_kubernetes_gets_a_pod_a_node_that_runs_node_sh_and_no_other_pod_may_cal
 
 def test_the_memory_of_a_pod_holds_pinned_bytes_the_object_store_and_the_workers():
     def limits(**sizes):
-        made = kubernetes_objects(Job(**JOB, provider="kubernetes", kubernetes=sizes), {})
-        return made[-1]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+        job = Job(**JOB, provider="kubernetes", kubernetes=sizes)
+        *_, made = yaml.safe_load_all(kubernetes_file(job, {"job.sh": "", "node.sh": ""}))
+        return made["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
 
     assert limits() == {"cpu": "64", "memory": f"{719 + 256 + 16 * 10}Gi", "huawei.com/Ascend910": "16"}
     assert limits(pinned_gib=1404)["memory"] == "1820Gi" and limits(memory_gib=2000)["memory"] == "2000Gi"
 
 
-def test_text_is_quoted_where_kubernetes_would_read_a_bool_or_a_number():
-    """By the rules of its reader (gopkg.in/yaml.v2, resolve.go). The control are words and numbers themselves."""
-    texts = "y Y n N 1e-6 0o17 -0o7 0O17 0X1F 0B1 08 +09 0_8 -.5 +.5e1 yes true null 0x1f .5 1:30".split()
-    assert [text for text in texts if as_yaml({"value": text}) != f"value: '{text}'\n"] == []
-    plain = ["yy", "no-op", "v0", "/data", "registry/a3:1", True, 0, -8, 0.5, -0.5, 1e-6]
-    assert as_yaml(plain).count("'") == as_yaml(plain).count("!") == 0 and yaml.safe_load(as_yaml(plain)) == plain
+def test_a_name_that_yaml_would_read_as_a_bool_is_a_text(scripts):
+    made = objects(scripts, {**JOB, **KUBERNETES, "name": "no"})
+    assert made["Job"]["metadata"]["name"] == made["Job"]["spec"]["template"]["spec"]["subdomain"] == "no"
 
 
 @pytest.mark.parametrize("words", [["a b", "it's", "$HOME", "`x`", "a\nb", 'q"', "\\", "!", "é"], ["", "a'$b"]])
@@ -116,10 +114,7 @@ HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 slurm-node-01\n{} slurm-node-02\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interface", ["eth0", None])
-def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loopback(
-    scripts, call, tmp_path, interface
-):
+def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loopback(scripts, call, tmp_path):
     """srun and scontrol are programs of the test, and the batch script runs on node 0, as Slurm runs it."""
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         with Nodes(2, Path(folder)) as nodes:
@@ -130,12 +125,13 @@ def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loop
             ):
                 (tmp_path / name).write_text(text)
                 (tmp_path / name).chmod(0o755)
-            named = {"name": "batch", "dies": 1, "nodes": 2, "device": "GPU", "wait_s": 240, "interface": interface}
+            named = {"name": "batch", "dies": 1, "nodes": 2, "device": "GPU", "wait_s": 240}
             paths = {"checkout": str(ROOT), "python": sys.executable, "folder": str(nodes.shared)}
             line = 'echo "$GREETING $HF_TOKEN from ${CLUSTER_NODE_MARK%-*-*-*-*-*}"; exit 5'
             made = scripts(
                 {
-                    **{key: value for key, value in {**named, **paths}.items() if value is not None},
+                    **named,
+                    **paths,
                     "provider": "slurm",
                     "command": ["bash", "-c", line],
                     "env": {"GREETING": "hello"},
@@ -147,15 +143,8 @@ def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loop
             text = (made / "slurm.sh").read_text()
             assert "#SBATCH --nodes=2\n" in text and "#SBATCH --cpus-per-task=64\n" in text
             environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "NODE_RANK": "7"}
-            own_hosts = [
-                "unshare",
-                "--mount",
-                "bash",
-                "-c",
-                f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"',
-                "x",
-            ]
-            batch = [*own_hosts, *nodes.words(0)]
+            own_hosts = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
+            batch = ["unshare", "--mount", "bash", "-c", own_hosts, "x", *nodes.words(0)]
             code, _, err = ended(call(made / "slurm.sh", before=batch, **environ))
             assert code != 0 and "HF_TOKEN: a secret of the job, which sbatch must inherit" in err
             code, out, err = ended(call(made / "slurm.sh", before=batch, HF_TOKEN="t0ken", **environ))

@@ -26,11 +26,6 @@ def holds_the_gil():
     ctypes.PyDLL(None).sleep(600)
 
 
-def raises():
-    is_there()
-    raise ValueError("expected 2, found 3")
-
-
 def main():
     folder, rank, work = Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]
     heartbeat.here().start(folder, f"rank {rank}", rank)

@@ -1,8 +1,6 @@
-"""Figures of a run, of its memory records and of a reshard plan: what their axes hold; and the files made of them."""
+"""Figures of a run and of its memory records: what their axes hold; and the files made of them."""
 
-import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from matplotlib.image import imread
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import MEMORY_GROUPS
-from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, plan_figure, run_figure, runs_figure, save
+from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, run_figure, save
 
 MB = 10**6
 
@@ -61,22 +59,18 @@ def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
     run = run_of(0.25, 0.5, 0.75)
     run["steps"][1]["val"] = {"score": 0.6, "metrics": {}}
     run["val_before"] = {"step": 3, "val": {"score": 0.1, "metrics": {}}}
-    for figure in (run_figure(run), runs_figure([run, run_of(0.25)])):
-        left = figure.axes[0]
-        reward, val = left.lines[:2]
-        assert np.array_equal(val.get_xydata(), [[3, 0.1], [5, 0.6]]) and val.get_linestyle() == "--"
-        assert val.get_color() == reward.get_color() and left.get_xlim()[0] <= 3
+    left = run_figure(run).axes[0]
+    reward, val = left.lines
+    assert np.array_equal(val.get_xydata(), [[3, 0.1], [5, 0.6]]) and val.get_linestyle() == "--"
+    assert val.get_color() == reward.get_color() and left.get_xlim()[0] <= 3
 
 
 def test_a_run_on_fixed_data_has_its_loss():
     run = run_of(None, None)
     for number, each in enumerate(run["steps"]):
         each["objective"] = {"loss": 0.5 - number / 4}
-    for figure in (run_figure(run), runs_figure([run, run])):
-        left = figure.axes[0]
-        assert left.get_ylabel() == "loss" and np.array_equal(left.lines[0].get_ydata(), [0.5, 0.25])
-    left = runs_figure([run, run_of(1.0, 2.0)]).axes[0]  # one of them has a reward
-    assert left.get_ylabel() == "reward" and np.array_equal(left.lines[1].get_ydata(), [1, 2])
+    left = run_figure(run).axes[0]
+    assert left.get_ylabel() == "loss" and np.array_equal(left.lines[0].get_ydata(), [0.5, 0.25])
 
 
 def test_a_resumed_run_has_a_marked_seam():
@@ -86,22 +80,6 @@ def test_a_resumed_run_has_a_marked_seam():
     for axes in run_figure(run).axes:
         assert [text.get_text() for text in axes.texts] == ["resumed after step 4"]
         assert list(axes.lines[-1].get_xdata()) == [4.5, 4.5]
-
-
-@pytest.mark.filterwarnings("error")
-def test_each_of_many_runs_has_its_name_and_a_bar_of_the_reports_medians(tmp_path):
-    runs = [{**run_of(0.25, 0.5, 0.75), "run": f"run ${'x' * number}"} for number in range(40)]
-    for run in runs:
-        run["steps"][0]["seconds"] = {"rollout": 100.0}  # the first is left out of medians
-    figure = runs_figure(runs)
-    save(figure, tmp_path / "a.png")
-    left, right = figure.axes
-    assert areas(right)["rollout s"][:2] == ([0] * 40, [1] * 40) and len(left.lines) == 40
-    labels = right.get_yticklabels()
-    assert [label.get_color() for label in labels] == [line.get_color() for line in left.lines]
-    boxes = [label.get_window_extent() for label in labels]
-    assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(boxes))
-    assert len({label.get_color() for label in labels}) == 40 and all(len(label.get_text()) < 50 for label in labels)
 
 
 def phase(bytes_, peak=None, **measured):
@@ -167,14 +145,3 @@ def test_what_is_measured_on_the_device_is_a_line_and_rss_is_none():
         assert not any("rss" in label for label in found) and axes.get_ylim()[1] < 20  # RSS is on no axis
     figure = memory_figure(memory_run(1, rss=900))
     assert not any("measured" in label for axes in figure.axes for label in areas(axes))
-
-
-def test_a_reshard_plan_has_its_traffic_and_bytes_by_rank():
-    names = {"train": "t", "train_library": "a", "rollout": "r", "rollout_library": "b", "stages": [0, 1]}
-    sizes = {"sent_bytes": [3e9, 1e9], "received_bytes": [1e9, 3e9], "lower_bound_bytes": [1e9, 2e9]}
-    plan = {"traffic": [[0, 3e6], [1e6, 0]], "world_size": 2, "bucket_count": 5, "bucket_bytes": 1 << 20}
-    left, right, *_ = plan_figure(SimpleNamespace(**plan, **names, **sizes)).axes
-    assert np.array_equal(left.images[0].get_array(), [[0, 3], [1, 0]])
-    lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
-    assert lines["sent"] == [3, 1] and lines["received"] == [1, 3] and lines["mean sent"] == [2, 2]
-    assert "5 collectives of at most 1 MiB" in right.get_title()

@@ -11,8 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pyarrow import parquet
 from typer.testing import CliRunner
@@ -26,7 +24,7 @@ from verl_patches.run.resolve import changed
 from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
 from verl_patches.step.replay.recording import save_scores, save_step
-from verl_patches.tools.data.from_rollouts import Choice, chosen, from_rollouts
+from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
 from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
@@ -139,14 +137,8 @@ def test_the_best_of_each_prompt(run, tmp_path):
 
 def test_best_of_n_and_threshold(run, tmp_path):
     rows, _ = made(run, tmp_path, best=2, threshold=0.7)
-    expected = [
-        ("one two", "good"),
-        ("one two", "fair"),
-        ("three", "same"),
-        ("three", "other"),
-        ("four", "y"),
-        ("four", "z"),
-    ]
+    of_two = {"one two": ("good", "fair"), "three": ("same", "other"), "four": ("y", "z")}
+    expected = [(prompt, response) for prompt, responses in of_two.items() for response in responses]
     assert texts(rows, "response") == expected  # 0.7 is 0.69999999 in fp32
 
 
@@ -175,32 +167,14 @@ def test_pairs_are_the_best_against_the_worst_with_a_margin(run, tmp_path):
     assert report["left_out"]["prompts below the threshold"] == 2
 
 
-REWARDS = st.lists(st.tuples(st.text(min_size=1), st.floats(-10, 10)), min_size=1, unique_by=lambda each: each[0])
-
-
-@given(REWARDS, st.floats(0, 5))
-def test_no_pair_is_within_its_margin_and_none_that_is_beyond_is_left_out(responses, margin):
-    from collections import Counter
-
-    responses = sorted(responses, key=lambda each: -each[1])
-    left_out = Counter()
-    found = list(chosen(responses, Choice("pairs", margin=margin), left_out))
-    widest = responses[0][1] - responses[-1][1]
-    assert len(found) + left_out.total() == 1
-    if found:
-        assert widest > 0 and found[0][1] == widest >= margin - 1e-6
-    else:
-        assert widest <= 0 or widest < margin
-
-
-@pytest.mark.parametrize("kind", ["best", "pairs"])
-def test_equal_recordings_give_equal_bytes(run, tmp_path, kind):
-    made(run, tmp_path, "a", kind=kind)
-    made(run, tmp_path, "b", kind=kind)
+def test_equal_recordings_give_equal_bytes(run, tmp_path):
+    made(run, tmp_path, "a", kind="pairs")
+    made(run, tmp_path, "b", kind="pairs")
     for name in ("train.parquet", "manifest.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    assert manifest["run"] == {"name": "run", "start": "0001", "steps": [1, 2]} and manifest["settings"]["kind"] == kind
+    assert manifest["run"] == {"name": "run", "start": "0001", "steps": [1, 2]}
+    assert manifest["settings"]["kind"] == "pairs"
     assert str(tmp_path) not in json.dumps(manifest)
 
 
@@ -303,10 +277,9 @@ def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after
 def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written(run, tmp_path):
     scores = run / "rollouts" / "scores_1.safetensors"
     content = scores.read_bytes()
-    for damaged in (content[:-3], content[:20], b"", b"x" * 1000):
-        scores.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=str(scores)):
-            made(run, tmp_path)
+    scores.write_bytes(content[:-3])
+    with pytest.raises(ConfigError, match=str(scores)):
+        made(run, tmp_path)
     scores.write_bytes(content)
     with pytest.raises(RecipeError, match="no row is left of 16 responses"):
         made(run, tmp_path, threshold=2.0)
@@ -314,16 +287,6 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
     with pytest.raises(ConfigError, match=r"train.parquet: expected "):
         made(run, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.parquet"]
-
-
-def test_an_output_that_is_there_is_kept(run, tmp_path):
-    made(run, tmp_path)
-    before = (tmp_path / "out" / "train.parquet").read_bytes()
-    with pytest.raises(ConfigError, match="exists already"):
-        made(run, tmp_path, kind="pairs")
-    assert (tmp_path / "out" / "train.parquet").read_bytes() == before
-    from_rollouts(run, tmp_path / "out", Choice("pairs"), overwrite=True)
-    assert "chosen" in parquet.read_schema(tmp_path / "out" / "train.parquet").names
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "worst"}, {"best": 0}, {"margin": float("nan")}, {"margin": 0.5}])

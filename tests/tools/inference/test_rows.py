@@ -1,7 +1,6 @@
 """Prompts from files and their refusals, chat templates, and outputs that go on after a kill."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -40,10 +39,8 @@ def test_prompts_are_messages_or_text_from_both_kinds_of_files(tokenizer, write,
     write_table(pyarrow.Table.from_pylist(given), table)
     found, left_out = read_prompts([path, table], "prompt", tokenizer, 100, columns=["other"])
     assert [prompt.number for prompt in found] == [0, 1, 2, 3, 4] and left_out == 0
-    assert (
-        tokenizer.decode(found[0].tokens) == "<|begin|><|user|>1 2 3<|assistant|>"
-        and found[0].tokens == found[3].tokens
-    )
+    assert tokenizer.decode(found[0].tokens) == "<|begin|><|user|>1 2 3<|assistant|>"
+    assert found[0].tokens == found[3].tokens
     assert found[2].tokens == tokenizer("1 2 3")["input_ids"]
     assert found[0].row == {"prompt": [USER], "other": {"a": 1}} and found[2].row == {"prompt": "1 2 3"}
 
@@ -73,18 +70,14 @@ def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, line, words):
 
 def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
-    os.mkfifo(tmp_path / "pipe.jsonl")
     write_table(pyarrow.table({"other": [1, 2]}), tmp_path / "other.parquet")
-    found = {}
-    for name in ("none.jsonl", "a.parquet", "pipe.jsonl", "other.parquet", "p.txt"):
-        with pytest.raises(ConfigError) as error:
+    for name, words in (
+        ("p.txt", "expected a file that ends in .json, .jsonl, .parquet, found none"),
+        ("a.parquet", "a.parquet: expected a file that can be read"),
+        ("other.parquet", "other.parquet:1: column"),
+    ):
+        with pytest.raises(ConfigError, match=words):
             read_prompts([tmp_path / name], "prompt", tokenizer, 100)
-        found[name] = str(error.value)
-    assert "found none" in found["none.jsonl"] and "a.parquet: expected a file that can be read" in found["a.parquet"]
-    assert (
-        "expected a file that ends in .json, .jsonl, .parquet" in found["pipe.jsonl"]
-        and "other.parquet:1: column" in found["other.parquet"]
-    )
     with pytest.raises(ConfigError, match="expected rows with a prompt, found none"):
         read_prompts([write(name="empty.jsonl")], "prompt", tokenizer, 100)
 
@@ -98,12 +91,6 @@ def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, templat
         render(tokenizer, [USER])
     with pytest.raises(ConfigError, match=f"p.jsonl:1: column prompt: .*{words}"):
         read_prompts([write({"prompt": [USER]})], "prompt", tokenizer, 100)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tiny_model, tmp_path):
-    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match="expected a tokenizer; found "):
-        read_tokenizer(tmp_path)
 
 
 WRITE = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_patches.launch.doctor.node_checks import Node, NodeCheck, NotRunError, Result
-from verl_patches.plan.plan import peak_bytes
+from verl_patches.plan.memory_plan import followed_peaks
 from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu.npu_tools import HEALTHY, NO_IP, Die, NotUnderstoodError, NpuSmi, field, parse_npu_smi
 
@@ -50,7 +50,7 @@ def _name(die: Die) -> str:
 
 def _memory(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    need = peak_bytes(node.run)
+    need = followed_peaks(node.run)["peak_bytes"]
     for process in smi.processes:
         found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
         name = f"card {process.card}, chip {process.chip}"

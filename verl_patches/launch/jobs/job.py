@@ -16,19 +16,11 @@ from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
 from verl_patches.values import is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
-MAX_NODES, MAX_DIES = 16_384, 1024  # of a job; of a node
-MAX_WAIT_S = 7 * 86_400
 # of Kubernetes names, which are also names of containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9:][-A-Za-z0-9.:]*$")]
 PortNumber = Annotated[int, Field(ge=1024, le=65535)]
-Size = Annotated[int, Field(ge=1, le=2**20)]  # of a pod: CPUs, GiB
-User = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][-A-Za-z0-9_.]*$")]
-Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_.:@]*$")]
-Partition = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][-A-Za-z0-9_.,]*$")]
-Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]  # Slurm's
-Resource = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*$")]  # of Kubernetes
+Size = Annotated[int, Field(ge=1)]
 
 
 def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
@@ -43,7 +35,7 @@ def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
 # of a command, or a variable's value: may have several lines
 Word = Annotated[str, _expect(lambda text: "\0" not in text, "text without NUL")]
 Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
-PlainPath = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
+Plain = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
 Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate by : and ,
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
@@ -70,7 +62,7 @@ class Ports(_Strict):
 class Ssh(_Strict):
     """How hosts are reached. `container_options`: further ones of docker run, where there is an image."""
 
-    user: User | None = None
+    user: Plain | None = None
     command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
     container_options: list[Line] = []
 
@@ -83,9 +75,9 @@ class Kubernetes(_Strict):
     """
 
     namespace: Name = "default"
-    queue: Resource | None = None
-    secret: Resource | None = None
-    device: Resource = "huawei.com/Ascend910"
+    queue: Plain | None = None
+    secret: Plain | None = None
+    device: Plain = "huawei.com/Ascend910"
     cpus: Size = 64
     pinned_gib: Size = 719
     shared_memory_gib: Size = 256
@@ -96,8 +88,8 @@ class Kubernetes(_Strict):
 class Slurm(_Strict):
     """Of the batch script. `options`: further #SBATCH lines, such as --account=NAME; `srun_options`: of its srun."""
 
-    partition: Partition | None = None
-    time: Time | None = None
+    partition: Plain | None = None
+    time: Plain | None = None
     options: list[Option] = []
     srun_options: list[Line] = []
 
@@ -105,7 +97,7 @@ class Slurm(_Strict):
 class Upload(_Strict):
     """A copy of results. `from`: a file or folder, relative to the checkout; `to`: where it is sent (upload.py)."""
 
-    source: PlainPath = Field(alias="from")
+    source: Plain = Field(alias="from")
     to: Annotated[Line, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
 
 
@@ -123,24 +115,24 @@ class Job(_Strict):
 
     name: Name
     provider: Literal["nodes", "ssh", "kubernetes", "slurm"] = "nodes"
-    image: PlainPath | None = None
+    image: Plain | None = None
     volumes: dict[Folder, Folder] = {}
-    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
-    dies: Annotated[int, Field(ge=1, le=MAX_DIES)]
+    nodes: Size
+    dies: Size
     device: Literal["NPU", "GPU"] = "NPU"
-    hosts: list[Address] = []
+    hosts: list[Plain] = []
     command: list[Word] = []
     env: dict[Variable, Word] = {}
     secrets: list[Variable] = []
-    env_file: PlainPath | None = None
+    env_file: Plain | None = None
     uploads: list[Upload] = []
-    interface: Interface | None = None
-    checkout: PlainPath = str(REPOSITORY)
-    upstream: list[PlainPath] = []
-    python: PlainPath = "python"
-    folder: PlainPath = "/tmp/verl_patches_cluster"
-    logs: PlainPath | None = None
-    wait_s: Annotated[int, Field(gt=0, le=MAX_WAIT_S)] = 900
+    interface: Plain | None = None
+    checkout: Plain = str(REPOSITORY)
+    upstream: list[Plain] = []
+    python: Plain = "python"
+    folder: Plain = "/tmp/verl_patches_cluster"
+    logs: Plain | None = None
+    wait_s: Size = 900
     dashboard: bool = False
     ports: Ports = Ports()
     ssh: Ssh = Ssh()
@@ -163,8 +155,6 @@ class Job(_Strict):
             raise ValueError("secrets of env_file do not reach Slurm: export them where sbatch is called")
         if self.volumes and not self.image:
             raise ValueError("volumes are folders of containers, but the job has no image")
-        if len(set(self.volumes.values())) != len(self.volumes):
-            raise ValueError("volumes has a folder of the container twice")
         known = set(self.env) & set(self.secrets)
         shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
         if known or shown:
@@ -172,18 +162,12 @@ class Job(_Strict):
             raise ValueError(f"env has the value of {names}: give secrets by name only, under secrets:")
         if self.uploads and not self.command:
             raise ValueError("uploads are of the results of the job's command, which is missing")
-        if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
-            raise ValueError("uploads has a target twice")
         if shown := [upload.to for upload in self.uploads if is_secret_value(upload.to)]:
             raise ValueError(f"upload {len(shown)} has a password in its address: give it under secrets:")
         slurm = self.slurm.options, self.slurm.srun_options
         for words in (self.command, self.ssh.command, self.ssh.container_options, *slurm):
             if options := secret_options(words):
                 raise ValueError(f"a command or option has the value of {', '.join(options)}: give it under secrets:")
-        spans = sorted((span, name) for name, span in self.port_plan.spans().items())
-        for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
-            if first <= last:
-                raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
         return self
 
     @property

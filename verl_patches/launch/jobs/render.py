@@ -6,14 +6,15 @@ The scripts are the same for every job: all that differs is in job.sh.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
+from textwrap import indent
 from typing import Any
-
-import yaml
 
 from verl_patches.errors import ConfigError
 from verl_patches.launch.jobs.job import Job
@@ -51,7 +52,7 @@ def render(job: Job, folder: Path, source: str) -> str:
         start = f"sbatch {shlex.quote(str(folder))}/slurm.sh"
     if job.provider == "kubernetes":
         scripts = {name: (folder / name).read_text() for name in ("job.sh", "node.sh")}
-        (folder / "kubernetes.yaml").write_text(as_yaml(*kubernetes_objects(job, scripts)))
+        (folder / "kubernetes.yaml").write_text(kubernetes_file(job, scripts))
         start = f"kubectl apply -f {shlex.quote(str(folder))}/kubernetes.yaml"
     return start
 
@@ -139,99 +140,43 @@ def slurm_script(job: Job, folder: Path) -> str:
     return f"#!/usr/bin/env bash\n{header}{here}{(TEMPLATES / 'slurm.sh').read_text()}"
 
 
-def kubernetes_objects(job: Job, scripts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the objects of a job: an Indexed Job with one pod a node, which runs node.sh from a ConfigMap.
+def kubernetes_file(job: Job, scripts: Mapping[str, str]) -> str:
+    """Return templates/kubernetes.yaml with the job's values, as JSON, which YAML reads as it is; `scripts`: by name.
 
-    Pods have addresses of their own, and the NetworkPolicy lets only pods of the job call them: Ray's ports ask nobody
-    who calls. Fields of batch/v1, v1, networking.k8s.io/v1 and, with a queue, Volcano's scheduling.volcano.sh/v1beta1.
+    Fields of batch/v1, v1, networking.k8s.io/v1 and, with a queue, Volcano's scheduling.volcano.sh/v1beta1.
     """
-    name, queue, pod = job.name, job.kubernetes.queue, _pod(job)
-    template: dict[str, Any] = {"metadata": {"labels": _labels(job)}, "spec": pod}
-    service = {
-        "clusterIP": "None",
-        "selector": _labels(job),
-        "publishNotReadyAddresses": True,
-    }  # a pod is NAME-RANK.NAME
-    policy: dict[str, Any] = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress"]}
-    policy["ingress"] = [{"from": [{"podSelector": {"matchLabels": _labels(job)}}]}]
-    objects = [
-        _object(job, "v1", "ConfigMap", data=dict(scripts)),
-        _object(job, "v1", "Service", spec=service),
-        _object(job, "networking.k8s.io/v1", "NetworkPolicy", spec=policy),
-    ]
-    if queue:
-        group = {"minMember": job.nodes, "queue": queue}
-        objects.append(_object(job, "scheduling.volcano.sh/v1beta1", "PodGroup", spec=group))
-        template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": name}  # all of its pods start, or none
-        pod["schedulerName"] = "volcano"
-    indexed = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0}
-    return [*objects, _object(job, "batch/v1", "Job", spec={**indexed, "template": template})]
-
-
-def _labels(job: Job) -> dict[str, str]:
-    return {"verl-patches/job": job.name}
-
-
-def _object(job: Job, version: str, kind: str, **fields: Any) -> dict[str, Any]:
-    meta = {"name": job.name, "namespace": job.kubernetes.namespace, "labels": _labels(job)}
-    return {"apiVersion": version, "kind": kind, "metadata": meta, **fields}
-
-
-def _pod(job: Job) -> dict[str, Any]:
-    kubernetes = job.kubernetes
+    kubernetes, labels = job.kubernetes, {"verl-patches/job": job.name}
+    metadata = {"name": job.name, "namespace": kubernetes.namespace, "labels": labels}
+    group: dict[str, Any] = {"apiVersion": "scheduling.volcano.sh/v1beta1", "kind": "PodGroup", "metadata": metadata}
+    group["spec"] = {"minMember": job.nodes, "queue": kubernetes.queue}  # all of its pods start, or none
     memory_gib = kubernetes.memory_gib or (
         kubernetes.pinned_gib + kubernetes.shared_memory_gib + job.dies * kubernetes.worker_gib
     )
-    devices = {kubernetes.device: str(job.dies)} if job.device == "NPU" else {"nvidia.com/gpu": str(job.dies)}
-    sizes = {"cpu": str(kubernetes.cpus), "memory": f"{memory_gib}Gi", **devices}
+    device = kubernetes.device if job.device == "NPU" else "nvidia.com/gpu"
     env: list[dict[str, Any]] = [{"name": "MASTER_ADDR", "value": f"{job.name}-0.{job.name}"}]
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
-    mounts: list[dict[str, Any]] = [
-        {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "scripts", "mountPath": "/scripts"},
-    ]
-    shm = {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}Gi"}
-    volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": shm},
-        {"name": "scripts", "configMap": {"name": job.name}},
-    ]
+    mounts, volumes = [], []
     own = {path: path for path in HOSTS_OWN} if job.device == "NPU" else {}
     for number, (path, mount) in enumerate({**own, **job.volumes}.items()):
         volumes.append({"name": f"host-{number}", "hostPath": {"path": path}})
         read_only = {} if path in job.volumes else {"readOnly": True}
         mounts.append({"name": f"host-{number}", "mountPath": mount, **read_only})
-    container = {
-        "name": "node",
+    values = {
+        "metadata": metadata,
+        "labels": labels,
+        "name": job.name,
+        "nodes": job.nodes,
+        "annotations": {"scheduling.k8s.io/group-name": job.name} if kubernetes.queue else {},
+        "scheduler": "volcano" if kubernetes.queue else "default-scheduler",
         "image": job.image,
-        "command": ["bash", "-l", "/scripts/node.sh", "serve"],  # a login shell sets CANN's variables
         "env": env,
-        "resources": {"limits": sizes, "requests": dict(sizes)},
-        "volumeMounts": mounts,
+        "sizes": {"cpu": str(kubernetes.cpus), "memory": f"{memory_gib}Gi", device: str(job.dies)},
+        "shared_memory": f"{kubernetes.shared_memory_gib}Gi",
     }
-    return {
-        "subdomain": job.name,
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 120,  # to end the processes and copy the logs
-        "automountServiceAccountToken": False,
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts quotes around what other readers take for numbers or bools, such as 1e-6 and y; keeps lines as they are."""
-
-
-def _add_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    is_word = len(text) > 1 and (text[0].isalpha() or text[0] == "/")
-    style = "|" if "\n" in text else None if is_word else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _add_text)
-
-
-def as_yaml(*documents: Any) -> str:
-    """Return the text of documents, which Kubernetes reads as they are; texts of several lines stay readable."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
+    texts = {name: json.dumps(value) for name, value in values.items()}
+    texts |= {name.replace(".", "_"): indent(text, "    ").rstrip("\n") for name, text in scripts.items()}
+    texts["pod_group"] = f"{json.dumps(group)}\n---" if kubernetes.queue else ""
+    for name, entries, spaces in (("mounts", mounts, 12), ("volumes", volumes, 8)):
+        texts[name] = indent("\n".join(f"- {json.dumps(entry)}" for entry in entries), " " * spaces)
+    return Template((TEMPLATES / "kubernetes.yaml").read_text()).substitute(texts, job_name=f"job {job.name}")

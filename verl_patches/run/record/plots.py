@@ -1,11 +1,10 @@
-"""Plots: reward and seconds of runs, memory by phase, errors of curves, traffic of a reshard plan; `save` makes PNGs.
+"""Plots of a run: training.png has its reward and seconds by step, memory.png its memory by phase; `save` makes PNGs.
 
 matplotlib is imported inside functions: commands that draw nothing do not wait for it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -14,16 +13,12 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import MEMORY_GROUPS
 from verl_patches.rewards.parts import METRIC
-from verl_patches.run.record.report import PHASES, in_step, medians, names_of, validations
+from verl_patches.run.record.report import PHASES, in_step, validations
 from verl_patches.shared_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from verl_patches.reshard.plan import ReshardPlan
-    from verl_patches.run.record.compare import Error
-    from verl_patches.run.record.curves import Curves
 
 NAN = float("nan")  # is not drawn
 # a group has the same colour in every picture, in the order of MEMORY_GROUPS; those of value models are lighter
@@ -33,7 +28,6 @@ GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
 PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
 COLOURS = GROUP_COLOURS | PHASE_COLOURS
 MEASURED = {"peak": "-", "used": "--"}  # of the device: the allocator's peak, and what all processes use
-GB = 1e9
 _peak = itemgetter("peak_bytes")
 
 
@@ -83,7 +77,8 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Draw reward and validation (left) and seconds per phase (right) of every step of a summary.json."""
     figure, name, steps = _figure(11, 4), _text(str(summary["run"])), summary["steps"]
     left, right = figure.subplots(1, 2)
-    trained, numbers = _trained([summary]), [step["step"] for step in steps]
+    trained = "loss" if steps[-1].get("objective") else "reward"  # on fixed data the loss says whether it learns
+    numbers = [step["step"] for step in steps]
     _draw_curve(left, summary, trained)
     left.set(title=f"{name}: mean {trained}", ylabel=trained)
     parts = dict.fromkeys(label for step in steps for label in step.get("rewards") or {})
@@ -99,48 +94,13 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _trained(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the curve that says whether the runs learn: the reward, or on fixed data the loss."""
-    fixed = all(summary["steps"][-1].get("objective") for summary in summaries)
-    return "loss" if fixed else "reward"
-
-
-def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str, **style: Any) -> None:
+def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str) -> None:
     """Draw `name` of every step, and as a dashed line of the same colour the validations."""
     numbers = [step["step"] for step in summary["steps"]]
-    style = {"marker": ".", "label": name, **style}
-    (line,) = axes.plot(numbers, _values(summary["steps"], name), **style)
+    (line,) = axes.plot(numbers, _values(summary["steps"], name), marker=".", label=name)
     if scores := [(step, NAN if val["score"] is None else val["score"]) for step, val in validations(summary)]:
         axes.plot(*zip(*scores, strict=True), "s--", color=line.get_color(), markersize=3, label="validation")
     axes.grid(alpha=0.3)
-
-
-def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the reward by step (left) and the report's median seconds per phase (right) of several runs.
-
-    A run's name beside its bar has the colour of its curve.
-    """
-    from matplotlib import colormaps
-
-    count, trained = len(summaries), _trained(summaries)
-    figure = _figure(12, max(4, 1.5 + 0.25 * count))
-    left, right = figure.subplots(1, 2)
-    colours = [colormaps["turbo"](0.1 + 0.8 * number / count) for number in range(count)]
-    for colour, summary in zip(colours, summaries, strict=True):
-        _draw_curve(left, summary, trained, color=colour, linewidth=1)
-    left.set(title=f"mean {trained}", ylabel=trained)
-    _label_steps(left, ())
-    seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
-    layers = {name: [of[name] or 0.0 for of in seconds] for name in PHASE_COLOURS}
-    _stack(right, _edges(range(count)), layers, "horizontal")
-    for edge in _edges(range(count)):
-        right.axhline(edge, color="white", linewidth=3)
-    right.set_yticks(range(count), map(_text, names_of(summaries)))
-    for label, colour in zip(right.get_yticklabels(), colours, strict=True):
-        label.set_color(colour)
-    right.set(title="median seconds per phase", xlabel="s", xlim=(0, None), ylim=(count - 0.5, -0.5))
-    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
 
 
 def memory_figure(summary: Mapping[str, Any]) -> Figure:
@@ -191,9 +151,7 @@ def _draw_moments(
     axes.set_ylim(bottom=0)
 
 
-def _stack(
-    axes: Axes, edges: Sequence[float], layers: Mapping[str, Sequence[float]], orientation: str = "vertical"
-) -> None:
+def _stack(axes: Axes, edges: Sequence[float], layers: Mapping[str, Sequence[float]]) -> None:
     """Draw areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap.
 
     A layer without a size above 0, such as the phases of a critic in a run without one, is left out.
@@ -202,53 +160,5 @@ def _stack(
     for label, sizes in layers.items():
         if any(size > 0 for size in sizes):
             above = [low + size for low, size in zip(below, sizes, strict=True)]
-            colour = COLOURS[label]
-            axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)
+            axes.stairs(above, edges, baseline=below, fill=True, color=COLOURS[label], label=label)
             below = [size if size == size else 0.0 for size in above]
-
-
-def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping[str, float]) -> Figure:
-    """Draw both curves of each metric (left), and |a - b| at the common steps with its mean and its limit (right)."""
-    figure = _figure(11, 0.5 + 2.6 * len(errors))
-    for error, (left, right) in zip(errors, figure.subplots(len(errors), 2, squeeze=False), strict=True):
-        of_a, of_b = (source.values[error.metric] for source in (a, b))
-        common = {step: abs(of_a[step] - of_b[step]) for step in of_a.keys() & of_b.keys()}
-        lines = [(left, of_a, "-", f"a: {Path(a.name).name}"), (left, of_b, "--", f"b: {Path(b.name).name}")]
-        for axes, curve, style, label in (*lines, (right, common, "-", "|a - b|")):
-            axes.plot(*zip(*sorted(curve.items()), strict=True), style, marker=".", linewidth=1, label=_text(label))
-        means = {"mean": error.absolute, "limit of the mean": limits.get(error.metric)}
-        for number, (label, value) in enumerate(means.items(), 1):
-            if value is not None and math.isfinite(value):
-                right.axhline(value, color=f"C{number}", label=f"{label} {value:.3g}")
-        left.set(title=_text(error.metric), xlabel="step")
-        right.set(title=f"{_text(error.metric)}: error", xlabel="step", ylim=(0, None))
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
-    return figure
-
-
-def plan_figure(plan: ReshardPlan) -> Figure:
-    """Draw a heat map of bytes from rank to rank (lines separate the training stages) and bytes per rank."""
-    figure = _figure(15, 6.5)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    image = left.imshow([[n / 1e6 for n in row] for row in plan.traffic], cmap="viridis", interpolation="nearest")
-    left.set(title="MB from training rank to rollout rank", xlabel="receives", ylabel="sends")
-    figure.colorbar(image, ax=left, shrink=0.85)
-    ranks = range(plan.world_size)
-    for rank in ranks[1:]:
-        if plan.stages[rank] != plan.stages[rank - 1]:
-            left.axhline(rank - 0.5, color="white", linewidth=0.6)
-            right.axvline(rank - 0.5, color="0.85", linewidth=0.8)
-    sent, received, bound = (
-        [n / GB for n in s] for s in (plan.sent_bytes, plan.received_bytes, plan.lower_bound_bytes)
-    )
-    right.plot(ranks, sent, ".", markersize=4, label="sent")
-    right.plot(ranks, received, ".", markersize=4, label="received")
-    right.step(ranks, bound, where="mid", linewidth=0.8, color="0.3", label="must arrive (bound)")
-    right.axhline(sum(sent) / plan.world_size, linestyle="--", linewidth=0.8, label="mean sent")
-    title = f"GB per rank, {plan.bucket_count} collectives of at most {plan.bucket_bytes / 2**20:.0f} MiB"
-    right.set(title=title, xlabel="rank (lines separate the training stages)", ylabel="GB", ylim=(0, None))
-    right.legend(fontsize=8)
-    figure.suptitle(f"{plan.train} ({plan.train_library})  to  {plan.rollout} ({plan.rollout_library})", fontsize=10)
-    return figure

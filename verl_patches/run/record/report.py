@@ -21,7 +21,6 @@ from verl_patches.run.record.record import SUMMARY, read_summary
 
 ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
-SIDE_BY_SIDE = 2  # runs with a column each on a terminal; of more, each has a row
 OF_CRITIC = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
 # without offload, which lies in others
 PHASES = tuple(each.name for each in sorted(STEP_PHASES, key=lambda each: each.critic) if each.name != "offload")
@@ -50,8 +49,6 @@ _OVER |= dict.fromkeys(ENDED, (FIRST, LAST))
 _OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
 _NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
 _ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
-# what a terminal shows of more runs than SIDE_BY_SIDE
-SHOWN = {"step s": "median", "tokens/s/rank": "median", "reward": LAST, "|dlogp|": "mean", "held MB": "largest"}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -179,17 +176,6 @@ def texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[
     return lines
 
 
-def overview(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
-    """The figures of SHOWN as text below a line of titles: a row for each run, and the first's seconds as the base."""
-    columns = [["run", *names]]
-    for row in rows:
-        if SHOWN.get(row["name"]) == row["over"]:
-            columns.append([row["name"], *map(_text, row["values"])])
-            if row["name"] == "step s":
-                columns.append([f"vs {names[0]}", "", *map(_text, row["ratios"])])
-    return list(map(list, zip(*columns, strict=True)))
-
-
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
@@ -199,23 +185,14 @@ def markdown(
 ) -> str:
     """The report of one run, or of several, as Markdown; `rows`: `compare`'s; `pictures`: file names beside it."""
     names, every = names_of(summaries), [facts(summary) for summary in summaries]
-    parts = [f"# {_cell(title(names))}"]
-    if len(names) > SIDE_BY_SIDE:
-        parts.append(_table(overview(rows, names)))
-    parts.append(_table([["", *names], *([key, *(f[key] for f in every)] for key in every[0])]))
+    table = _table([["", *names], *([key, *(f[key] for f in every)] for key in every[0])])
+    parts = [f"# {_cell(', '.join(names))}", table]
     if any(len(summary["steps"]) == 1 for summary in summaries):
         parts.append("A run of one step: its seconds include the start.")
     elif any(step.get("profile") for summary in summaries for step in timed_steps(summary["steps"])):
         parts.append("A run whose steps after the first were all profiled: its seconds are not comparable.")
     parts += [_table(texts(rows, names)), *(f"![{name}]({name})" for name in pictures)]
     return "\n\n".join(parts) + "\n"
-
-
-def title(names: Sequence[str]) -> str:
-    """Of a report of these runs."""
-    if len(names) <= SIDE_BY_SIDE:
-        return " and ".join(names)
-    return f"{len(names)} runs (medians; reward: {LAST}; held MB: largest)"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:

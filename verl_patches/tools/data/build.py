@@ -12,19 +12,17 @@ import os
 import pickle
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.processes import END_SIGNALS
+from verl_patches.processes import END_SIGNALS, die_with_parent
 from verl_patches.tools.data.handlers import RESPONSES, Record, Row, digest_of, make_row, schema_of, template_of
 from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
 from verl_patches.tools.data.settings import REASONS, Settings
@@ -110,7 +108,7 @@ def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[...,
     if workers < 2:
         yield functools.partial(make_rows, settings)
         return
-    executor = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),))
+    executor = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker)
 
     def make(origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
         parts = [slice(first, first + _BATCH_ROWS) for first in range(0, len(origins), _BATCH_ROWS)]
@@ -130,25 +128,21 @@ def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[...,
         raise RecipeError(text) from error
     finally:
         executor.shutdown(cancel_futures=True)
+        for worker in active_children():  # forked when an end signal came, before the executor looked after it
+            worker.kill()
 
 
-def _begin_worker(parent: int) -> None:
+def _begin_worker() -> None:
     """Begin a worker, which is forked with the end signals blocked: the handlers of the command are not its own.
 
-    In its own session it gets no signal of a terminal: the command alone does, and ends its workers.
+    In its own session it gets no signal of a terminal: the command alone does, and ends its workers. A kill -9 of the
+    command ends it too.
     """
+    die_with_parent()
     os.setsid()
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: a worker would outlive a kill -9."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
