@@ -192,19 +192,17 @@ def _environment(patches: str | None, env: Mapping[str, str] | None) -> dict[str
     return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))}
 
 
-def _run(
-    flags: Sequence[str], env: Mapping[str, str], code: str, arguments: Sequence[str], timeout_s: float
-) -> Finished:
+def _run(flags: Sequence[str], env: Mapping[str, str], code: str, arguments: Sequence[str]) -> Finished:
     command, pipe = [sys.executable, *flags, "-c", code, *arguments], subprocess.PIPE
     streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True, "errors": "replace"}
     process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
     try:
-        out, err = process.communicate(timeout=timeout_s)
+        out, err = process.communicate(timeout=HANG_S)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)  # its own session: only what this test started
         out, err = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            pytest.fail(f"killed after {timeout_s} s\n--- stdout\n{out[-4000:]}\n--- stderr\n{err[-8000:]}")
+            pytest.fail(f"killed after {HANG_S} s\n--- stdout\n{out[-4000:]}\n--- stderr\n{err[-8000:]}")
         raise
     return Finished(process.returncode, out, err)
 
@@ -214,19 +212,17 @@ def run_python() -> Callable[..., Finished]:
     """Run code in a fresh interpreter: `run_python("print(1)", patches="line=pypi,platform=cpu").check().out`.
 
     Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable; None leaves it
-    unset), env (more variables), timeout_s (600; then its whole process group is killed and the test fails). The
-    repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
+    unset), env (more variables). The repository is on its path. After HANG_S its whole process group is killed and the
+    test fails. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
     """
-    return lambda code, *arguments, patches=None, env=None, timeout_s=HANG_S: _run(
-        (), _environment(patches, env), code, arguments, timeout_s
-    )
+    return lambda code, *arguments, patches=None, env=None: _run((), _environment(patches, env), code, arguments)
 
 
 @pytest.fixture(scope="session")
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
     """`run_python`, in a fork of the warm interpreter."""
-    return lambda code, *arguments, patches=None, env=None, timeout_s=HANG_S: _run(
-        ("-X", "warm"), warm(_environment(patches, env)), code, arguments, timeout_s
+    return lambda code, *arguments, patches=None, env=None: _run(
+        ("-X", "warm"), warm(_environment(patches, env)), code, arguments
     )
 
 

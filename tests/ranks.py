@@ -55,11 +55,11 @@ class Ranks:
 
     environment: all variables, by default this process's own. flags: options of the interpreter. prelude: whether ranks
     import the prelude before torch, as workers do. backend: of init_process_group; None leaves that to the function
-    (`init_group`). timeout_s: for one function and for one collective in it.
+    (`init_group`).
     """
 
-    def __init__(self, size, environment=None, *, flags=(), prelude=False, backend="gloo", timeout_s=HANG_S):
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(self, size, environment=None, *, flags=(), prelude=False, backend="gloo"):
+        self.size = size
         self._environment, self._flags = dict(os.environ if environment is None else environment), flags
         self._setup = (prelude, backend)
         self._pipes: list[Connection] = []
@@ -84,7 +84,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()  # a rank that reads its end goes
         try:
-            code = self._process.wait(self.timeout_s)
+            code = self._process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             code = "no exit"
         said = self._output("launcher") if code else ""
@@ -99,7 +99,7 @@ class Ranks:
         port = self._held.enter_context(held_port())
         path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
         defaults = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        job = {"WORLD_SIZE": str(self.size), "RANKS_FOLDER": str(folder), "RANKS_TIMEOUT_S": str(self.timeout_s)}
+        job = {"WORLD_SIZE": str(self.size), "RANKS_FOLDER": str(folder)}
         environment = {**defaults, **self._environment, "PYTHONPATH": path, **job}
         command = [sys.executable, *self._flags, "-W", "ignore", "-c", "from tests.ranks import main; main()"]
         with socket.socket(socket.AF_UNIX) as server, (folder / "launcher").open("wb") as log:
@@ -108,7 +108,7 @@ class Ranks:
             server.settimeout(0.1)
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self._process = subprocess.Popen(command, env=environment, cwd=ROOT, **streams, start_new_session=True)
-            self._accept(server, time.monotonic() + self.timeout_s)
+            self._accept(server, time.monotonic() + HANG_S)
 
     def _accept(self, server: socket.socket, ends: float) -> None:
         found: dict[int, tuple[Connection, int]] = {}
@@ -135,7 +135,7 @@ class Ranks:
             except OSError:
                 answers[rank] = (False, "")  # it died since it last answered
         dead = set(answers)
-        ends = time.monotonic() + (_GRACE_S if dead else self.timeout_s)
+        ends = time.monotonic() + (_GRACE_S if dead else HANG_S)
         while len(answers) < self.size and time.monotonic() < ends:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             for pipe in wait(list(waiting), timeout=max(0.0, ends - time.monotonic())):
@@ -190,7 +190,7 @@ def init_group(backend: str = "gloo") -> None:
     """In a rank: init_process_group of all ranks, which meet at a file."""
     import torch.distributed as dist
 
-    size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=float(os.environ["RANKS_TIMEOUT_S"]))
+    size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=HANG_S)
     store = dist.FileStore(str(Path(os.environ["RANKS_FOLDER"], "store")), size)
     dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size, timeout=timeout)
 

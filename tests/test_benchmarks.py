@@ -40,13 +40,6 @@ def test_a_benchmark_starts_and_reports(words, pytestconfig):
     assert report.get("figures") or report.get("worker")
 
 
-@pytest.mark.slow
-def test_a_benchmark_without_its_sources_says_which(tmp_path):
-    command = [sys.executable, "decode_step.py", "--upstream", tmp_path]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
-    assert done.returncode == 2 and "vllm-ascend: not a folder" in done.stderr
-
-
 def test_each_benchmark_is_quoted_by_the_docs_and_runs_here():
     texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     quoted = {name for text in texts for name in re.findall(r"tests/benchmarks/(\w+\.py)", text)}

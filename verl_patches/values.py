@@ -50,7 +50,8 @@ def printable(text: str, keep: str = "") -> str:
     """A text of unknown origin for a terminal or a file: control characters but `keep` as escapes, such as \\x1b."""
     if text.isprintable():
         return text
-    return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
+    shown = {char for char in text if char in keep or char.isprintable() or unicodedata.category(char) == "Zs"}
+    return "".join(char if char in shown else char.encode("unicode_escape").decode() for char in text)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -82,10 +83,6 @@ def size_text(size_bytes: float) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}" if name == "TB" else f"{size_bytes / unit:.1f} {name}"
     return f"{size_bytes / 1e6:.1f} MB"
-
-
-def _is_shown(char: str) -> bool:
-    return char.isprintable() or unicodedata.category(char) == "Zs"
 
 
 def types_of(schema: type) -> dict[str, Any]:

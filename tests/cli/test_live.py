@@ -1,6 +1,5 @@
 """What a run does now: from a running launcher's files, after it ended, failed, or was killed; by the command line."""
 
-import fcntl
 import json
 import os
 import re
@@ -10,15 +9,12 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
-from verl_patches import shared_files
 from verl_patches.__main__ import app
 from verl_patches.cli.live import live
 from verl_patches.errors import ConfigError, interrupted
-from verl_patches.layout.phases import CALLS
 from verl_patches.run.record.report import figures
 from verl_patches.shared_files import lock_file
-from verl_patches.trainer.record import Progress, write_json
-from verl_patches.trainer.run import Run
+from verl_patches.trainer.record import write_json
 from verl_patches.weights.run_folders import take_start
 
 NOW = 1_000_000.0
@@ -90,24 +86,6 @@ def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
     assert (live(copied, NOW)["state"], live(folder, NOW)["state"]) == ("lost", "running")
     (copied.parent / ".lock").unlink()
     assert live(copied, NOW)["state"] == "running"  # the import alone has no launcher
-    newer = folder.parent / take_start([folder.parent], ("0001", 2), None)
-    found = live(newer, NOW)
-    assert (found["state"], live(folder, NOW)["state"], found["step"]) == ("starting", "lost", 2)
-
-
-def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
-    """A launcher that starts while `status` looks is not refused: the kernel is asked, which takes nothing."""
-    free = folder / "free"
-    start = free / take_start([free], None, None)
-    (free / ".lock").touch()
-    asked, real = [], shared_files.fcntl.fcntl
-
-    def ask(file, command, *arguments):
-        asked.append(command)
-        return real(file, command, *arguments)
-
-    monkeypatch.setattr(shared_files.fcntl, "fcntl", ask)
-    assert live(start, NOW)["state"] == "lost" and asked == [fcntl.F_OFD_GETLK]
 
 
 @pytest.mark.parametrize(
@@ -134,16 +112,3 @@ def test_the_command_prints_json_once_and_refuses_what_contradicts(folder):
     here = str(folder)
     for words in (["--watch"], [here, "--watch", "--json"], [here, "--run", here], [here, "--switches", "line=pypi"]):
         assert isinstance(CliRunner().invoke(app, ["status", *words]).exception, ConfigError)
-
-
-def test_each_call_of_the_trainer_is_written_with_its_begin(tmp_path):
-    run = object.__new__(Run)
-    run.folder, run.progress, run.now = tmp_path, Progress(tmp_path), {}
-    run.trainer = type("Trainer", (), {"total_training_steps": 5})
-    begun = []
-    for number, name in ((1, "generate_sequences"), (1, "update_actor"), (2, "generate_sequences")):
-        run.show_call(number, name)
-        doing = json.loads((tmp_path / "now.json").read_text())
-        assert (doing["step"], doing["steps"], doing["phase"]) == (number, 5, CALLS[name])
-        begun.append(doing["step_since"])
-    assert begun[0] == begun[1] < begun[2] == doing["since"]

@@ -1,7 +1,6 @@
 """The commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -119,10 +118,9 @@ def test_verify_of_no_folder_is_wrong_use_and_claims_no_check(folder, tmp_path):
     ("arguments", "words"),
     [
         ([], "expected one of --hf and --layout"),
-        (["--hf", "--layout", LAYOUT], "expected one of --hf and --layout"),
         (["--layout", "tp2"], "number of ranks is missing"),
         (["--hf", "--dtype", "int4"], "--dtype int4"),
-        *((["--hf", "--file-gb", value], f"--file-gb {value}") for value in ("0", "inf", "nan")),
+        (["--hf", "--file-gb", "nan"], "--file-gb nan"),
     ],
 )
 def test_wrong_use_is_named(folder, tmp_path, arguments, words):

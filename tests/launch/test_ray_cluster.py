@@ -8,9 +8,8 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options, require_nodes, worker_settings
+from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options, require_nodes
 from verl_patches.run import ray_nodes
-from verl_patches.run.environment import worker_environment
 from verl_patches.run.resolve import changed
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
@@ -100,24 +99,14 @@ def test_every_start_asks_first(no_ray_here, monkeypatch):
     )  # not one whose file it finds
 
 
-def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
-    nodes = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", "recipe.ray_address=auto"]
-    one, several = composed("deepseekv3_tiny_cpu"), composed("deepseekv3_tiny_cpu", nodes)
-    assert worker_settings(one)["network"] is None and worker_environment(one)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert worker_settings(several)["network"] == {"nodes": 4, "interface": None}
-    assert "GLOO_SOCKET_IFNAME" not in worker_environment(several)
-
-
 OWN, A = "127.0.0.1:47120", "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(
     ("found", "latest", "variable", "taken"),
     [
-        (set(), None, "", None),
         ({A}, A, "", A),
         ({OWN, A}, OWN, "", A),
-        ({OWN, A}, OWN, "auto", A),  # environment.py gives the driver recipe.ray_address as RAY_ADDRESS
         ({OWN, A}, OWN, "h:1", "h:1"),
         ({"[::1]:5", A}, "10.0.0.9:1", "", A),  # the latest has gone
         (set(), "10.0.0.9:1", "", "10.0.0.9:1"),  # as it may have here: its head is asked

@@ -1,4 +1,3 @@
-import itertools
 from pathlib import Path
 
 import pytest
@@ -108,18 +107,6 @@ def test_the_name_of_a_run_says_what_is_not_the_default_unless_it_is_given(overr
     assert composed(*overrides.split(), **options).recipe.run == name
 
 
-def test_no_two_kinds_of_smoke_share_a_run_name_and_each_platform_says_what_it_proves():
-    places = [{}, {"line": "a3"}, {"line": "a3", "emulate_npu": True}]
-    kinds = list(itertools.product(["grpo", "ppo"], LAYOUTS["a3"], ROLLOUTS, [False, True], places))
-    names = {
-        SmokeOptions([f"algo={algo}", f"layout={layout}", f"rollout={rollout}"], learn=learn, **place).run_name
-        for algo, layout, rollout, learn, place in kinds
-    }
-    assert len(names) == len(kinds)
-    recipes = [composed(**place).recipe for place in places]
-    assert {f"{recipe.line} {recipe.platform}" for recipe in recipes} == smoke.PROVED.keys()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"emulate_npu": True}, "expected --line a3"), ({"learn": True, "replay_rollout": Path("/")}, "remove one")],
@@ -127,15 +114,6 @@ def test_no_two_kinds_of_smoke_share_a_run_name_and_each_platform_says_what_it_p
 def test_wrong_combinations_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         composed(**options)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--line", "a4"), ("--replay-rollout", "/no/such/run"), ("--seed", "-1")]
-)
-@pytest.mark.parametrize("json", [[], ["--json"]])
-def test_a_value_that_an_option_does_not_take_is_refused_by_its_name(option, value, json):
-    done = CliRunner().invoke(app, ["smoke", "--learn", "--replay-rollout", "/", option, value, *json])
-    assert done.exit_code == 2 and done.stdout == "" and f"Invalid value for '{option}'" in done.stderr
 
 
 def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypatch, tmp_path):

@@ -53,13 +53,7 @@ def test_comments_docstrings_and_layout_do_not_count(printed, place):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("x + 1", "x - 1"),
-        ("b=12", "*, b=12"),
-        ("'word'", "'ward'"),
-        ("{x!r:>10}", "{x!s:>10}"),
-        ("        g(x", "    g(x"),
-    ],
+    [("x + 1", "x - 1"), ("b=12", "*, b=12"), ("{x!r:>10}", "{x!s:>10}"), ("        g(x", "    g(x")],
 )
 def test_one_token_and_the_place_of_a_statement_count(printed, before, after):
     text = "def f(x, b=12):\n    if x and b:\n        h()\n        g(x.size, 'word', f'{x!r:>10}')\n    return x + 1\n"
@@ -93,7 +87,6 @@ def test_the_bodies_of_the_classes_around_a_method_do_not_count(printed, tmp_pat
     ("text", "changed"),
     [
         ("for i in ():\n    def f(): return 1\n", "for i in ():\n    def f(): return 2\n"),
-        ("match 1:\n    case 1:\n        f = 1\n", "match 1:\n    case 1:\n        f = 2\n"),
         ("(f, [g, *h]) = 1, 2, 3\n", "(f, [g, *h]) = 2, 2, 3\n"),
         ("f = 1\nf += 2\n", "f = 1\nf += 3\n"),
     ],
@@ -102,11 +95,6 @@ def test_every_statement_that_binds_the_name_counts(printed, text, changed):
     assert printed(text, "f") != fp.NO_SOURCE
     assert printed(text, "f") != printed(changed, "f")
     assert printed(f"{text}f.x = f[0] = 3\ndef g(): f = 4\n", "f") == printed(text, "f")
-
-
-def test_a_form_feed_ends_no_line(printed, tmp_path):
-    printed("x = 'a\x0c\x85\u2028'\n\x0c\ndef f():\n    return 1\n", "f")
-    assert fp.source("mod:f", tmp_path) == ["def f():", "    return 1"]
 
 
 # -- where it looks ----------------------------------------------------------------------------------------------------
@@ -172,20 +160,6 @@ here = {t: Path(roots[top]) for t in fp.reviewed(line) if (top := t.partition(":
 unlike = [target for target, root in here.items() if fp.fingerprint(target, root) != fp.reviewed_hash(line, target)]
 print(json.dumps([len(here), unlike]))
 """
-HASH = """
-import json, sys
-from pathlib import Path
-from verl_patches.patching import fingerprint as fp
-print(json.dumps(fp.fingerprint("mod:f", Path(sys.argv[1]))))
-"""
-SYNTAX = """
-def f(x, /, *, k=1) -> "int":
-    match x:
-        case [a, *_] if (b := a) > 0x10:  # Python versions divide the constants of this string differently
-            return f'{b!r:>{k}}' "it's" f"{{a}} \\u00e9" f''
-    async def g(): yield u"", 1j, -1_0.5e3
-    return [*x, {**k}][-1:, ...]
-"""
 
 
 @functools.cache
@@ -209,12 +183,6 @@ def on_python(version, code, *words):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_kind_of_syntax_gives_the_hash_of_this_python(version, printed, tmp_path):
-    own = printed(SYNTAX, "f")
-    assert on_python(version, HASH, str(tmp_path)) == own != fp.NO_SOURCE
 
 
 @pytest.mark.parametrize("version", VERSIONS)

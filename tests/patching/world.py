@@ -15,7 +15,6 @@ FILES = {
         TABLE = {"a": 1}
         NOTHING = None
         CONSTANT = 1
-        Text = str
         def f(x): return x
         def g(x): return x
         class Thing:
@@ -38,14 +37,11 @@ FILES = {
             return ours
         def asking(original): return lambda *a, **k: f"{original(*a, **k)}?"
         def narrow(original): return lambda a: original(a)
-        def one(x): return x
-        def two(x, other): return x
         def entries(): return {"b": 2}
         VALUE = object()
         def nothing(original): return None
         def same(original): return original
         def bad(original): raise ImportError("no such thing")
-        def no_entries(): return [1]
         def exits(original): raise SystemExit(3)
         class OurThing:
             def m(self): return f"{super().m()} and ours" if is_on("t.feature") else super().m()

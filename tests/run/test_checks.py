@@ -63,7 +63,6 @@ REFUSED = [
      ["predict_layers is 1, expected 0", "'greedy', expected 'noaux_tc'", "n_shared_experts is 0",
       "rope_theta is 'x'"]),
     (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], [r"n_group is 3 .* a divisor of 256"]),
-    (rules.model_checks, TINY, [f"+{MODEL_CONFIG}.n_routed_experts=32"], [r"n_routed_experts 32 \(expected 16\)"]),
     (rules.model_checks, TINY, [f"+{MODEL_CONFIG}.hidden_size=x"], ["hidden_size is 'x'; expected a whole number"]),
     (rules.train_checks, LARGE, [
         "recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", f"{ACTOR}.expert_model_parallel_size=2",
@@ -72,11 +71,8 @@ REFUSED = [
     (rules.train_checks, TINY, ["algo=ppo", "critic.megatron.expert_model_parallel_size=1"],
      ["actor = critic: .*2 != 1"]),
     (rules.train_checks, LARGE, [STAGES("3,11")], ["stage 0 has no layer with experts"]),  # its update hangs
-    (rules.train_checks, TINY, [*STAGES_OF_TINY, "trainer.n_gpus_per_node=4"], ["stage 0 has no layer with experts"]),
     (rules.expert_checks, TINY, [TP2, ALONE], ["expected ep > 1 or etp = tp at tp 2"]),
     (rules.recomputation_checks, TINY, recomputed("uniform"), ["_ref.model: .*num_layers=0 needs .*method=block"]),
-    (rules.recomputation_checks, TINY,
-     ["algo=ppo", *recomputed("block"), *recomputed("uniform", model="critic")], ["critic.model: .*num_layers=0"]),
     (rules.engine_checks, LARGE, ["recipe.train.grouped_gemm=false"], ["weights go by MindSpeed's stacked"]),
     (rules.rollout_checks, LARGE, [f"{VLLM}.enable_expert_parallel=false"], ["is False, expected True"]),
     (rules.rollout_checks, RANDOM, ["trainer.nnodes=32", "recipe.rollout.dp=256"],
@@ -152,7 +148,6 @@ ACCEPTED = [
     (rules.ascend_checks, LARGE, [WHOLE_PROMPTS, IN_CHUNKS]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[8,64]"]),
-    (rules.ascend_checks, LARGE, [OFF("rollout.ascend_expert_groups")]),  # 256 experts
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.dp=1", "recipe.rollout.instances=4",
                                   "recipe.rollout.expert_parallel=false"]),
@@ -163,10 +158,8 @@ ACCEPTED = [
     (rules.routing_replay_checks, TINY, [REPLAY]),
     (rules.sync_checks, LARGE, [SMALL_BUCKETS, OFF("reshard.*")]),  # the feature is off
     (rules.checkpoint_checks, TINY, [SAVE]),
-    (rules.checkpoint_checks, TINY, [SAVE, OFF("checkpoint.*"), ALONE]),
     (rules.profile_checks, TINY, [PROFILE("steps=[1,3]"), PROFILE("ranks=[0,1]"), PROFILE("phases=[values]"),
                                  "algo=ppo"]),
-    (rules.profile_checks, TINY, [PROFILE("ranks=[9]")]),  # off
 ]  # fmt: skip
 
 
@@ -253,11 +246,9 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
     assert "expected none" in fault
 
 
-@pytest.mark.parametrize("mode", ["auto", "resume_path"])
-def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mode):
+def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path):
     saved = make_start(tmp_path / "t") / "checkpoints"
-    given = [f"recipe.output_root={tmp_path}", f"trainer.resume_mode={mode}"]
-    given.append(f"trainer.resume_from_path={saved / 'global_step_3'}")
+    given = [f"recipe.output_root={tmp_path}", "trainer.resume_mode=auto"]
     (saved / "global_step_3").mkdir(parents=True)
     (saved / "global_step_3" / "manifest.json").write_text("{}")
     (fault,) = failed(rules.checkpoint_checks, composed(TINY, ["recipe.run=t", *given]))

@@ -115,14 +115,10 @@ def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "old", "new", "words"), [
-    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults lead back"),
-    ("algo/grpo", b"\n", b" caf\xe9\n", "'utf-8' codec can't decode"),
-])  # fmt: skip
-def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(configs, name, old, new, words):
-    file = configs / f"{name}.yaml"
-    file.write_bytes(file.read_bytes().replace(old, new, 1))
-    with pytest.raises(ConfigError, match=f"^{file}.*: .*{words}"):
+def test_a_file_that_is_not_in_utf_8_is_refused_by_name(configs):
+    file = configs / "algo/grpo.yaml"
+    file.write_bytes(file.read_bytes().replace(b"\n", b" caf\xe9\n", 1))
+    with pytest.raises(ConfigError, match=f"^{file}.*: .*'utf-8' codec can't decode"):
         compose_config(TINY)
 
 
@@ -138,14 +134,9 @@ RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "al
 ALGORITHMS = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
 
 
-def test_an_old_name_of_a_run_is_refused_with_the_new_one():
-    with pytest.raises(ConfigError, match=f"has the name grpo_{TINY}; it is {TINY} now"):
-        compose_config(f"grpo_{TINY}")
-
-
-@pytest.mark.parametrize("name", ["deepseekv3_256die", "deepseekv3_tiny", "grpo_deepseekv3_tiny"])
-def test_a_base_is_no_run_under_its_old_name_or_the_new_one(name):
-    with pytest.raises(ConfigError, match=f"{name}; there is: {', '.join(RUNS)}"):
+@pytest.mark.parametrize("name", ["deepseekv3_256die", "grpo_deepseekv2", "upstream"])  # a base; the pin file
+def test_a_name_of_no_run_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=f"{name}; there is: {', '.join(RUNS)};"):
         compose_config(name)
 
 
@@ -181,13 +172,6 @@ def test_a_secret_in_a_file_is_refused_and_words_that_look_like_one_are_not(conf
     with pytest.raises(ConfigError, match="trainer.experiment_name looks like a secret") as error:
         compose_config(TINY)
     assert SECRET not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["grpo_deepseekv2", "upstream"])  # upstream.yaml is the pin file
-def test_an_unknown_config_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError, match=f"no config of a run.*{TINY}") as error:
-        compose_config(name)
-    assert "upstream," not in str(error.value)
 
 
 def test_another_verl_checkout_is_used(tmp_path):
@@ -234,13 +218,6 @@ def test_added_keys_that_are_read_pass(line):
         assert compose_config(TINY, [f"recipe.added_keys=[{own}]", "+trainer.own={key: 2}"]).trainer.own.key == 2
     with pytest.raises(ConfigError, match="unknown key trainer.owner"):
         compose_config(TINY, ["recipe.added_keys=[trainer.own]", "+trainer.owner=2"])
-
-
-def test_a_key_that_only_one_line_reads_is_refused_on_the_other():
-    key = "+trainer.wandb_proxy=http://proxy"
-    assert compose_config(TINY, [key]).trainer.wandb_proxy
-    with pytest.raises(ConfigError, match="unknown key trainer.wandb_proxy"):
-        compose_config(TINY, [key, "recipe.line=a3"])
 
 
 def test_the_launcher_needs_neither_torch_nor_verl(run_python):

@@ -54,12 +54,6 @@ def test_graphs_decide_verls_two_keys_and_the_default_sizes():
     assert "additional_config" not in compose_config(TINY).actor_rollout_ref.rollout.engine_kwargs.vllm  # on a CPU
 
 
-def test_top_k_optimize_is_a_variable():
-    name = "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"
-    off = worker_environment(composed(LARGE, [f"{ASCEND}.top_k_optimize=false"]))
-    assert worker_environment(composed(LARGE))[name] == "1" and off[name] == "0"
-
-
 def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
     name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=true", "-memory.sleep_mode"
     for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):

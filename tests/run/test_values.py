@@ -96,13 +96,6 @@ def check(config):
     return list(RULES.checks(resolve(OmegaConf.create(config), rows_of("cpu"))))
 
 
-def refused_or_checked(key, value):
-    try:
-        assert check(with_value(key, value))
-    except ConfigError as error:
-        assert str(error)
-
-
 def test_the_keys_are_many_and_the_configuration_passes():
     assert len(KEYS) > 130 and all(item.ok for item in check(with_value("trainer.nnodes", 1)))
 
@@ -110,14 +103,10 @@ def test_the_keys_are_many_and_the_configuration_passes():
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(KEYS), VALUES)
 def test_any_value_is_refused_or_checked(key, value):
-    refused_or_checked(key, value)
-
-
-@pytest.mark.nightly
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(KEYS), VALUES)
-def test_any_of_many_values_is_refused_or_checked(key, value):
-    refused_or_checked(key, value)
+    try:
+        assert check(with_value(key, value))
+    except ConfigError as error:
+        assert str(error)
 
 
 SECRET_NAMES = """
@@ -161,12 +150,6 @@ def test_secrets_are_found_among_the_words_of_a_command():
     assert sorted(secret_options(words.split())) == ["DB_PASS", "HFTOKEN", "api-key", "password"]
     assert secret_options(["bash", "-ec", "login --token hf_" + "a" * 24]) == ["a word"]
     assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train --pass 8"]) == []
-
-
-@pytest.mark.parametrize("option", "token auth hf-token access-token pass db-pass wandb-key".split())
-def test_a_secret_option_of_a_command_is_found_in_both_forms(option):
-    assert secret_options(["run", f"--{option}", "abc="]) == secret_options([f"--{option}=abc"]) == [option]
-    assert secret_options(["run", f"--{option}", "$ABC", f"--{option}", "--other", f"--{option}=$ABC"]) == []
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,6 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
         ("python -m verl_patches statuss", "statuss"),
         ("python -m verl_patches check --lines pypi", "--lines"),
         ("bash scripts/gone.sh", "scripts/gone.sh"),
-        ("bash scripts/smoke.sh --seeds 1", "--seeds"),
         ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
     ],
 )
@@ -279,17 +278,11 @@ def test_a_wrong_command_is_found(line, named):
     assert fault(words_of("python -m verl_patches check --line pypi")) is None
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("bash scripts/smoke.sh actor_rollout_ref.actor.optim.learning=1", "learning"),
-        ("bash scripts/smoke.sh 'recipe.patches=[-model.mla]'", "model.mla"),
-        ("bash scripts/train_deepseekv3_256die_true_weight.sh trainer.nodes=3", "trainer.nodes"),
-    ],
-)
-def test_a_start_that_would_be_refused_is_found(line, named):
-    assert named in fault_of_start(words_of(line))
-    assert fault_of_start(words_of("bash scripts/smoke.sh --steps 5")) is None
+def test_a_start_that_would_be_refused_is_found():
+    smoke = "bash scripts/smoke.sh "
+    for word, named in (("trainer.nodes=3", "trainer.nodes"), ("'recipe.patches=[-model.mla]'", "model.mla")):
+        assert named in fault_of_start(words_of(smoke + word))
+    assert fault_of_start(words_of(f"{smoke}--steps 5")) is None
 
 
 def test_commands_are_read_whole_and_classified():

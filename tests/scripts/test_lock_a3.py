@@ -88,18 +88,6 @@ def test_line_pypi_has_the_hashes_of_the_index_again(reachable, capsys):
     assert lock_hashes.main([]) == 0, capsys.readouterr()
 
 
-@pytest.mark.nightly
-def test_a_pin_without_a_file_for_aarch64_is_refused(reachable):
-    before = A3.model_copy(update={"packages": {**A3.packages, "tensordict": "0.6.2"}})  # the pin until 2026-11
-    with pytest.raises(lock_a3.NoFile, match=r"tensordict==0\.6\.2 has no wheels with a matching platform"):
-        lock_a3.resolve(lock_a3.pinned(before), "3.11", "--no-deps")
-    alone = ["tensordict==0.6.2"]
-    with pytest.raises(lock_a3.NoFile):
-        lock_a3.resolve(alone, "3.10", "--no-deps")
-    found = lock_a3.resolve(alone, "3.10", "--no-deps", platform="x86_64-manylinux_2_28")
-    assert found == {"tensordict": "0.6.2"}
-
-
 @pytest.mark.parametrize(
     ("cause", "kind"),
     [

@@ -93,22 +93,3 @@ def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path):
     assert "missing old==2.0" not in check_env.package_findings(
         pins, check_env.by_name(metadata.distributions(path=path))
     )
-
-
-@pytest.mark.parametrize(("value", "found"), [("None", []), ("'12.8'", ["cuda torch==2.0 is built for CUDA 12.8"])])
-def test_check_env_recognizes_a_cuda_build_of_torch(tmp_path, value, found):
-    package(tmp_path, "torch", "2.0", {"torch/version.py": f"cuda: Optional[str] = {value}\n"})
-    dists = {d.metadata["Name"]: d for d in metadata.distributions(path=[str(tmp_path)])}
-    assert list(check_env.cuda_findings(dists)) == found
-
-
-def test_check_env_reads_pins_with_hashes(tmp_path):
-    (tmp_path / "pins.txt").write_text(f"# pins\na==1 \\\n    --hash=sha256:{'0' * 64}\nB_c==2\n")
-    assert check_env.read_pins([tmp_path / "pins.txt"]) == {"a": "a==1", "b-c": "B_c==2"}
-
-
-@pytest.mark.parametrize("wrong", ["numpy>=1", "numpy", "-r other.txt", "a==1\na==2", "a==1\n--hash=md5:0"])
-def test_check_env_takes_exact_pins_only(tmp_path, wrong):
-    (tmp_path / "pins.txt").write_text(f"# fine\n{wrong}\n")
-    with pytest.raises(ValueError, match=r"pins\.txt:[23]"):
-        check_env.read_pins([tmp_path / "pins.txt"])

@@ -100,15 +100,6 @@ def test_a_mirror_is_a_folder_or_the_beginning_of_a_url_and_the_only_source(smal
     assert [words.split()[-1] for words in commands] == [f"{mirrors}/{name}.git" for name in ("verl", "vllm")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(("--line", "b7"), "--line b7: expected one of pypi, a3"), (("--only", "ver1"), "--only ver1")],
-)
-def test_wrong_use_is_refused_before_anything_is_made(repository_copy, tmp_path, arguments, words):
-    code, out = fetch(repository_copy, "--dest", tmp_path / "dest", *arguments)
-    assert code == 2 and words in out and not (tmp_path / "dest").exists()
-
-
 @pytest.mark.upstream
 def test_the_real_verl_gets_the_prelude_line_once(repository_copy, tmp_path, pytestconfig):
     mirror = Path(pytestconfig.getoption("--upstream")).absolute()

@@ -60,7 +60,6 @@ def test_files_that_are_no_change(tree):
         ({"verl/a.py": "a = 2\n"}, "verl/a.py (modified)"),
         ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
         ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
-        ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
     ],
 )
 def test_files_that_are_a_change(tree, files, named):

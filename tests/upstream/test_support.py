@@ -56,17 +56,6 @@ def test_a_key_of_the_pin_file_is_refused_by_name(line):
     assert [detail.partition(" is ")[0] for detail in failed(given)] == [e.key for e in entries if not e.planned]
 
 
-@pytest.mark.parametrize(
-    ("line", "name"), [("pypi", "freeze_moe_router"), ("a3", "freeze_moe_router"), ("a3", "+fix_moe_router")]
-)
-def test_a_router_that_would_be_trained_all_the_same_is_not_said_to_be_frozen(line, name):
-    """A critic has the actor's override_config."""
-    key = f"actor_rollout_ref.model.override_config.moe_config.{name.lstrip('+')}"
-    for value, refused in (("true", [key]), ("false", [])):
-        found = failed([f"recipe.line={line}", f"{'+' if name[0] == '+' else ''}{key}={value}"])
-        assert [detail.partition(" is ")[0] for detail in found] == refused
-
-
 def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
     for_vllm = [f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"+{ROLLOUT}.engine_kwargs.vllm.load_format=null"]
     assert failed(for_vllm) == failed(["recipe.line=a3"]) == []

@@ -9,15 +9,12 @@ from typing import Annotated
 import typer
 
 from verl_patches.cli.output import Json, print_json
-from verl_patches.errors import ConfigError
 from verl_patches.launch.jobs.job import load_job, require_volumes
 from verl_patches.launch.jobs.render import render
 
 app = typer.Typer(no_args_is_help=True, help="Scripts that start Ray and a run on all nodes, from one job file.")
 JOB_HELP = "A job file; configs/cluster_256die.yaml is one."
 FOLDER_HELP = "Folder for the scripts: a new one, or one that this command wrote."
-# what did the same before there were scripts: {old subcommand: what to call}
-SCRIPTS = {"up": "up.sh (then run.sh)", "follow": "follow.sh", "status": "up.sh, which says so", "down": "down.sh"}
 
 
 @app.callback()
@@ -40,18 +37,3 @@ def render_command(
         print_json({"job": job.name, "provider": job.provider, "folder": str(folder), "start": start})
     else:
         typer.echo(f"the scripts of job {job.name} are in {folder}; start it: {start}")
-
-
-def _refuse(verb: str) -> None:
-    def refuse(context: typer.Context) -> None:
-        raise ConfigError(
-            f"cluster {verb} is a script now: python -m verl_patches cluster render JOB -o DIR writes it, then "
-            f"bash DIR/{SCRIPTS[verb]}"
-        )
-
-    options = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command(verb, hidden=True, context_settings=options)(refuse)
-
-
-for old in SCRIPTS:
-    _refuse(old)

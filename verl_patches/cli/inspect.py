@@ -19,7 +19,7 @@ from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.model.mindspeed.arguments import explain as explain_engine
 from verl_patches.patching.boot.install_prelude import PLACES
 from verl_patches.reshard.check import check_plan, figures, path_of
-from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+from verl_patches.reshard.plan import plan_reshard
 from verl_patches.run.compose import output_root
 from verl_patches.run.files import hook_checks
 from verl_patches.run.record import compare, report
@@ -37,10 +37,6 @@ RUNS_HELP = (
 )
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 EXPLAIN_HELP = "Print what each key becomes for MindSpeed (line a3)."
-TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
-TRAIN_LIBRARY_HELP = f"Whose sharding training has: {', '.join(TRAIN_LIBRARIES)}."
-ROLLOUT_LIBRARY_HELP = f"Whose sharding rollout has: {', '.join(ROLLOUT_LIBRARIES)}."
-BUCKET_HELP = "Most that a rank sends, and receives, in one collective."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
 
 CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
@@ -104,9 +100,6 @@ def reshard_plan_command(
     train: Annotated[str, typer.Option(help=TRAIN_HELP)],
     rollout: Annotated[str, typer.Option(help=ROLLOUT_HELP)],
     model: Annotated[Path, typer.Option(help="An HF config.json.", show_default="DeepSeek-V3")] = DEFAULT_MODEL,
-    train_library: Annotated[str, typer.Option(help=TRAIN_LIBRARY_HELP)] = "mindspeed",
-    rollout_library: Annotated[str, typer.Option(help=ROLLOUT_LIBRARY_HELP)] = "vllm-ascend",
-    bucket_bytes: Annotated[int, typer.Option(help=BUCKET_HELP)] = DEFAULT_BUCKET_BYTES,
     param: Annotated[str | None, typer.Option(help="An HF tensor: print its path to --rank.")] = None,
     rank: Annotated[int | None, typer.Option(help="The rank for --param.")] = None,
     as_json: Json = False,
@@ -116,14 +109,9 @@ def reshard_plan_command(
         raise ConfigError("reshard-plan: --param and --rank go together: name one HF tensor and one rank")
     start = time.perf_counter()
     layouts = _layout("--train", train), _layout("--rollout", rollout)
-    libraries = {"train_library": train_library, "rollout_library": rollout_library}
-    for (name, library), allowed in zip(libraries.items(), (TRAIN_LIBRARIES, ROLLOUT_LIBRARIES), strict=True):
-        if library not in allowed:
-            option = f"--{name.replace('_', '-')} {library}"
-            raise ConfigError(f"reshard-plan: {option}: expected one of {', '.join(allowed)}")
     if rank is not None and not 0 <= rank < layouts[0].world_size:
         raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
-    plan = plan_reshard(build_inventory(model), *layouts, **libraries, bucket_bytes=bucket_bytes)
+    plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
     seconds = time.perf_counter() - start
     if param is not None:
         path = path_of(plan, param, rank)

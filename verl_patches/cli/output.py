@@ -64,7 +64,7 @@ def leave_with(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
 
 def show(report: Report, fine: bool = True) -> None:
     """Print a table of findings, the details of those that are not fine, and one line of counts."""
-    title = f"{report.command}, {report.about}"
+    title = f"{report.command}, line {report.line}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:
         rows: dict[Any, tuple[str, ...]] = {}
@@ -132,15 +132,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int | None, unit: str = "B", every: int = 0) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s, or at `every` so many units."""
+def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30.0
-    often = {"mininterval": interval, "delay": interval}
-    if every and not sys.stderr.isatty():
-        often = {"mininterval": 0, "miniters": every, "maxinterval": float("inf")}
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=True, **often) as bar:
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=True, mininterval=interval, delay=interval) as bar:
         yield bar.update
 
 

@@ -1,8 +1,9 @@
 """Bindings of an object in a source tree: every module-level or class-level `from M import f`, read as text.
 
 Such a name still refers to the old object when `M.f` is replaced after the import, so a row must list it. Imports
-inside functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. Copies made by assignment,
-default values or tables of functions are not found.
+inside functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. A star import is taken to
+bring every name without a leading underscore: __all__ is not read. Copies made by assignment, default values or tables
+of functions are not found.
 """
 
 from __future__ import annotations
@@ -65,20 +66,6 @@ class SourceFile:
                 imports.append(Import(place, origin, alias.name, node.lineno))
         return imports
 
-    def exports(self, name: str) -> bool:
-        """Whether `from this import *` brings `name`; an __all__ that is not one literal list may bring anything."""
-        tree = self._tree()
-        used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__all__"]
-        if not used:
-            return not name.startswith("_")
-        assigned = (node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)))
-        same = (node.value for node in assigned if used == getattr(node, "targets", [getattr(node, "target", None)]))
-        listed = next(same, None)
-        try:
-            return listed is None or name in ast.literal_eval(listed)
-        except ValueError:
-            return True
-
 
 def read_tree(packages: Mapping[str, Path]) -> dict[str, SourceFile]:
     """{dotted module: its file} of all Python files in {top-level package: the folder that holds it}."""
@@ -112,7 +99,7 @@ def _imports_of(module: str, name: str, tree: Mapping[str, SourceFile]) -> Itera
         for item in file.imports:
             if item.origin == module and item.name == name:
                 yield item
-            elif item.origin == module and item.name == "*" and module in tree and tree[module].exports(name):
+            elif item.origin == module and item.name == "*" and not name.startswith("_"):
                 yield Import(f"{item.place[:-1]}{name}", module, name, item.line)
 
 

@@ -165,7 +165,8 @@ class RowCheck:
         try:
             self.definitions = fp.definitions(spec.target, self.root)
         except SyntaxError as error:
-            yield Part("problem", f"this Python cannot read {self._at(self.file, error.lineno)}: {error.msg}")
+            place = f"{_place(self.file, spec.target_module)}:{error.lineno}"
+            yield Part("problem", f"this Python cannot read {place}: {error.msg}")
             return
         if is_outside:
             yield Part("fine", f"{self.top} {here} of this interpreter was checked")
@@ -182,14 +183,9 @@ class RowCheck:
         if self.file is None:
             return self.spec.target_module
         if not self.definitions:
-            return self._at(self.file)
-        return self._at(self.definitions[0].file, self.definitions[0].node.lineno)
-
-    def _at(self, file: Path, line: int | None = None) -> str:
-        """file:line with the file as seen from the folder that holds its top-level package."""
-        assert self.file is not None, "a row whose module was not found has no definitions"
-        short = str(file.relative_to(_root_of(self.file, self.spec.target_module)))
-        return short if line is None else f"{short}:{line}"
+            return _place(self.file, self.spec.target_module)
+        found = self.definitions[0]
+        return f"{_place(found.file, found.module)}:{found.node.lineno}"
 
     def _exists(self) -> bool:
         """Whether the target is there; of an `extend`, what gets the new name."""
@@ -209,10 +205,15 @@ class RowCheck:
         if not self.definitions:
             return self._without_source(pinned, here)
         found = fp.body_hash(self.definitions)
+        review = fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
         if self.reviewed is None:
-            todo = f"review it, then `{self._review_command()}`"
-            return Part("problem", f"its fingerprint {found} was never reviewed", todo)
-        return Part("fine", "body as reviewed") if self.reviewed == found else self._drift(found)
+            return Part("problem", f"its fingerprint {found} was never reviewed", f"review it, then `{review}`")
+        if self.reviewed == found:
+            return Part("fine", "body as reviewed")
+        switches = f"line={self.line},platform={min(self.spec.platforms)}"
+        explain = f"python -m verl_patches explain {self.spec.id} --switches {switches} --upstream DIR"
+        todo = f"review the change (`{explain}` prints it), then `{review}`"
+        return Part("problem", f"the body is {found}, not the reviewed one", todo)
 
     def _missing(self, file: Path) -> Part:
         qualname = split(self.spec.target)[1]
@@ -220,7 +221,7 @@ class RowCheck:
         lines = {node.name: node.lineno for node in ast.walk(tree) if isinstance(node, fp.DEFINITIONS)}
         near = difflib.get_close_matches(qualname.rpartition(".")[2], lines, n=3, cutoff=0.5)
         details = tuple(f"near: {name}, line {lines[name]}" for name in near)
-        return Part("problem", f"{qualname} is not in {self._at(file)}", _NEW_PLACE, details)
+        return Part("problem", f"{qualname} is not in {_place(file, self.spec.target_module)}", _NEW_PLACE, details)
 
     def _without_source(self, pinned: str | None, here: str) -> Part:
         """The target has no text, as reviewed: its package must be the pinned one."""
@@ -236,15 +237,6 @@ class RowCheck:
             return Part("note", f"{version}, pinned {pinned}")
         return Part("fine", f"{version}, as pinned")
 
-    def _drift(self, found: str) -> Part:
-        switches = f"line={self.line},platform={min(self.spec.platforms)}"
-        explain = f"python -m verl_patches explain {self.spec.id} --switches {switches} --upstream DIR"
-        todo = f"review the change (`{explain}` prints it), then `{self._review_command()}`"
-        return Part("problem", f"the body is {found}, not the reviewed one", todo)
-
-    def _review_command(self) -> str:
-        return fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
-
     def _bindings(self) -> Iterator[Part]:
         found, listed = self.imported.get(self.spec.target, {}), set(self.spec.bindings)
         if names_a_module(self.spec.target, self.root):  # `import torch`: the same module wherever it stands
@@ -252,7 +244,11 @@ class RowCheck:
         missing = [item for place, item in found.items() if place not in listed]
         extra = ", ".join(sorted(listed - set(found)))
         if missing:
-            details = tuple(f"{self._import_at(item)}: {item.place} is the same object" for item in missing)
+            files = [self.tree[split(item.place)[0]] for item in missing]
+            details = tuple(
+                f"{_place(file.path, file.module)}:{item.line}: {item.place} is the same object"
+                for file, item in zip(files, missing, strict=True)
+            )
             todo = f"add to the row's bindings: {', '.join(item.place for item in missing)}"
             yield Part("problem", f"{len(missing)} binding(s) not listed", todo, details)
         if extra:
@@ -260,10 +256,6 @@ class RowCheck:
             yield Part("problem", f"listed bindings that are not the target: {extra}", todo)
         if not missing and not extra and listed:
             yield Part("fine", f"{len(listed)} binding(s) complete")
-
-    def _import_at(self, item: Import) -> str:
-        file = self.tree[split(item.place)[0]]
-        return f"{file.path.relative_to(_root_of(file.path, file.module))}:{item.line}"
 
 
 def names_a_module(target: str, root: Path | None) -> bool:
@@ -274,9 +266,9 @@ def names_a_module(target: str, root: Path | None) -> bool:
     return any(name == (a.asname or a.name.partition(".")[0]) for node in imports for a in node.names)
 
 
-def _root_of(file: Path, module: str) -> Path:
-    """The folder that holds the top-level package of a module's file."""
-    return file.parents[module.count(".") + (file.name == "__init__.py")]
+def _place(file: Path, module: str) -> str:
+    """The path of a module's file as seen from the folder that holds its top-level package."""
+    return str(file.relative_to(file.parents[module.count(".") + (file.name == "__init__.py")]))
 
 
 def _version(package: str) -> str:

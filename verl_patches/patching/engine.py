@@ -28,7 +28,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import hooks
 from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, peek, prepare, refusal, slot
 from verl_patches.patching.spec import PatchSpec, split, validate
-from verl_patches.patching.switches import Switches, nearest_rows
+from verl_patches.patching.switches import Switches, nearest
 
 _ADVICE = {
     "waiting": "waiting: its module was not imported here, or not under the prelude; let the prelude run first.",
@@ -270,7 +270,7 @@ class Engine:
 
         if name not in self.specs:
             raise ConfigError(
-                f"the catalogue has no row {name!r}{nearest_rows(name, self.specs)}. "
+                f"the catalogue has no row {name!r}{nearest(name, self.specs)}. "
                 "`python -m verl_patches status` lists them."
             )
         spec = self.specs[name]

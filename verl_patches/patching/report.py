@@ -1,4 +1,4 @@
-"""Findings of `check`, `versions`, `doctor` and `cluster`, and the report that they make."""
+"""Findings of `check`, `versions` and `doctor`, and the report that they make."""
 
 from __future__ import annotations
 
@@ -28,17 +28,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings of one command about one line, or about one job of `cluster`: their JSON shape."""
+    """All findings of one command about one line, and their JSON shape."""
 
     command: str
     line: str
     findings: tuple[Finding, ...]
-    job: str = ""
-
-    @property
-    def about(self) -> str:
-        """ "line a3", or "job NAME"."""
-        return f"job {self.job}" if self.job else f"line {self.line}"
 
     @property
     def state(self) -> str:
@@ -53,9 +47,8 @@ class Report:
         return 0 if self.state == "fine" else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: {command, line or job, state, counts, rows}."""
+        """Plain data: {command, line, state, counts, rows}."""
         states = [finding.state for finding in self.findings]
         counts = {state: states.count(state) for state in (*STATES, *([NOT_RUN] if NOT_RUN in states else []))}
         rows = [asdict(finding) for finding in self.findings]
-        about = {"job": self.job} if self.job else {"line": self.line}
-        return {"command": self.command, **about, "state": self.state, "counts": counts, "rows": rows}
+        return {"command": self.command, "line": self.line, "state": self.state, "counts": counts, "rows": rows}

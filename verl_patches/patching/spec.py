@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import permutations
 
 from verl_patches.errors import ConfigError
 
@@ -28,8 +29,8 @@ class PatchSpec:
     """One replaced upstream symbol.
 
     Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here).
-    `needs` names rows that must be on, and are applied first. An entry of `bindings` or `needs` that holds on one line
-    only ends with "@line".
+    An entry of `bindings` that holds on one line only ends with "@line". `needs` names rows that must be on, and are
+    applied first.
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
     methods, a feature with a switch of its own, which the method itself reads (`engine.is_on`); wrap:
@@ -61,8 +62,9 @@ class PatchSpec:
     feature: str = ""
 
     def on_line(self, line: str) -> PatchSpec:
-        """This row with the bindings and needs that it has on `line`, their "@line" removed."""
-        return replace(self, bindings=_of_line(self.bindings, line), needs=_of_line(self.needs, line))
+        """This row with the bindings that it has on `line`, their "@line" removed."""
+        entries = [binding.partition("@") for binding in self.bindings]
+        return replace(self, bindings=tuple(place for place, _, only in entries if only in ("", line)))
 
     @property
     def all_platforms(self) -> frozenset[str]:
@@ -95,22 +97,16 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
         faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
     for line in LINES:
         rows = {spec.id: spec.on_line(line) for spec in specs if line in spec.lines}
-        faults += _absent_needs(rows, by_id, line) or _need_cycles(rows) or _place_faults(rows)
+        faults += _need_cycles(rows) or _place_faults(rows)
     if faults:
         raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(dict.fromkeys(faults)))
     return by_id
 
 
-def _of_line(entries: Iterable[str], line: str) -> tuple[str, ...]:
-    parts = [entry.partition("@") for entry in entries]
-    return tuple(name for name, _, only in parts if only in ("", line))
-
-
 def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     bindings = [place.partition("@") for place in spec.bindings]
-    needs = [name.partition("@") for name in spec.needs]
     places = (spec.target, spec.provider, *(place for place, _, _ in bindings))
-    is_module, holders = spec.is_module_stub, [by_id[need] for need, _, _ in needs if need in by_id]
+    is_module, holders = spec.is_module_stub, [by_id[need] for need in spec.needs if need in by_id]
     without_class = spec.kind == "override" and all(holder.kind != "subclass" for holder in holders)
     wrong = {
         "id must look like stage.verb, lower case": not _ID.match(spec.id),
@@ -119,29 +115,20 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         "a row of role feature must name its feature": spec.role == "feature" and not spec.feature,
         **{f"{place!r} is not of the form module:qualname": not _PLACE.match(place) for place in places},
         "a target without ':' is a module: kind must be stub": is_module and spec.kind != "stub",
-        "a module stub has no bindings and can need no row": is_module and bool(bindings or needs),
+        "a module stub has no bindings and can need no row": is_module and bool(bindings or spec.needs),
         f"provider {spec.provider!r} must be module:qualname": not is_module and ":" not in spec.provider,
         "why and exit must not be empty": not (spec.why and spec.exit),
         "a registered entry has no bindings": spec.kind == "register" and bool(bindings),
         "an override must name the subclass row that it is a method of in needs": without_class,
-        **{f"needs names {other!r}, which is no row": other not in by_id for other, _, _ in needs},
+        **{f"needs names {other!r}, which is no row": other not in by_id for other in spec.needs},
     }
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
         given = getattr(spec, field)
         is_wrong = not given or not given <= {*allowed}
         wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = is_wrong
-    for name, at, only in (*bindings, *needs):
-        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = bool(at) and only not in spec.lines
+    for place, at, only in bindings:
+        wrong[f"{place!r} is for line {only!r}, which the row is not for"] = bool(at) and only not in spec.lines
     return [fault for fault, is_wrong in wrong.items() if is_wrong]
-
-
-def _absent_needs(rows: dict[str, PatchSpec], by_id: dict[str, PatchSpec], line: str) -> list[str]:
-    return [
-        f"row {spec.id!r}: needs {other!r} on line {line}, which that row is not for"
-        for spec in rows.values()
-        for other in spec.needs
-        if other in by_id and other not in rows
-    ]
 
 
 def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
@@ -155,48 +142,36 @@ def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
 def _place_faults(rows: dict[str, PatchSpec]) -> list[str]:
     """Faults of rows that can be on together and touch one place: their order must be known, and seen from both."""
     faults = []
-    for outer in rows.values():
-        inside = f"{outer.target}."
-        for inner in rows.values():
-            fault = ""
-            if inner.target == outer.target and inner.id < outer.id:
-                fault = _order_fault(rows, inner, outer)
-            elif inner.target.startswith(inside) and not outer.is_module_stub:
-                fault = _inside_fault(rows, outer, inner)
-            elif outer.target in inner.bindings and outer.kind != "register":
-                fault = f"row {inner.id!r}: its binding {outer.target} is the target of row {outer.id!r}; patch one"
-            if fault and outer.all_platforms & inner.all_platforms:
-                faults.append(fault)
+    for outer, inner in permutations(rows.values(), 2):
+        fault = ""
+        is_inside = inner.target.startswith(f"{outer.target}.") and not outer.is_module_stub
+        if is_inside or (inner.target == outer.target and inner.id < outer.id):
+            fault = _order_fault(rows, outer, inner)
+        elif outer.target in inner.bindings and outer.kind != "register":
+            fault = f"row {inner.id!r}: its binding {outer.target} is the target of row {outer.id!r}; patch one"
+        if fault and outer.all_platforms & inner.all_platforms:
+            faults.append(fault)
     return faults
 
 
-def _order_fault(rows: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> str:
-    """Two rows on one target. Entries of a registry, and features of one method, do not lie over each other."""
-    if "register" in (first.kind, second.kind) or first.kind == second.kind == "override":
+def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec) -> str:
+    """Two rows on one target, or one on a class and one in it: by the table's order alone one could lose its effect.
+
+    Entries of a registry, and features of one method, do not lie over each other.
+    """
+    is_same, kinds = inner.target == outer.target, {outer.kind, inner.kind}
+    if is_same and ("register" in kinds or kinds == {"override"}):
         return ""
-    both, upper = f"rows {first.id!r} and {second.id!r} are both on {first.target}", _upper(rows, first, second)
-    if upper is None or upper.kind != "wrap":
+    both = f"rows {inner.id!r} and {outer.id!r} are " + (
+        f"both on {inner.target}" if is_same else f"on {inner.target}, inside {outer.target} of row {outer.id!r}"
+    )
+    upper = _upper(rows, outer, inner)
+    if upper is None or (upper.kind != "wrap" and (is_same or upper is outer)):
         return (
             f"{both}: the one that goes over the other must be a wrap and name it in needs, or be restricted to "
             "different lines or platforms"
         )
-    return "" if set(first.bindings) == set(second.bindings) else f"{both}: they must list the same bindings"
-
-
-def _inside_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec) -> str:
-    """A class and something in it: with the order of the table alone, one of the two could silently lose its effect."""
-    upper = _upper(rows, outer, inner)
-    if upper is None:
-        return (
-            f"row {inner.id!r} is on {inner.target}, inside {outer.target} of row {outer.id!r}: one must name the "
-            "other in needs, or be restricted to different lines or platforms"
-        )
-    if upper is outer and outer.kind != "wrap":
-        return (
-            f"row {outer.id!r} replaces {outer.target}, over {inner.target} of row {inner.id!r}: it must be a "
-            "wrap, or lie below"
-        )
-    return ""
+    return f"{both}: they must list the same bindings" if is_same and {*outer.bindings} != {*inner.bindings} else ""
 
 
 def _upper(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:

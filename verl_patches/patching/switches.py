@@ -72,13 +72,13 @@ class Switches:
             if name not in specs:
                 raise ConfigError(
                     f"{VARIABLE} names the row {name}, which the catalogue here does not have"
-                    f"{nearest_rows(name, specs)}: the launcher has another version; install the same on every node"
+                    f"{nearest(name, specs)}: the launcher has another version; install the same on every node"
                 )
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):
                 raise ConfigError(
                     f"{pattern!r} (recipe.patches or {VARIABLE}) names no row of the catalogue"
-                    f"{nearest_rows(pattern[1:], specs)}. `python -m verl_patches status` lists them."
+                    f"{nearest(pattern[1:], specs)}. `python -m verl_patches status` lists them."
                 )
 
 
@@ -93,24 +93,15 @@ def said_off(ids: Sequence[str]) -> str:
     return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
 
 
-def nearest(name: str, known: Iterable[str], places: Mapping[str, str] | None = None) -> str:
-    """The known names most like `name`, best first, as "; nearest: a, b"; empty text where none is like it.
-
-    First those that contain it, then those whose text in `places` does, then close matches; case does not matter.
-    """
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known names that contain `name`, then those that are like it, as "; nearest: a, b"; empty without any."""
     import difflib
 
     part, names = name.strip("*.").lower(), sorted(known)
-    texts = ({key: key for key in names}, places or {})
-    matches = [key for text in texts for key in names if part and part in text.get(key, "").lower()]
+    matches = [key for key in names if part and part in key.lower()]
     matches += difflib.get_close_matches(name, names, n=_NEAREST)
     unique = list(dict.fromkeys(matches))[:_NEAREST]
     return f"; nearest: {', '.join(unique)}" if unique else ""
-
-
-def nearest_rows(name: str, specs: Mapping[str, PatchSpec]) -> str:
-    """`nearest` over row ids, and over their targets and providers."""
-    return nearest(name, specs, {key: f"{spec.target} {spec.provider}" for key, spec in specs.items()})
 
 
 def parse(text: str) -> Switches:

@@ -59,9 +59,3 @@ def needed_rows(rows: Iterable[PatchSpec], features: Collection[str], switches: 
             needed.add(name)
             waiting += [need for need in by_id[name].needs if need in allowed]
     return frozenset(needed)
-
-
-def with_needed_rows(run: RunSpec, rows: Iterable[PatchSpec]) -> RunSpec:
-    """Return the run with the rows of `rows` that its features need."""
-    features = {name for name, is_on in feature_states(run).items() if is_on}
-    return replace(run, rows=needed_rows(rows, features, run.switches))

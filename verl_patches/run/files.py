@@ -108,17 +108,14 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
         faults = [f"another model than the actor's: {unlike}"] if unlike else []
         if SCORE not in source.tensors:
             faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")
-        if source.kind == "checkpoint" and (trained := _objective_of(folder)) != "rm":
-            faults.append(f"a checkpoint of {trained}, which trains no score of a response; expected one of rm")
+        if source.kind == "checkpoint":
+            settings = read_manifest(folder).facts.get("settings", {})
+            if (trained := settings.get("recipe.objective.name", "an unknown objective")) != "rm":
+                faults.append(f"a checkpoint of {trained}, which trains no score of a response; expected one of rm")
         if fault := _tokenizer_fault(folder, run.model_folder):
             faults.append(fault)
         text = f"{key}: {folder}: {'; '.join(faults)}"
         yield either("reward model", not faults, f"{part.label}: {source.kind} in {folder}", text)
-
-
-def _objective_of(checkpoint: Path) -> str:
-    """recipe.objective.name of the run that wrote it."""
-    return read_manifest(checkpoint).facts.get("settings", {}).get("recipe.objective.name", "an unknown objective")
 
 
 def _tokenizer_fault(folder: Path, actors: Path) -> str:
@@ -281,11 +278,6 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
             yield either("hooks", not fault, what, text)
 
 
-def _packages(line: str) -> set[str]:
-    pins = load_pins().line(line)
-    return {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
-
-
 @functools.lru_cache(16)  # one command checks a configuration more than once
 def _import(
     where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
@@ -302,7 +294,9 @@ def _import(
         if not answer.exists():
             return f"the process that imports {where} ended without an answer", None
         fault, missing, elsewhere = json.loads(answer.read_text())
-    if missing and (elsewhere or missing.partition(".")[0] in _packages(line)):
+    pins = load_pins().line(line)
+    of_line = {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
+    if missing and (elsewhere or missing.partition(".")[0] in of_line):
         return None, f"this machine has no {missing}"
     return fault, None
 

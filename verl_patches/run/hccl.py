@@ -62,7 +62,8 @@ def _exchange(run: RunSpec) -> tuple[int, int, int]:
     tp = run.rollout.tp
     ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
     local = experts // ep + experts % ep  # the last rank has the rest
-    return ep, local, math.ceil(_decode_batch(run) / tp)
+    batch = max(run.seats, *run.graph_sizes, 0)  # decode batches are padded to a graph's size
+    return ep, local, math.ceil(batch / tp)
 
 
 def check_machine(run: RunSpec) -> Check:
@@ -87,12 +88,6 @@ def check_machine(run: RunSpec) -> Check:
             faults.append(f"a rank has {local} experts, MC2 takes {machine.mc2_experts}: raise recipe.rollout.dp")
     held = f"{machine.title}: {dies} dies of a node of {most}"
     return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
-
-
-def _decode_batch(run: RunSpec) -> int:
-    """Most responses that a replica decodes at once: decode batches are padded to a graph's size."""
-    sizes = run.graph_sizes
-    return max(run.seats, *sizes, 0)
 
 
 def buffer_mib(run: RunSpec) -> int:

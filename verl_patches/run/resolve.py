@@ -19,7 +19,7 @@ from verl_patches.patching.switches import Switches
 from verl_patches.recipe import Recipe, recipe_from
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import rewrite_engine_options
-from verl_patches.run.features import with_needed_rows
+from verl_patches.run.features import feature_states, needed_rows
 from verl_patches.run.verl_values import trains_critic
 from verl_patches.spec import RunSpec, Trees
 
@@ -56,7 +56,10 @@ def resolve(
     facts = _facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
     on = frozenset(applied or ())
     run = RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
-    return with_needed_rows(run, rows) if applied is None else run
+    if applied is not None:
+        return run
+    features = {name for name, is_on in feature_states(run).items() if is_on}
+    return replace(run, rows=needed_rows(rows, features, switches))
 
 
 def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:

@@ -129,13 +129,9 @@ def _said_of_others(run: RunSpec, chain: Chain) -> str:
 def _total_steps(run: RunSpec, manifest: Manifest) -> tuple[int | None, str]:
     """Return the run's total of steps, None where the data decide and are others, and the key that gives it."""
     total, key = run.verl.trainer.total_training_steps, "trainer.total_training_steps"
-    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_settings_of_data(run, manifest):
+    epoch, settings = manifest.facts.get("steps_per_epoch"), manifest.facts.get("settings", {})
+    data = {name: value for name, value in settings.items() if name.startswith("data.") and name.count(".") == 1}
+    now = OmegaConf.to_container(run.verl.data, resolve=True)  # the settings of data decide the steps of an epoch
+    if total is None and epoch and all(now.get(name.removeprefix("data.")) == value for name, value in data.items()):
         return epoch * run.verl.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
     return total, key
-
-
-def _same_settings_of_data(run: RunSpec, manifest: Manifest) -> bool:
-    """Return whether the settings of data, which decide the steps of an epoch, are those of the checkpoint."""
-    settings = {key: value for key, value in manifest.facts.get("settings", {}).items() if key.startswith("data.")}
-    now = OmegaConf.to_container(run.verl.data, resolve=True)
-    return all(now.get(key.removeprefix("data.")) == value for key, value in settings.items() if key.count(".") == 1)

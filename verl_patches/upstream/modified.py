@@ -172,18 +172,16 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
     """
     wanted, changes = _recorded(package, record), []
     for path, digest in wanted.items():
-        data = (root / path).read_bytes() if (root / path).is_file() else None
-        if data is None:
+        if not (root / path).is_file():
             changes.append(f"{path} (deleted)")
-        elif digest not in (_record_hash(data), _record_hash(_without_prelude(path, data))):
+            continue
+        found = [(root / path).read_bytes()]
+        if path == WORKER_FILE:
+            found.append(found[0].replace(f"{install_prelude.LINE}\n".encode(), b"", 1))
+        if digest not in map(_record_hash, found):
             changes.append(f"{path} (modified)")
     others = {f.relative_to(root).as_posix() for f in (root / package).rglob("*") if f.suffix in (".py", ".so")}
     return sorted([*changes, *(f"{path} (extra)" for path in others - wanted.keys())])
-
-
-def _without_prelude(path: str, data: bytes) -> bytes:
-    """Return the contents of a file, of verl's worker file without the prelude line."""
-    return data.replace(f"{install_prelude.LINE}\n".encode(), b"", 1) if path == WORKER_FILE else data
 
 
 def _record_hash(data: bytes) -> str:

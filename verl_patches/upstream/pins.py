@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from verl_patches.errors import ConfigError
 from verl_patches.values import read_yaml
@@ -102,19 +102,6 @@ class GivenByVerl(_Strict):
     keywords: Mapping[str, str]
 
 
-class Download(_Strict):
-    """What is brought beside the packages: a wheel (file, bytes, sha256), a clone from which the image builds (urls in
-    the order of preference, commit), or files of a Hugging Face repository (repository, commit; file: None means all).
-    """
-
-    urls: tuple[str, ...] = ()
-    repository: str | None = None
-    commit: Hash | None = None
-    file: str | None = None
-    bytes: int | None = None
-    sha256: Sha256 | None = None
-
-
 class Container(_Strict):
     """Base image of the line's Dockerfile, and the Python in it: one of the line's."""
 
@@ -127,8 +114,7 @@ class Line(_Strict):
 
     python: the minor versions that all of them support, the preferred one first. records: of the packages that are
     compared file by file, the digests of the pinned wheels' RECORDs (upstream/modified.py, record_digest): one for each
-    wheel of that version. downloads: what the image and a run need beside them; docs/256-die-runbook.md has the
-    commands.
+    wheel of that version.
     """
 
     use: Words
@@ -141,15 +127,6 @@ class Line(_Strict):
     system: Mapping[str, Version] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None
-    downloads: Mapping[str, Download] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _the_base_image_has_a_python_of_the_line(self) -> Line:
-        if self.container and self.container.python not in self.python:
-            raise ValueError(
-                f"container.python: expected one of the line's {', '.join(self.python)}, found {self.container.python}"
-            )
-        return self
 
     def chosen(self, only: Sequence[str] = ()) -> dict[str, Repository]:
         """Return the repositories that `only` names, all where it is empty; ConfigError for what there is not."""

@@ -50,11 +50,12 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
     line: default the line of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin file.
     """
     machine, pins = machine or Machine(), load_pins()
-    name, why = (line, "--line") if line else _line_of(machine.environ)
+    given = machine.environ.get(VARIABLE, "")
+    name, why = line or parse(given).line, VARIABLE if "line=" in given else f"{VARIABLE} names no line: production"
     pinned = pins.line(name)
     sources = [*_sources(name, pinned, roots_of(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
-    findings = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
+    findings = [Finding("line", "fine", "--line" if line else why, "", name), _python(pinned, machine)]
     findings += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
     findings += [_ascend(key, version, machine) for key, version in pinned.system.items()]
     findings += sources
@@ -73,11 +74,6 @@ def installed_line(machine: Machine | None = None) -> str | None:
         if all(_package(key, version, machine).state == "fine" for key, version in line.packages.items()):
             return name
     return None
-
-
-def _line_of(environ: Mapping[str, str]) -> tuple[str, str]:
-    given = environ.get(VARIABLE, "")
-    return parse(given).line, VARIABLE if "line=" in given else f"{VARIABLE} names no line: production"
 
 
 def _python(pinned: Line, machine: Machine) -> Finding:

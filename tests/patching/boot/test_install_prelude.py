@@ -49,22 +49,6 @@ def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_
     assert os.listdir(file.parent) == [file.name]  # no temporary file is left
 
 
-@pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
-def test_the_pinned_verl_is_recognised(tmp_path, upstream_text, line):
-    if line == "a3":
-        commit = "54c9b7364c2d188b2ba4107404cfa3c2b446df19"
-        text = upstream_text("volcengine/verl", commit, "verl/workers/megatron_workers.py")
-    else:
-        text = (Path(importlib.util.find_spec("verl").origin).parent / INSIDE).read_text()
-        text = text.replace(f"{LINE}\n", "")  # a user may have installed the prelude there
-    file = make_tree(tmp_path, text)
-    insert_line(tmp_path)
-    imports = [line for line in file.read_text().splitlines() if line.startswith(("import ", "from "))]
-    assert imports[0] == LINE
-    remove_line(tmp_path)
-    assert file.read_text() == text
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
