@@ -261,9 +261,8 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
         "verl_patches.step.batches.packed_forward:forwards",
         "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
-        "(verl/models/mcore/util.py:46), gathers log-probs without their gradient's factor (:95), and has no "
-        "log-probs of padded sequences (verl/models/mcore/model_forward.py:54).",
-        exit="verl cuts for Ulysses, and takes a logits processor for padded sequences"),
+        "(verl/models/mcore/util.py:46), and gathers log-probs without their gradient's factor (:95).",
+        exit="verl cuts for Ulysses"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
         "verl has no DeepSeek-V3 names at this commit", exit=_VERL_HAS_IT),

@@ -61,8 +61,6 @@ class Train:
     left out. Refused unless the update is one mini batch and one epoch (step/log_probs/on_policy.py).
     importance_ratio: what the update clips: the ratio of each token's new and old probability, or that of its sequence,
     by their geometric mean (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean (step/log_probs/on_policy.py).
-    use_remove_padding: pack the sequences of a micro batch without padding. false pads them to the longest, for
-    comparison, with the same gradients at more work (step/batches/packed_forward.py). Line pypi always packs.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again (step/replay/routing_replay.py); null: each pass routes by itself.
     max_skipped_steps: the run ends at this many optimizer steps in a row that were skipped because a gradient is NaN
@@ -98,7 +96,6 @@ class Train:
     expert_split: Annotated[str, one_of("etp", "tp_extend_ep")] = "etp"
     skip_old_log_prob: bool = False
     importance_ratio: Annotated[str, one_of("token", "sequence")] = "token"
-    use_remove_padding: bool = True
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16

@@ -10,7 +10,6 @@ import importlib
 import itertools
 import os
 import signal
-import time
 
 from verl_patches.heartbeat import heartbeat
 from verl_patches.patching import engine, fingerprint
@@ -50,17 +49,6 @@ def on_models(change):
     """`change(model)` for each model that vLLM makes."""
     for module, name in MODELS.items():
         after_init(module, name, change)
-
-
-def no_reference():
-    """Log-probs of the reference are zeros."""
-
-    def zeros(original, self, *args, **kwargs):
-        output = original(self, *args, **kwargs)
-        output.batch["ref_log_prob"].zero_()
-        return output
-
-    wrap("verl_patches.worker.recipe_worker", "RecipeWorker.compute_ref_log_prob", zeros)
 
 
 # -- ranks that differ in their patches, which is refused before step 1, or in their work ------------------------------
@@ -123,7 +111,8 @@ def print_bytes():
 
     def run(stage, original, self, sent):
         answers = original(self, sent)
-        parts = [part if isinstance(part, dict) else vars(part) for part in (sent, *answers)]
+        payloads = [part for part in (sent, *answers) if not isinstance(part, bool)]
+        parts = [part if isinstance(part, dict) else vars(part) for part in payloads]
         sizes = [value.nbytes for part in parts for value in part.values() if hasattr(value, "nbytes")]
         print("bytes of stage", stage, sum(sizes))
         return answers
@@ -144,11 +133,6 @@ def _spoil_sync(change):
         model.load_weights = lambda weights: load((name, change(name, tensor)) for name, tensor in weights)
 
     on_models(spoil)
-
-
-def corrupt_expert():
-    """One expert's down projection, rows rolled by one."""
-    _spoil_sync(lambda name, t: t.roll(1, 0) if name.endswith("layers.1.mlp.experts.0.down_proj.weight") else t)
 
 
 def drop_bias():
@@ -332,16 +316,3 @@ def stopped_in_update():
         return update_policy(*args, **kwargs)
 
     wrap("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy", update)
-
-
-def hangs_in_constructor():
-    """Rank 1, in verl's Worker.__init__ of its actor worker: after its heartbeat began, before it joins the others."""
-    made = []
-
-    def __init__(original, self, *args, **kwargs):
-        made.append(None)
-        if len(made) == 2 and os.environ.get("RANK") == "1":  # the first is WorkerDict, which holds it
-            time.sleep(3600)
-        original(self, *args, **kwargs)
-
-    wrap("verl.single_controller.base.worker", "Worker.__init__", __init__)

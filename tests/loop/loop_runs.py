@@ -21,7 +21,6 @@ OFFLOAD = (*(f"{ACTOR}.{group}_offload=true" for group in ("param", "grad", "opt
 VERIFY = "recipe.reshard.verify=every"
 ARRIVAL = "trainer.balance_batch=false"
 PPO = ("--steps", "2", "algo=ppo", "trainer.save_freq=1")
-GSPO = ("--steps", "2", "algo=gspo", ARRIVAL)
 BUCKET_BYTES = 16384  # small
 TP2EP2 = ("layout=tp2ep2", "rollout=tp2", "--steps", "2")
 TP2EP2 += (VERIFY, *OFFLOAD, f"recipe.reshard.bucket_bytes={BUCKET_BYTES}")

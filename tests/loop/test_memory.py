@@ -1,6 +1,5 @@
 """Our schedule in the real loop: moves are the table's, updates are equal, the ledger sees the expected bytes."""
 
-import gzip
 import json
 import re
 from dataclasses import replace
@@ -12,9 +11,8 @@ from tests.memory.test_schedule import moves_of_a_step
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency, simulate
+from verl_patches.memory.schedule import SCHEDULE, residency, simulate
 from verl_patches.plan.expected import Setting, group_bytes
-from verl_patches.run.record.plots import memory_figure
 
 pytestmark = pytest.mark.slow
 LEDGER = "recipe.memory.ledger=strict"
@@ -23,15 +21,6 @@ PROFILE = ("recipe.profile.steps=[2]", "recipe.profile.ranks=[1]", "recipe.profi
 TINY = read_model_shape(ROOT / "configs/model/deepseekv3_tiny.json")
 MODEL = build_inventory(replace(TINY, torch_dtype="float32"))
 TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
-LATER = {"free ref_params": "", "free grads": "free grads, free ref_params"}  # the reference stays for the update
-
-
-def one_changed():
-    """The schedule with one move later."""
-    phases = [
-        (p.name, map(str, p.enter), (LATER.get(str(move), str(move)) for move in p.leave)) for p in SCHEDULE.phases
-    ]
-    return make_schedule("one changed", *((name, ", ".join(enter), ", ".join(leave)) for name, enter, leave in phases))
 
 
 def assert_carried_out(run):
@@ -40,7 +29,6 @@ def assert_carried_out(run):
     done = moves_of_a_step(SCHEDULE, (), TRAINING)
     assert second["sequences"] == [done]
     assert first["sequences"][0][:2] == ["load actor_params", "free actor_params"]  # nothing has written to them yet
-    assert moves_of_a_step(one_changed(), (), TRAINING) not in second["sequences"]  # negative control
     for way in ("load", "offload"):
         moved = second["moves"][f"{way} actor_params"]
         assert moved["count"] == 1 and moved["copied_bytes"] == moved["bytes"] > 0
@@ -84,20 +72,13 @@ def assert_as_planned(run, library):
     assert memory["peak_bytes"] == max(found["peak_bytes"] for found in memory["phases"].values())
     table = run.progress
     assert "held MB" in table and f"{memory['peak_bytes'] / 1e6:.3f}" in table
-    highest, of_step = ({patch.get_label() for patch in axes.patches} for axes in memory_figure(run.summary).axes)
-    assert {"actor_params", "grads", "optimizer"} <= highest  # of the update
-    assert {*highest, "ref_params", "rollout_weights", "kv_cache"} <= of_step
 
 
 def assert_profiled(run):
-    """The trace of one rank's update has its backward pass, not the rollout's sampling; and the ledger's bytes."""
+    """One rank's update is traced, and the ledger's bytes with it; tests/trainer/test_profile.py reads the traces."""
     files = [f"step_2_rank_1_update.{end}" for end in ("json.gz", "memory.json")]
     assert [step["profile"] for step in run.steps] == [None, {"files": files, "faults": []}]
     assert sorted(file.name for file in (run.folder / "profile").iterdir()) == sorted(files)
-    events = json.loads(gzip.open(run.folder / "profile" / files[0]).read())["traceEvents"]
-    operations = {event["name"] for event in events if event.get("cat") == "cpu_op"}
-    assert "aten::mm" in operations and any("Backward" in name for name in operations)
-    assert not any("argmax" in name or "multinomial" in name for name in operations)
     held = json.loads((run.folder / "profile" / files[1]).read_text())["bytes"]
     assert held["grads"] > 0 == held["kv_cache"]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loop_runs import KILLED, assert_goes_on, hook, metrics_of, resume
+from loop_runs import metrics_of, resume
 from omegaconf import OmegaConf
 from pyarrow import parquet
 from torch.nn.functional import logsigmoid
@@ -71,19 +71,6 @@ def test_no_rollout_engine_is_started(start):
     rows = [row for row in run.summary["patches"] if row["process"] == "worker 0"]
     waiting = {row["target"] for row in rows if row["state"] == "waiting"}
     assert "vllm.entrypoints.llm:LLM" in waiting and {row["state"] for row in rows} == {"active", "waiting", "off"}
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(smoke):
-    """With the same rows."""
-    assert_goes_on(smoke(*DPO, *KILLED), smoke(*DPO), "step", "objective", "grad_norm")
-
-
-@pytest.mark.nightly
-def test_a_missing_reference_shows_in_the_first_loss(smoke):
-    """The control of the comparison: with the reference at zero the loss is not ln 2."""
-    run = smoke("--steps", "1", *DPO[2:4], hook("no_reference"))
-    assert abs(run.steps[0]["objective"]["loss"] - math.log(2)) > 0.01
 
 
 @pytest.mark.nightly

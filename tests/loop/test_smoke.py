@@ -148,18 +148,6 @@ def reason_of(folder, processes):
     return json.loads((folder / "r" / "latest" / "summary.json").read_text())["exit"]
 
 
-@pytest.mark.nightly
-def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
-    with launched(tmp_path, "--steps", "50") as launcher:
-        processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
-        worker = next(p for p in processes if "WorkerDict" in " ".join(p.cmdline()))
-        worker.send_signal(signal.SIGKILL)
-        output, _ = launcher.communicate(timeout=HANG_S)
-    assert launcher.returncode not in (0, 2)
-    for text in (reason_of(tmp_path, processes), output):
-        assert "a worker process died in step 1" in text and f"(pid {worker.pid} on " in text, text
-
-
 def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
     """With one node too, where every other process of Ray ends with it: what they write would hide the cause."""
     with launched(tmp_path, "--steps", "50") as launcher:

@@ -92,7 +92,6 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
         assert run.steps[0]["routing_replay"] is None and 0.5 < run.steps[1]["routing_replay"]["agreement"] < 1
     recorded = load_file(cached.folder / "rollouts" / "step_2.safetensors")
     assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1] :].sum(1).tolist())) > 1
-    assert "was not closed" not in cached.log
     for run in (cached, plain):
         assert_validated(run)
     names = " ".join(cached.steps[0]["val"]["metrics"])

@@ -79,8 +79,6 @@ def test_256_dies(name):
     [
         ([f"{ACTOR}pipeline_model_parallel_size=2", f"{ACTOR}virtual_pipeline_model_parallel_size=2"],
          "virtual_pipeline_model_parallel_size is 2"),
-        ([*CP, "recipe.train.use_remove_padding=false"], "parts are those of packed sequences"),
-        (["recipe.train.use_remove_padding=false", "recipe.train.router_bias_update_rate=0.001"], "count as tokens"),
         ([*CP, "recipe.train.routing_replay=R2"], "the experts of its own part of a micro batch"),
         ([*CP, "data.max_response_length=9"], "to be a multiple of it"),
         ([*CP, f"{REF}context_parallel_size=1"], "ref.megatron.context_parallel_size is 1: must equal"),

@@ -20,11 +20,10 @@ DYNAMIC += [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=900"]
 
 @pytest.fixture(scope="session")
 def run_batches(run_a3):
-    """run_batches(layout, more, train, ...): what the job of mindspeed_job.py finds, by rank."""
+    """run_batches(layout, more, ...): what the job of mindspeed_job.py finds, by rank."""
 
-    def run(layout=(1, {}), more=(), train=(), boundaries=True, off="") -> list:
-        job, sizes = "mindspeed_job:batches_job", {"more": [*PLAIN, *more], "train": dict(train)}
-        return run_a3(job, layout, boundaries, off=off, **sizes)
+    def run(layout=(1, {}), more=(), boundaries=True, off="") -> list:
+        return run_a3("mindspeed_job:batches_job", layout, boundaries, off=off, more=[*PLAIN, *more])
 
     return run
 
@@ -77,15 +76,6 @@ def test_without_their_weights_dynamic_micro_batches_give_other_updates(run_batc
     """Negative control; and without a row verl's micro batches have a fixed size."""
     (found,) = run_batches(more=DYNAMIC, off=",-update.sample_weights")
     assert abs(found["grad_norm"][0] / plain["grad_norm"][0] - 1) > 1e-3
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
-def test_padded_sequences_give_the_same_updates_as_packed_ones(run_batches, plain, layout):
-    four = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"]
-    for found in run_batches(LAYOUTS[layout], four, {"use_remove_padding": False}):
-        assert_same(found, plain, whole=layout == "tp1")
-        assert [batch for batch, _ in found["shapes"][0]] == [4, 4]
-        assert sum(tokens_of(found["shapes"][0])) > sum(tokens_of(plain["shapes"][0]))
 
 
 def test_packed_sequences_of_a_micro_batch_do_not_see_each_other(run_batches, plain):

@@ -3,12 +3,13 @@
 import os
 import signal
 import time
+from fractions import Fraction
 
 import psutil
 import pytest
 
 from tests.ranks import HANG_S
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, place_in
 from verl_patches.rewards.helper_process import MEMORY_BYTES, CallError, HelperProcess
 
 NO_LIMIT_S = 60.0  # that no call below reaches on a busy machine
@@ -16,7 +17,7 @@ NO_LIMIT_S = 60.0  # that no call below reaches on a busy machine
 
 @pytest.fixture
 def helper():
-    helper = HelperProcess("builtins:eval", trial=["True"])
+    helper = HelperProcess("builtins:eval", trial=("True",))
     yield helper
     if helper._process:
         helper._process.kill()
@@ -36,7 +37,7 @@ def test_one_process_makes_all_calls_and_hands_errors_on(helper):
 
 
 @pytest.mark.parametrize("call", ["10**10**10", "__import__('time').sleep(10**6)"])
-def test_a_call_that_does_not_end_is_ended_at_its_limit(helper, call):
+def test_a_function_that_never_returns_is_ended_at_its_limit(helper, call):
     """Without the limit of CPU time the first one never ends, without that of wall-clock time the second."""
     first = pid(helper)
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)  # the limits do not depend on the caller's signals
@@ -56,12 +57,24 @@ def test_a_call_that_needs_more_memory_than_the_limit_fails(helper):
     assert pid(helper) == first
 
 
-def test_a_lost_process_is_replaced_once(helper):
+def test_a_process_that_dies_is_replaced_once(helper):
     os.kill(pid(helper), signal.SIGKILL)
     assert helper.call("1 + 1", cpu_limit_s=NO_LIMIT_S) == 2
     with pytest.raises(CallError, match="ended twice, the last time with exit code 7"):
         helper.call("__import__('os')._exit(7)", cpu_limit_s=NO_LIMIT_S)
     assert helper.call("1 + 1", cpu_limit_s=NO_LIMIT_S) == 2
+
+
+def test_a_function_of_a_users_file_takes_and_gives_any_object_and_its_error_names_its_line(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "import os\n\ndef score(row):\n    os.system('echo no reply')\n    return {1: row['x']}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper = HelperProcess("own:score", trial=({"x": True},))
+    assert helper.call({"x": Fraction(1, 3)}, cpu_limit_s=NO_LIMIT_S) == {1: Fraction(1, 3)}
+    with pytest.raises(CallError, match="KeyError: 'x'") as raised:
+        helper.call({}, cpu_limit_s=NO_LIMIT_S)
+    assert place_in(str(raised.value.__cause__), str(tmp_path / "own.py")).endswith("own.py:5: ")
 
 
 def test_a_caller_that_is_interrupted_leaves_no_reply_for_the_next_one(helper):
@@ -84,7 +97,7 @@ def test_a_caller_that_is_interrupted_leaves_no_reply_for_the_next_one(helper):
 def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
     code = (
         "import os\nfrom verl_patches.rewards.helper_process import HelperProcess\n"
-        "helper = HelperProcess('builtins:eval', ['True'])\n"
+        "helper = HelperProcess('builtins:eval', ('True',))\n"
         f"print(helper.call('__import__(\"os\").getpid()', cpu_limit_s=60.0), flush=True)\n{ending}\n"
     )
     pid, deadline = int(run_python(code).out), time.monotonic() + HANG_S
@@ -114,6 +127,6 @@ assert _helper_of(os.getpid())._process.pid == first
 def test_a_helper_that_cannot_start_says_why_and_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no math-verify here')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    helper = HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=["1", "2/2"])
+    helper = HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=("1", "2/2"))
     with pytest.raises(ConfigError, match=r"no math-verify here.*requirements\.txt"):
         helper.call("1", "2/2", cpu_limit_s=NO_LIMIT_S)

@@ -1,6 +1,6 @@
 """The critic-free presets of configs/algo by verl's own compute_advantage and agg_loss of both lines: closed forms.
 
-Each preset is composed, and its keys are handed on as verl's fit() does; a control changes one key of it.
+Each preset is composed, and its keys are handed on as verl's fit() does.
 """
 
 import importlib.util
@@ -39,13 +39,13 @@ def trainer(request, pytestconfig):
     return module
 
 
-def advantages(trainer, algo, *overrides, rewards=REWARDS, mask=MASK, uid=UID, greedy=GREEDY):
-    """[B, S] by the preset with overrides."""
-    algorithm = composed("deepseekv3_tiny_cpu", [f"algo={algo}", *overrides]).verl.algorithm
-    at_end = torch.zeros(mask.shape, dtype=rewards.dtype)
-    at_end[torch.arange(len(mask)), mask.sum(1) - 1] = rewards
-    tensors = {"token_level_rewards": at_end, "response_mask": mask, "reward_baselines": greedy}
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
+def advantages(trainer, algo, rewards=REWARDS):
+    """[B, S] by the preset."""
+    algorithm = composed("deepseekv3_tiny_cpu", [f"algo={algo}"]).verl.algorithm
+    at_end = torch.zeros(MASK.shape, dtype=rewards.dtype)
+    at_end[torch.arange(len(MASK)), MASK.sum(1) - 1] = rewards
+    tensors = {"token_level_rewards": at_end, "response_mask": MASK, "reward_baselines": GREEDY}
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": UID})
     scaled = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo, "gamma": algorithm.gamma}
     return trainer.compute_advantage(data, algorithm.adv_estimator, **scaled).batch["advantages"].to(torch.float64)
 
@@ -59,18 +59,20 @@ def near(found, expected):
     return torch.allclose(found, expected, atol=2e-6)  # verl's group means are fp32
 
 
-def moments(found, mask=MASK):
-    of_tokens = found[mask.bool()]
-    return of_tokens.mean(), of_tokens.var()
+HALF = 0.5**0.5  # at n = 2, over the group's standard deviation
+CLOSED_FORMS = {
+    "grpo": [HALF, -HALF, -HALF, HALF],
+    "dr_grpo": [1, -1, -3.5, 3.5],  # the reward less the group's mean
+    "rloo": [2, -2, -7, 7],  # the difference of two responses
+    "remax": [2.5, 0.5, -1, 6],  # the reward less that of the greedy response
+    "pass_k": [2, 0, 0, 7],  # what the best response adds
+}
 
 
-def test_dr_grpo_is_the_reward_less_the_groups_mean_and_has_no_std(trainer):
-    assert near(advantages(trainer, "dr_grpo"), by_response([1, -1, -3.5, 3.5]))
-    scaled = by_response([0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5])  # at n = 2
-    assert near(advantages(trainer, "grpo"), scaled)
-    assert not near(
-        advantages(trainer, "dr_grpo", "algorithm.norm_adv_by_std_in_grpo=true"), advantages(trainer, "dr_grpo")
-    )
+@pytest.mark.parametrize("algo", CLOSED_FORMS)
+def test_a_preset_has_the_advantages_of_its_paper_and_of_no_other(trainer, algo):
+    found = advantages(trainer, algo)
+    assert [other for other, values in CLOSED_FORMS.items() if near(found, by_response(values))] == [algo]
 
 
 def test_dr_grpo_divides_by_the_width_whatever_the_length(trainer):
@@ -85,42 +87,10 @@ def test_dr_grpo_divides_by_the_width_whatever_the_length(trainer):
     assert weights["grpo"] == pytest.approx([1 / 3, 1 / 2, 1 / 4, 1])
 
 
-def test_rloo_of_two_responses_is_their_difference(trainer):
-    assert near(advantages(trainer, "rloo"), by_response([2, -2, -7, 7]))
-    one_prompt = advantages(trainer, "rloo", uid=np.array(["a"] * 4, dtype=object))
-    assert near(one_prompt, by_response([r - (7 - r) / 3 for r in REWARDS.tolist()]))
-    assert not near(advantages(trainer, "rloo", "algorithm.adv_estimator=grpo"), by_response([2, -2, -7, 7]))
-
-
-@pytest.mark.parametrize("algo", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_reinforce_plus_plus_is_white_over_the_tokens_of_the_batch(trainer, algo, dtype):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 65, (64,), generator=generator)
-    mask = (torch.arange(64) < lengths[:, None]).long()
-    rewards = torch.randn(64, dtype=dtype, generator=generator)
-    batch = {"rewards": rewards, "mask": mask, "greedy": rewards, "uid": np.repeat(np.arange(16).astype(object), 4)}
-    mean, var = moments(advantages(trainer, algo, **batch), mask)
-    assert abs(mean) < 1e-6 and abs(var - 1) < 1e-5
-    mean, var = moments(advantages(trainer, "rloo", **batch), mask)
-    assert abs(var - 1) > 1e-2
-
-
-def test_a_reward_common_to_a_prompt_is_in_reinforce_plus_plus_but_not_in_its_baseline(trainer):
+def test_reinforce_plus_plus_is_white_and_only_its_baseline_drops_what_is_common_to_a_prompt(trainer):
     easier = REWARDS + torch.tensor([10.0, 10.0, 0.0, 0.0], dtype=torch.float64)
-    plain, baseline = "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    assert near(advantages(trainer, baseline, rewards=easier), advantages(trainer, baseline))
-    assert not near(advantages(trainer, plain, rewards=easier), advantages(trainer, plain))
-
-
-def test_remax_is_the_reward_less_that_of_the_greedy_response(trainer):
-    assert near(advantages(trainer, "remax"), by_response([2.5, 0.5, -1, 6]))
-    assert not near(advantages(trainer, "remax", "algorithm.adv_estimator=rloo"), by_response([2.5, 0.5, -1, 6]))
-
-
-def test_pass_k_moves_the_best_response_by_what_it_adds(trainer):
-    assert near(advantages(trainer, "pass_k"), by_response([2, 0, 0, 7]))
-    scaled = advantages(trainer, "pass_k", "algorithm.norm_adv_by_std_in_grpo=true")
-    assert near(scaled, by_response([2**0.5, 0, 0, 2**0.5]))
-    with pytest.raises(ValueError, match="at least 2"):  # which step/objectives/checks.py refuses before a start
-        advantages(trainer, "pass_k", uid=np.array(list("abcd"), dtype=object))
+    for algo, drops in (("reinforce_plus_plus", False), ("reinforce_plus_plus_baseline", True)):
+        found = advantages(trainer, algo)
+        of_tokens = found[MASK.bool()]
+        assert abs(of_tokens.mean()) < 1e-6 and abs(of_tokens.var() - 1) < 1e-5
+        assert near(advantages(trainer, algo, rewards=easier), found) is drops

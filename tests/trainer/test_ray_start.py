@@ -11,32 +11,7 @@ def test_user_variables_and_other_keys_stay():
     assert env["env_vars"] == {"A": "1", "B": "2"} and env["pip"] == [] and callable(env[HOOK]) and env[HOOK].__name__
 
 
-FAKE_START = """
-import os, sys, types
-start = types.ModuleType("verl_patches.model.mindspeed.start")
-start.prepare = lambda engine: print("prepared", engine["layers"], os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
-sys.modules[start.__name__] = start
-from verl_patches.trainer.ray_start import *
-runtime_env({}, {HOOK: lambda: print("user")}, ENGINE)[HOOK]()
-print("torch" in sys.modules)
-os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"  # as Ray does when the actor's creation has arrived
-import verl
-"""
 CPU, WORKER = "line=pypi,platform=cpu", {"RANK": "0", "WG_PREFIX": "abc"}
-
-
-@pytest.mark.parametrize(("variables", "engine", "prepared"), [
-    (WORKER, '{"layers": 4}', "prepared 4 5\n"),  # a training worker
-    ({}, '{"layers": 4}', ""),  # the controller
-    (WORKER, "None", ""),  # a line without such an engine
-])  # fmt: skip
-def test_a_training_worker_prepares_its_engine_with_the_import_of_verl(
-    tmp_path, run_python, variables, engine, prepared
-):
-    (tmp_path / "verl.py").write_text("print('verl')\n")
-    env = {**variables, "PYTHONPATH": str(tmp_path)}
-    done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches=CPU, env=env).check()
-    assert done.out == f"user\nFalse\nverl\n{prepared}"
 
 
 EARLY = """

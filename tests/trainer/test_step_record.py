@@ -74,7 +74,7 @@ def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(run):
 
 
 def whole_step(number=3):
-    skew = {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}
+    skew = {"put_bytes": 107_000_000_000, "start_skew_s": {"max": 81.23456}}
     sync = {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "seconds": {}, "logprob_delta": {"mean": 5e-7, "max": 1e-6}}
     return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew, "skipped": None}

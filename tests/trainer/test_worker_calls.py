@@ -62,7 +62,7 @@ class OtherName(RecipeWorker):
 
 
 class OtherPayload(RecipeWorker):
-    def update_cached(self, advantages: payloads.LogProbRequest) -> dict[str, typing.Any] | None: ...
+    def update_cached(self, advantages: payloads.Placement) -> dict[str, typing.Any] | None: ...
 
 
 @pytest.mark.parametrize("changed", [OtherName, OtherPayload])

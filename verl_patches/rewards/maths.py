@@ -63,7 +63,7 @@ def compute_score(
 @functools.cache
 def _helper_of(process_id: int) -> HelperProcess:
     """Return the helper of one process: a fork never talks to its parent's."""
-    return HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=[r"\frac{1}{2}", "0.5"])
+    return HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=(r"\frac{1}{2}", "0.5"))
 
 
 def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:

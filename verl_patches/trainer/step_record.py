@@ -385,8 +385,7 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     if memory := step["memory"]:
         cells["held MB"] = f"{memory['peak_bytes'] / 1e6:.3f}"
     if dispatch := step["dispatch"]:
-        sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
-        texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
+        texts = f"{dispatch['put_bytes'] / 1e6:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
     if "accuracy" in (step.get("objective") or {}):
         cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"

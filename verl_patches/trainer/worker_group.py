@@ -82,17 +82,17 @@ class WorkerCalls:
         """Return old_log_probs and entropys, both [B, S_response]."""
         return self._group.compute_log_prob(data)
 
-    def log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
-        """Compute old log-probs, which stay; return the entropy of each sample."""
-        return _given(self._group.log_prob_cached(request))
+    def log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
+        """Compute old log-probs, which stay; return the entropy of each sample, and with `send_back` the log-probs."""
+        return _given(self._group.log_prob_cached(send_back))
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ref_log_prob [B, S_response]."""
         return self._group.compute_ref_log_prob(data)
 
-    def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
-        """Compute log-probs of the reference, which stay."""
-        return _given(self._group.ref_log_prob_cached(request))
+    def ref_log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
+        """Compute log-probs of the reference, which stay; return them with `send_back`."""
+        return _given(self._group.ref_log_prob_cached(send_back))
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Return values [B, S_response]."""
@@ -224,14 +224,14 @@ class RecipeWorkerGroup:
         self._on_call(self.step, "compute_log_prob")
         if self.cache is None:
             return self._calls.compute_log_prob(batch)
-        return self.cache.log_probs(batch, self._calls.log_prob_cached(self.cache.log_prob_request()))
+        return self.cache.log_probs(batch, self._calls.log_prob_cached(self.cache.send_back))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
         self._on_call(self.step, "compute_ref_log_prob")
         if self.cache is None:
             return self._calls.compute_ref_log_prob(batch)
-        return self.cache.ref_log_probs(batch, self._calls.ref_log_prob_cached(self.cache.log_prob_request()))
+        return self.cache.ref_log_probs(batch, self._calls.ref_log_prob_cached(self.cache.send_back))
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return values [B, S_response]; the critic gets the trainer's batch, with the tensor cache too."""

@@ -257,8 +257,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         step = plain["facts"]["step"]
     except KeyError as error:
         raise ConfigError(
-            f"{path}: has no {error}, expected that of a checkpoint of training; of a HF folder remove the file, which an "
-            "earlier version wrote"
+            f"{path}: has no {error}, expected that of a checkpoint of training; in a HF folder an earlier version wrote "
+            "it: remove it"
         ) from error
     named = SAVED.match(path.absolute().parent.name)
     if named and step != int(named[1]):

@@ -50,7 +50,6 @@ from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, pa
 from verl_patches.step.batches.exchange import is_metrics_rank
 from verl_patches.step.batches.limits import token_budget
 from verl_patches.step.batches.micro_batches import PlannedSplits, Stage, Update, in_stage
-from verl_patches.step.batches.packed_forward import pads_sequences
 from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.step.log_probs.rollout_correction import moments
@@ -87,7 +86,6 @@ class RecipeWorker(TrainingWorker):
                 start.start(config)  # makes process groups and arguments, which verl then uses
             super().__init__(config, role)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
-        pads_sequences.value = not self.recipe.train.use_remove_padding
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
         self.start_checkpoint()
@@ -233,52 +231,44 @@ class RecipeWorker(TrainingWorker):
             )
         return budget
 
-    # ---- the same stages on tensors that stay in this process (recipe.tensor_cache); an error drops them
+    # ---- the same stages on tensors that stay in this process (recipe.tensor_cache)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generate_cached(self, prompts: payloads.PromptIds) -> payloads.ResponseIds:
         """Call generate_sequences for this rank's prompts; return lengths and ids of its responses, which stay."""
-        batch = self._cached_batch()
         padded = padded_prompts(prompts, dist.get_rank(), dist.get_world_size())
-        with batch.cache.closed_by_error(), batch.generating(prompts.step) as kept:
+        with self._cached_batch().generating() as kept:
             self.generate_sequences(padded)
         return kept[0]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def place_cached(self, placement: payloads.Placement) -> payloads.ExchangeReport:
         """Exchange responses once, from the ranks that generated to the train replicas that compute."""
-        batch, train = self._cached_batch(), self.run.train
-        with batch.cache.closed_by_error():
-            return batch.place(placement, self.config, train)
+        return self._cached_batch().place(placement, self.config, self.run.train)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def log_prob_cached(self, request: payloads.LogProbRequest) -> payloads.LogProbs | None:
+    def log_prob_cached(self, send_back: bool) -> payloads.LogProbs | None:
         """Call compute_log_prob for this replica's samples; take_report tells the difference from vLLM's log-probs."""
         batch = self._cached_batch()
-        with batch.cache.closed_by_error():
-            data, mask = batch.inputs(request.step)
-            found = self.compute_log_prob(data, planned=batch.splits(self.config, "log_prob"))
-            if is_metrics_rank() and "rollout_log_probs" in batch.cache.names:
-                rollout = batch.padded(request.step, "rollout_log_probs")
-                self.log_prob_moments = moments(rollout, found.batch["old_log_probs"], mask)
-            return batch.keep_log_probs(request, "old_log_probs", found, mask)
+        data, mask = batch.inputs()
+        found = self.compute_log_prob(data, planned=batch.splits(self.config, "log_prob"))
+        if is_metrics_rank() and "rollout_log_probs" in batch.cache.names:
+            self.log_prob_moments = moments(batch.padded("rollout_log_probs"), found.batch["old_log_probs"], mask)
+        return batch.keep_log_probs("old_log_probs", found, mask, send_back)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> payloads.LogProbs | None:
+    def ref_log_prob_cached(self, send_back: bool) -> payloads.LogProbs | None:
         """Call compute_ref_log_prob for this replica's samples."""
         batch = self._cached_batch()
-        with batch.cache.closed_by_error():
-            data, mask = batch.inputs(request.step)
-            found = self.compute_ref_log_prob(data, planned=batch.splits(self.config, "ref"))
-            return batch.keep_log_probs(request, "ref_log_prob", found, mask)
+        data, mask = batch.inputs()
+        found = self.compute_ref_log_prob(data, planned=batch.splits(self.config, "ref"))
+        return batch.keep_log_probs("ref_log_prob", found, mask, send_back)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_cached(self, advantages: payloads.Advantages) -> dict[str, Any] | None:
         """Call update_actor for this replica's samples; verl's metrics, from the rank that reports for its replica."""
         batch = self._cached_batch()
-        with batch.cache.closed_by_error():
-            data = batch.update_batch(advantages)
-            output = self.update_actor(data, planned=batch.splits(self.config, "update"))
+        output = self.update_actor(batch.update_batch(advantages), planned=batch.splits(self.config, "update"))
         return output.meta_info["metrics"] if is_metrics_rank() else None
 
     def _cached_batch(self) -> CachedBatch:

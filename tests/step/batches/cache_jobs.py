@@ -45,13 +45,12 @@ def redistribute(arguments):
     """(arrived as planned, collectives, bytes by wire_bytes, names left after close)."""
     rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
     cache = TensorCache()
-    cache.open(3)
     with collectives() as calls, closing(cache):
         for name in specs:
-            cache.put(3, name, plan.held[rank], ragged_of(name, plan.held[rank], specs))
-        cache.redistribute(3, plan, rank, specs)
+            cache.put(name, plan.held[rank], ragged_of(name, plan.held[rank], specs))
+        cache.redistribute(plan, rank, specs)
         own = plan.placed[plan.replica_of[rank]]
-        found = [(cache.get(3, name, own), ragged_of(name, own, specs)) for name in specs]
+        found = [(cache.get(name, own), ragged_of(name, own, specs)) for name in specs]
     bits = [(one.values.view(torch.uint8), other.values.view(torch.uint8)) for one, other in found]
     arrived = all(one.lengths == other.lengths for one, other in found) and all(torch.equal(*pair) for pair in bits)
     return arrived, calls, list(wire_bytes(plan, rank, specs)), cache.names
@@ -77,8 +76,6 @@ def spoilt(arguments, how, on_rank):
     """(error, names left) of a rank when one rank differs from the others."""
     rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
     cache, how = TensorCache(), how if dist.get_rank() == on_rank else ""
-    step = 4 if how == "step" else 3
-    cache.open(step)
     with closing(cache):
         for name in specs:
             ragged = ragged_of(name, plan.held[rank], specs)
@@ -87,10 +84,12 @@ def spoilt(arguments, how, on_rank):
             if how == "dtype" and name == "prompts":
                 ragged = Ragged(ragged.values.long(), ragged.lengths)
             if how != "missing" or name != "responses":
-                cache.put(step, name, plan.held[rank], ragged)
+                cache.put("logs" if how == "names" and name == "log_probs" else name, plan.held[rank], ragged)
+        if how == "names":
+            specs["logs"] = specs.pop("log_probs")
         try:
             with out_of_memory() if how == "memory" else nullcontext():
-                cache.redistribute(step, plan, rank, specs)
+                cache.redistribute(plan, rank, specs)
         except Exception as why:
             return f"{type(why).__name__}: {why}", cache.names
     return "no error", ()

@@ -68,7 +68,7 @@ VALUES = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1))  # per
 
 def step_of(send_back=False):
     """A step whose responses have been placed."""
-    return CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS)
+    return CachedStep(0, WIDTH, True, send_back, lengths=LENGTHS)
 
 
 def answers():
@@ -108,7 +108,7 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample():
     step, batch, of_sample = step_of(), rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
     batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
     sent = step.advantages(batch)
-    assert (sent.step, sent.values.tolist(), sent.per_token) == (5, of_sample.tolist(), False)
+    assert (sent.values.tolist(), sent.per_token) == (of_sample.tolist(), False)
     batch.batch["advantages"] = VALUES[ORDER]
     sent = step.advantages(batch)
     assert (sent.values.tolist(), sent.per_token) == (
@@ -121,10 +121,10 @@ def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
     values, per_token = cached_step._outcome_or_token_values(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
-    placement = Placement(5, np.array([1, 1]), np.array([0, 2]), (1, 2), 0, True)
+    placement = Placement(np.array([1, 1]), np.array([0, 2]), (1, 2), 0, True)
     here, mask = SimpleNamespace(placement=placement, samples=(1, 0)), mask_of([2, 0], 2)
     for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
-        advantages = Advantages(5, values.numpy(), per_token, {})
+        advantages = Advantages(values.numpy(), per_token, {})
         assert CachedBatch._advantages(here, advantages, mask).tolist() == expected
 
 
@@ -171,7 +171,7 @@ def test_token_ids_that_three_bytes_do_not_hold_are_refused(wrong):
 
 def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
     """Two responses to each rank's prompt, of unequal lengths."""
-    step, given = CachedStep(0, WIDTH, True, False, step=5), prompts(raw_prompt_ids=[[1, 2], [7]])
+    step, given = CachedStep(0, WIDTH, True, False), prompts(raw_prompt_ids=[[1, 2], [7]])
     asked = step.begin(given)
     generated = [([2, 3], [11, 12, 21, 22, 23]), ([1, 3], [31, 41, 42, 43])]
     batch, placement = step.responses(
@@ -188,7 +188,7 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert {name: found[name].tolist() for name in expected} == expected
     assert torch.equal(found["input_ids"], torch.cat([found["prompts"], found["responses"]], 1))
     assert set(found.keys()) == {*expected, "input_ids"}
-    assert (asked.step, placement.step, asked.ids.tolist()) == (6, 6, [1, 2, 7])
+    assert asked.ids.tolist() == [1, 2, 7]
     assert (placement.prompt_lengths.tolist(), placement.response_lengths.tolist()) == ([2, 2, 1, 1], [2, 3, 1, 3])
     assert {array.dtype for array in (placement.prompt_lengths, placement.response_lengths)} == {np.dtype(np.int32)}
     assert (placement.widths, placement.pad_id, placement.balance) == ((4, WIDTH), 0, True)
@@ -202,4 +202,3 @@ def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words)
     step = CachedStep(0, WIDTH, True, False)
     with pytest.raises(ConfigError, match=words):
         step.begin(prompts(**more))
-    assert step.step == 0

@@ -85,8 +85,3 @@ def test_an_actor_that_does_not_ask_is_refused():
         in_stage(Stage(planned=planned_splits("update", BUDGET, plan(), 0, LENGTHS))),
     ):
         pass
-
-
-def test_the_plan_of_a_pass_is_made_for_its_own_budget():
-    few, many = (len(run("log_prob", 0, [plan().placed[0]], budget)[0][1]) for budget in (4 * BUDGET, BUDGET))
-    assert few < many / 3

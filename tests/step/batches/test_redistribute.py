@@ -25,12 +25,12 @@ def test_a_wrong_order_would_be_seen(ranks4):
 
 @pytest.mark.parametrize(("how", "own", "others"), [
     ("nothing", "no error", "no error"),
-    ("missing", "CacheError: tensor cache: step 3 has no responses of 4 samples, the first is 8; it has",
+    ("missing", "CacheError: tensor cache: there is no responses of 4 samples, the first is 8; it has",
      "ExchangeError: exchange: rank(s) [2] had nothing to send"),
     ("short", "(sample, values, expected) [(", "rank(s) [2] had nothing to send"),
     ("dtype", "ExchangeError: exchange: prompts is torch.int64 of ", "rank(s) [2] had nothing"),
     ("memory", "OutOfMemoryError: no memory is left", "ExchangeError: exchange: rank(s) [2] had nothing to send"),
-    ("step", "has another plan, step, or other tensors than rank(s) [0, 1, 3]", "tensors than rank(s) [2]"),
+    ("names", "has another plan or other tensors than rank(s) [0, 1, 3]", "tensors than rank(s) [2]"),
 ])  # fmt: skip
 def test_one_odd_rank_stops_all_and_none_waits(ranks4, how, own, others):
     for rank, (error, names) in enumerate(ranks4.run(cache_jobs.spoilt, STEP, how, 2)):

@@ -79,20 +79,19 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
     def of_rank(rank):
         hub.thread.rank, cache = rank, TensorCache()
         try:
-            cache.open(3)
             for name in NAMES:
                 ragged = ragged_of(name, plan.held[rank], specs[name])
                 if wrong in plan.held[rank] and name == "prompts":
                     ragged.parts()[plan.held[rank].index(wrong)].add_(1)
-                cache.put(3, name, plan.held[rank], ragged)
-            cache.redistribute(3, plan, rank, specs)
+                cache.put(name, plan.held[rank], ragged)
+            cache.redistribute(plan, rank, specs)
         except BaseException:
             hub.barrier.abort()  # the others would wait
             raise
         own, differ = plan.placed[plan.replica_of[rank]], set()
         for name in NAMES:
             expected, of = expected_of(plan.replica_of[rank], name)
-            differ |= set(of[cache.get(3, name, own).values != expected].tolist())
+            differ |= set(of[cache.get(name, own).values != expected].tolist())
         sent, received = wire_bytes(plan, rank, specs)
         return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, held=cache.close())
 

@@ -8,7 +8,6 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_policy_loss, compute_value_loss
 
-from verl_patches.errors import RecipeError
 from verl_patches.step.batches.exchange import Ragged, prompt_inputs
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.advantages import (
@@ -176,13 +175,6 @@ def test_responses_stand_in_the_batch_as_vllm_gives_them(objective):
     if objective == "prm":
         places = [dict(enumerate(row.tolist())) for row in found[MARKS]]
         assert [{at: y for at, y in row.items() if y == y} for row in places] == [row["marks"] for row in given]
-
-
-def test_a_missing_reference_is_named():
-    batch, uids, _ = batch_of("dpo")
-    del batch["ref_log_prob"]
-    with pytest.raises(RecipeError, match="objective dpo: the batch has no ref_log_prob, found .*old_log_probs"):
-        FixedData(settings_of("dpo")).add_advantages(batch, uids)
 
 
 def test_the_row_takes_verls_place_only_on_fixed_data():

@@ -197,17 +197,9 @@ def _sequence_parallel(on: bool, get: Get) -> list[str]:
     return ["--sequence-parallel"] if tp > 1 else []
 
 
-def _packing(on: bool, get: Get) -> list[str]:
-    if not on and get("recipe.train.router_bias_update_rate"):
-        raise ConfigError("padding would count as tokens of its experts: set recipe.train.router_bias_update_rate=0")
-    return []
-
-
 def _context(size: int, get: Get) -> list[str]:
     if size == 1:
         return ["--variable-seq-lengths"]
-    if not get("recipe.train.use_remove_padding"):
-        raise ConfigError("parts are those of packed sequences: set recipe.train.use_remove_padding=true")
     tokens = get("rollout.response_length") + get("rollout.prompt_length")
     if tokens % size:
         raise ConfigError(f"MindSpeed-LLM wants prompt + response, {tokens} tokens, to be a multiple of it")
@@ -341,7 +333,6 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "layers_per_stage", "convert", _layers, "uneven PP; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
-    Key(_R + "use_remove_padding", "convert", _packing, "sequences are packed (step/batches/packed_forward.py)", True),
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "importance_ratio", "ours", None, "of tokens or sequences (step/log_probs/on_policy_update.py)", "token"),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),

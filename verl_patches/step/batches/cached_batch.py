@@ -57,7 +57,7 @@ class CachedBatch:
         self.plan: BatchPlan | None = None
         self.placement: payloads.Placement | None = None
         self.tokens: tuple[int, ...] = ()
-        self._generating: tuple[int, list[payloads.ResponseIds]] | None = None  # the step, and what is kept of it
+        self._generating: list[payloads.ResponseIds] | None = None  # what is kept of the step
         if ledger is not None:
             ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
 
@@ -72,12 +72,12 @@ class CachedBatch:
         return self.plan.placed[self.replica]
 
     @contextmanager
-    def generating(self, step: int) -> Iterator[list[payloads.ResponseIds]]:
-        """Begin `step`; yield a list to which `keep_responses` adds what verl's generate_sequences made inside."""
-        self.cache.open(step)
-        self._generating = step, []
+    def generating(self) -> Iterator[list[payloads.ResponseIds]]:
+        """Begin a step; yield a list to which `keep_responses` adds what verl's generate_sequences made inside."""
+        self.cache.close()
+        self._generating = []
         try:
-            yield self._generating[1]
+            yield self._generating
         finally:
             self._generating = None
 
@@ -88,22 +88,22 @@ class CachedBatch:
         """
         if self._generating is None:
             return output
-        (step, kept), batch = self._generating, output.batch
+        batch = output.batch
         (count, width), rank = batch["responses"].shape, dist.get_rank()
         samples, mask = range(rank * count, (rank + 1) * count), batch["attention_mask"]
         prompts = from_padded(batch["prompts"], mask[:, :-width], left=True, dtype=torch.int32)
         responses = from_padded(batch["responses"], mask[:, -width:], dtype=torch.int32)
-        self.cache.put(step, "prompts", samples, prompts)
-        self.cache.put(step, "responses", samples, responses)
+        self.cache.put("prompts", samples, prompts)
+        self.cache.put("responses", samples, responses)
         if _ROLLOUT in batch.keys():
-            self.cache.put(step, _ROLLOUT, samples, from_padded(batch[_ROLLOUT], mask[:, -width:]))
+            self.cache.put(_ROLLOUT, samples, from_padded(batch[_ROLLOUT], mask[:, -width:]))
         lengths = np.array(responses.lengths, np.int32)
-        kept.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
+        self._generating.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
         return DataProto(batch=batch.select())
 
     def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
         """Exchange the responses, so that this rank has those of `samples`; `config`: actor_rollout_ref."""
-        step, rank, actor = placement.step, dist.get_rank(), config.actor
+        rank, actor = dist.get_rank(), config.actor
         prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
         budget = token_budget(config, "update")
@@ -122,22 +122,22 @@ class CachedBatch:
         specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if _ROLLOUT in self.cache.names:
             specs[_ROLLOUT] = TensorSpec(torch.float32, responses)
-        self.cache.redistribute(step, self.plan, rank, specs)
+        self.cache.redistribute(self.plan, rank, specs)
         most, mean = self.plan.tokens(tokens, sharing)
         return payloads.ExchangeReport(
             *wire_bytes(self.plan, rank, specs), self.cache.bytes_held, round(most / mean, 4)
         )
 
-    def inputs(self, step: int) -> tuple[DataProto, torch.Tensor]:
+    def inputs(self) -> tuple[DataProto, torch.Tensor]:
         """Return (the model's inputs, mask of responses) of the samples that this rank computes."""
-        prompts, responses = (self.cache.get(step, name, self.samples) for name in ("prompts", "responses"))
+        prompts, responses = (self.cache.get(name, self.samples) for name in ("prompts", "responses"))
         widths = self.placement.widths
         tensors = model_inputs(prompts, responses, *widths, self.placement.pad_id)
         return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
 
-    def padded(self, step: int, name: str) -> torch.Tensor:
+    def padded(self, name: str) -> torch.Tensor:
         """Return a tensor of responses of the samples that this rank computes, [b, S_response]."""
-        return to_padded(self.cache.get(step, name, self.samples), self.placement.widths[1])
+        return to_padded(self.cache.get(name, self.samples), self.placement.widths[1])
 
     def splits(self, config: Any, stage: str) -> PlannedSplits | None:
         """Return the plan's micro batches of a `stage` of limits.py; None where verl makes them."""
@@ -146,25 +146,25 @@ class CachedBatch:
         return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
 
     def keep_log_probs(
-        self, request: payloads.LogProbRequest, name: str, found: DataProto, mask: torch.Tensor
+        self, name: str, found: DataProto, mask: torch.Tensor, send_back: bool
     ) -> payloads.LogProbs | None:
         """Put column `name` of verl's answer `found` into the cache; return the trainer's, if this rank has one."""
         ragged = from_padded(found.batch[name].to(mask.device), mask)
-        self.cache.put(request.step, name, self.samples, ragged)
+        self.cache.put(name, self.samples, ragged)
         entropys = found.batch.get("entropys")
-        if not is_metrics_rank() or (entropys is None and not request.send_back):
+        if not is_metrics_rank() or (entropys is None and not send_back):
             return None
         mask = mask.to("cpu")
         entropy = None if entropys is None else ((entropys * mask).sum(1) / mask.sum(1)).numpy()
-        values = ragged.values.cpu().numpy() if request.send_back else None
+        values = ragged.values.cpu().numpy() if send_back else None
         return payloads.LogProbs(np.array(self.samples, np.int32), entropy, values)
 
     def update_batch(self, advantages: payloads.Advantages) -> DataProto:
         """Return the batch of the update and close the cache, as the batch has copies."""
-        data, mask = self.inputs(advantages.step)
+        data, mask = self.inputs()
         for name in _LOG_PROBS:
             if name in self.cache.names:
-                data.batch[name] = self.padded(advantages.step, name)
+                data.batch[name] = self.padded(name)
         data.batch["advantages"] = self._advantages(advantages, mask)
         data.meta_info.update(advantages.meta)
         self.cache.close()

@@ -28,14 +28,14 @@ _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second is u
 class CachedStep:
     """Settings of a run and state of its current step; the groups of actor and reference share one.
 
-    `lengths`: of its responses, by sample. `reports`: of its exchange.
+    `send_back`: whether log-probs are needed here (algorithm.use_kl_in_reward). `lengths`: of the step's responses, by
+    sample. `reports`: of its exchange.
     """
 
     pad_id: int
     response_width: int
     balance: bool
     send_back: bool
-    step: int = 0
     lengths: tuple[int, ...] = ()
     reports: Sequence[payloads.ExchangeReport] = ()
 
@@ -63,9 +63,8 @@ class CachedStep:
                     f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
                     f"differ from its input_ids ({len(parts[row])}); expected equal ones, as from verl's RLHFDataset"
                 )
-        self.step += 1
         lengths, meta = np.array(ids.lengths, np.int32), dict(prompts.meta_info)
-        return payloads.PromptIds(self.step, ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)
+        return payloads.PromptIds(ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)
 
     def responses(
         self, prompts: DataProto, answers: Sequence[payloads.ResponseIds]
@@ -83,11 +82,7 @@ class CachedStep:
         tensors = model_inputs(repeated, Ragged(torch.from_numpy(ids), self.lengths), *widths, self.pad_id)
         batch = DataProto.from_dict(tensors={**tensors, SAMPLE: torch.arange(count)})
         prompt_lengths = np.array(repeated.lengths, np.int32)
-        return batch, payloads.Placement(self.step, prompt_lengths, lengths, widths, self.pad_id, self.balance)
-
-    def log_prob_request(self) -> payloads.LogProbRequest:
-        """Return the payload of a pass for log-probs."""
-        return payloads.LogProbRequest(self.step, self.send_back)
+        return batch, payloads.Placement(prompt_lengths, lengths, widths, self.pad_id, self.balance)
 
     def log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
         """Return entropys [B, S_response], and old_log_probs [B, S_response] where they are needed here.
@@ -110,7 +105,7 @@ class CachedStep:
         tensors = batch.batch
         ragged = from_padded(tensors["advantages"], tensors["response_mask"])
         values, per_token = _outcome_or_token_values(ragged.take(tensors[SAMPLE].argsort().tolist()))
-        return payloads.Advantages(self.step, values.numpy(), per_token, dict(batch.meta_info))
+        return payloads.Advantages(values.numpy(), per_token, dict(batch.meta_info))
 
     def report(self) -> dict[str, float] | None:
         """Return the largest ExchangeReport of this step's ranks, name by name; None before the first step."""

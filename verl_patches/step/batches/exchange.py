@@ -1,7 +1,7 @@
 """Ragged tensors (values of samples without padding), their padded form, and one exchange of them between ranks.
 
 `exchange` sends several ragged tensors to the ranks that compute their samples by one AlltoAllV of bytes. Wire layout:
-one segment per peer, in rank order. A segment begins with a header of 16 bytes, the hash of (plan, step, tensors),
+one segment per peer, in rank order. A segment begins with a header of 16 bytes, the hash of (plan, tensors),
 which the receiver compares; then, tensor by tensor in order of names, the values of the planned samples, each tensor
 aligned to 16 bytes. A rank that fails before the collective sends segments of the planned size with a header of zeros,
 so that no rank waits and all raise. Only a rank that cannot allocate its two buffers leaves the others to the
@@ -31,11 +31,7 @@ class Ragged:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.values.dim() != 1 or self.values.numel() != sum(self.lengths):
-            raise ValueError(
-                f"ragged: values have shape {tuple(self.values.shape)}, lengths add up to "
-                f"{sum(self.lengths)}; expected [{sum(self.lengths)}]"
-            )
+        assert self.values.shape == (sum(self.lengths),), (self.values.shape, self.lengths)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """One view per sample."""
@@ -157,18 +153,16 @@ def exchange(
     rank: int,
     specs: Mapping[str, TensorSpec],
     held: Callable[[], Mapping[str, Ragged]],
-    *,
-    step: int,
     device: torch.device | str = "cpu",
 ) -> dict[str, Ragged]:
     """Tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
 
     `held()`: the same tensors of the samples plan.held[rank]; an error in it is raised here, and as ExchangeError on
-    the other ranks. ExchangeError too where held tensors differ from `specs`, or a peer has another plan or step. Plans
+    the other ranks. ExchangeError too where held tensors differ from `specs`, or a peer has another plan. Plans
     that differ in sizes fail in the collective.
     """
     kinds = {name: specs[name] for name in sorted(specs)}
-    header = _header(plan, step, kinds, device)
+    header = _header(plan, kinds, device)
     sends, receives = plan.sends(rank), plan.receives(rank)
     splits = [[_segment_bytes(samples, kinds) for samples in side] for side in (sends, receives)]
     send = torch.zeros(sum(splits[0]), dtype=torch.uint8, device=device)
@@ -249,8 +243,8 @@ def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, TensorSpec]) -> i
     return _ALIGNED + sum(nbytes + -nbytes % _ALIGNED for nbytes in each)
 
 
-def _header(plan: BatchPlan, step: int, kinds: Mapping[str, TensorSpec], device: torch.device | str) -> torch.Tensor:
-    text = repr((plan.digest, step, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
+def _header(plan: BatchPlan, kinds: Mapping[str, TensorSpec], device: torch.device | str) -> torch.Tensor:
+    text = repr((plan.digest, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
     digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNED).digest()
     return torch.tensor(list(digest), dtype=torch.uint8, device=device)
 
@@ -263,6 +257,6 @@ def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) ->
         raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; see their own errors")
     if wrong:
         raise ExchangeError(
-            f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
-            "all ranks must pass the same lengths, step and tensors"
+            f"exchange: rank {rank} has another plan or other tensors than rank(s) {wrong[:8]}; "
+            "all ranks must pass the same lengths and tensors"
         )

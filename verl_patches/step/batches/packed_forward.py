@@ -1,9 +1,4 @@
-"""The forward pass of line a3's DeepSeek-V3: packed by verl, in context-parallel parts, or padded.
-
-    recipe.train.use_remove_padding   context parallel   sequences of a micro batch
-    true                              1                  verl's own: packed one after the other, [1, T]
-    true                              more               the same, and each rank computes a contiguous part of T
-    false                             1                  [B, S], padded on the right to the longest; for comparison
+"""The forward pass of line a3's DeepSeek-V3: packed by verl, and with context parallelism in contiguous parts.
 
 Ulysses (MindSpeed's UlyssesContextAttention) exchanges parts of tokens for parts of heads around attention, which then
 has all T tokens in the order of ranks. verl's own parts (two chunks of each sequence, verl/models/mcore/util.py:46) are
@@ -23,11 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from verl_patches.current import Current
-
-# line a3, recipe.train.use_remove_padding=false: sequences of a micro batch are padded
-pads_sequences: Current[bool] = Current(False)
 
 
 def forwards() -> dict[Any, Callable]:
@@ -56,53 +46,20 @@ def forward(
     from verl.models.mcore.model_forward import gptmodel_forward
     from verl.utils.megatron_utils import unwrap_model
 
-    batch = model, input_ids, attention_mask, position_ids
-    process = logits_processor, logits_processor_args or {}
-    if not pack_seqs or pads_sequences.value:
-        output = _padded(*batch, sequence_parallel, *process)
-    elif parallel_state.get_context_parallel_world_size() > 1:
-        output = _in_parts(*batch, *process)
-    else:
-        return gptmodel_forward(*batch, sequence_parallel, value_model, pack_seqs, *process)
-    return output[..., 0] if value_model and unwrap_model(model).post_process else output
-
-
-def _padded(model, ids, mask, position_ids, sequence_parallel, process, process_args) -> Any:
-    from verl.models.mcore.util import recover_left_padding, remove_left_padding
-    from verl.utils.megatron_utils import unwrap_model
-
-    stage = unwrap_model(model)
-
-    def moved(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return remove_left_padding(tensor, mask, position_ids, sequence_parallel, True)
-
-    here, right_mask, positions = moved(ids)
-    output = model(input_ids=here, attention_mask=right_mask, position_ids=positions)
-    if not stage.post_process:
-        return output
-
-    def back(tensor: torch.Tensor) -> torch.Tensor:
-        return recover_left_padding(tensor, right_mask, mask, mask.shape[1], True)
-
-    if process is None:
-        return back(output)
-    found = process(output, **{name: moved(tensor)[0] for name, tensor in process_args.items()})
-    return {name: back(tensor) for name, tensor in found.items()}
-
-
-def _in_parts(model, ids, mask, position_ids, process, process_args) -> Any:
-    from verl.utils.megatron_utils import unwrap_model
-
-    parts = SequenceParts(mask)
+    if parallel_state.get_context_parallel_world_size() == 1:
+        batch = model, input_ids, attention_mask, position_ids, sequence_parallel, value_model, pack_seqs
+        return gptmodel_forward(*batch, logits_processor, logits_processor_args or {})
+    parts = SequenceParts(attention_mask)
     output = model(
-        input_ids=parts.of(ids), attention_mask=None, position_ids=position_ids, packed_seq_params=parts.lengths()
+        input_ids=parts.of(input_ids), attention_mask=None, position_ids=position_ids, packed_seq_params=parts.lengths()
     )
     if not unwrap_model(model).post_process:
         return output
-    if process is None:
-        return parts.whole(output)
-    found = process(output, **{name: parts.of(tensor) for name, tensor in process_args.items()})
-    return {name: parts.whole(tensor) for name, tensor in found.items()}
+    if logits_processor is None:
+        values = parts.whole(output)
+        return values[..., 0] if value_model else values
+    arguments = {name: parts.of(tensor) for name, tensor in (logits_processor_args or {}).items()}
+    return {name: parts.whole(tensor) for name, tensor in logits_processor(output, **arguments).items()}
 
 
 class SequenceParts:

@@ -22,7 +22,6 @@ class PromptIds:
     meta_info.
     """
 
-    step: int
     ids: np.ndarray
     lengths: np.ndarray
     width: int
@@ -46,7 +45,6 @@ class Placement:
     replicas get equally long micro batches (trainer.balance_batch).
     """
 
-    step: int
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
     widths: tuple[int, int]
@@ -62,14 +60,6 @@ class ExchangeReport:
     received_bytes: int
     kept_bytes: int
     balance: float
-
-
-@dataclass(frozen=True)
-class LogProbRequest:
-    """One pass for log-probs; send_back: whether the trainer needs them (algorithm.use_kl_in_reward)."""
-
-    step: int
-    send_back: bool
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,6 @@ class Advantages:
     meta: verl's meta_info of the batch.
     """
 
-    step: int
     values: np.ndarray
     per_token: bool
     meta: Mapping[str, Any]

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_patches.step.log_probs.on_policy import Correction, correction_of
-from verl_patches.step.log_probs.truth_check import DELTA, K3_KL, KL, NOT_FINITE, PEARSON
+from verl_patches.step.log_probs.truth_check import K3_KL, KL, MAX, MEAN, NOT_FINITE, PEARSON, STD
 
 SAFE = 20.0  # bound of |log ratio| before exp
-_CORR, _PROBS = "rollout_corr", "training/rollout_probs_diff"  # verl's names
-_PROBS_PEARSON = "training/rollout_actor_probs_pearson_corr"
+_CORR = "rollout_corr"  # verl's name
 MEAN_LOG_PROB = "actor/log_prob_mean"  # over the responses' tokens, where no rollout gives theirs
 _ROWS = 1024  # sequences at a time
 Moments = dict[str, dict[str, float]]
@@ -109,23 +108,21 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     not_finite = int((mask & ~(torch.isfinite(x) & torch.isfinite(y))).sum())
     if not_finite or not mask.any():
         return {"sum": {"not_finite": float(not_finite), "tokens": float(mask.sum())}, "max": {}}
-    d, filled = (y - x)[mask], mask.any(-1)
-    of_sequence = (torch.where(mask, x - y, 0.0).sum(-1) / mask.sum(-1).clamp(min=1))[filled]
+    filled, x_valid, y_valid = mask.any(-1), x[mask], y[mask]
+    d = y_valid - x_valid
     rows = {
         "d": d,
         "k3": torch.expm1(d) - d,
-        **_pair("log", x[mask], y[mask]),
-        **_pair("prob", x[mask].exp(), y[mask].exp()),
-        "sequence": of_sequence,
-        "sequence_abs": of_sequence.abs(),
+        "abs": d.abs(),
+        "abs2": d.square(),
+        "x": x_valid,
+        "y": y_valid,
+        "xx": x_valid.square(),
+        "yy": y_valid.square(),
+        "xy": x_valid * y_valid,
     }
-    highest = {
-        "log_abs": rows["log_abs"],
-        "prob_abs": rows["prob_abs"],
-        "sequence": of_sequence,
-        "sequence_low": -of_sequence,
-    }
-    sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(len(of_sequence))}
+    highest = {"abs": rows["abs"]}
+    sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(filled.sum())}
     if correction:
         _, by_token, accepted = weigh(x, y, mask, correction)
         ratios = by_token[mask]  # as if no sequence was rejected
@@ -144,19 +141,6 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     return {
         "sum": sums | {name: float(row.sum()) for name, row in rows.items()},
         "max": {name: float(row.max()) for name, row in highest.items()},
-    }
-
-
-def _pair(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    difference = (y - x).abs()
-    return {
-        f"{name}_x": x,
-        f"{name}_y": y,
-        f"{name}_xx": x * x,
-        f"{name}_yy": y * y,
-        f"{name}_xy": x * y,
-        f"{name}_abs": difference,
-        f"{name}_abs2": difference * difference,
     }
 
 
@@ -181,8 +165,7 @@ def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str
     """The step's metrics by name: none without a valid token; the count and NaN if any log-prob is not finite.
 
     recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
-    and k3 estimates of KL(rollout || actor). log_ppl_diff: mean over sequences of rollout - actor per token, above
-    0 where the actor's perplexity is higher. Standard deviations divide by n - 1, rollout_is_std by n; undefined
+    and k3 estimates of KL(rollout || actor). Standard deviations divide by n - 1, rollout_is_std by n; undefined
     values are left out.
     """
     sums, highest = of_batch["sum"], of_batch["max"]
@@ -192,27 +175,20 @@ def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str
     if not tokens:
         return {}
     if sums["not_finite"]:
-        return {NOT_FINITE: sums["not_finite"], f"{DELTA}_mean": math.nan, f"{DELTA}_max": math.nan}
-    sequences = sums["sequences"]
+        return {NOT_FINITE: sums["not_finite"], MEAN: math.nan, MAX: math.nan}
     named: dict[str, float | None] = {
         KL: -sums["d"] / tokens,
         K3_KL: sums["k3"] / tokens,
-        f"{_CORR}/log_ppl_diff": sums["sequence"] / sequences,
-        f"{_CORR}/log_ppl_abs_diff": sums["sequence_abs"] / sequences,
-        f"{_CORR}/log_ppl_diff_max": highest["sequence"],
-        f"{_CORR}/log_ppl_diff_min": -highest["sequence_low"],
-        PEARSON: _pearson(sums, "log", tokens),
-        _PROBS_PEARSON: _pearson(sums, "prob", tokens),
+        MEAN: sums["abs"] / tokens,
+        STD: _deviation(sums["abs"], sums["abs2"], tokens),
+        MAX: highest["abs"],
+        PEARSON: _pearson(sums, tokens),
     }
-    for prefix, name in ((DELTA, "log"), (_PROBS, "prob")):
-        named[f"{prefix}_mean"] = sums[f"{name}_abs"] / tokens
-        named[f"{prefix}_std"] = _deviation(sums[f"{name}_abs"], sums[f"{name}_abs2"], tokens)
-        named[f"{prefix}_max"] = highest[f"{name}_abs"]
     if correction and correction.level:
         named |= _weight_metrics(sums, highest)
     if correction and correction.reject:
         named[f"{_CORR}/rollout_rs_masked_fraction"] = sums["rejected_tokens"] / tokens
-        named[f"{_CORR}/rollout_rs_seq_masked_fraction"] = sums["rejected"] / sequences
+        named[f"{_CORR}/rollout_rs_seq_masked_fraction"] = sums["rejected"] / sums["sequences"]
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -234,8 +210,8 @@ def _deviation(total: float, squares: float, n: float) -> float | None:
     return None if n < 2 else math.sqrt(max(squares - total * total / n, 0.0) / (n - 1))
 
 
-def _pearson(sums: dict[str, float], name: str, n: float) -> float | None:
-    x, y, xx, yy, xy = (sums[f"{name}_{part}"] for part in ("x", "y", "xx", "yy", "xy"))
+def _pearson(sums: dict[str, float], n: float) -> float | None:
+    x, y, xx, yy, xy = (sums[name] for name in ("x", "y", "xx", "yy", "xy"))
     spread = (xx - x * x / n) * (yy - y * y / n)
     return None if spread <= 0 else max(-1.0, min(1.0, (xy - x * y / n) / math.sqrt(spread)))
 

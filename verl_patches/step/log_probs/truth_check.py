@@ -14,8 +14,7 @@ from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.of_rollout import CHECK_TOKENS
 
-DELTA = "recipe/logprob_delta"
-MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
+MEAN, STD, MAX = "recipe/logprob_delta_mean", "recipe/logprob_delta_std", "recipe/logprob_delta_max"
 PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
 KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
 IN_SUMMARY = {

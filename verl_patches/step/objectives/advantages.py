@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from verl_patches.current import Current
-from verl_patches.errors import RecipeError
 from verl_patches.spec import OF_VALUES
 from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs
 from verl_patches.step.log_probs.rollout_correction import MEAN_LOG_PROB
@@ -64,20 +63,19 @@ class FixedData:
     def add_advantages(self, batch: Mapping[str, Any], uids: Any) -> None:
         """Put advantages and returns [B, S_response] into a step's `batch`; uids [B]: equal for a prompt's responses.
 
-        RecipeError where the batch lacks log-probs or values that the loss needs.
+        objective_checks (step/objectives/checks.py) has made sure that the batch has the columns that the loss needs.
         """
         mask, name = batch["response_mask"].bool(), self.settings.name
         of_values = name in OF_VALUES
         if of_values:
-            variable = _needed(batch, "values", name).double().requires_grad_()
+            variable = batch["values"].double().requires_grad_()
             loss, metrics = self._of_values(variable, batch, mask, uids)
         elif name == "sft":  # linear: the gradient needs no log-probs, and the update itself tells the loss
             variable = torch.zeros(len(mask), dtype=torch.float64, requires_grad=True)
             loss, metrics = losses.sft(variable, mask.sum(-1)), {}
         else:
-            policy = _needed(batch, "old_log_probs", name).double()
-            variable = torch.where(mask, policy, 0.0).sum(-1).requires_grad_()
-            reference = torch.where(mask, _needed(batch, "ref_log_prob", name).double(), 0.0).sum(-1)
+            variable = torch.where(mask, batch["old_log_probs"].double(), 0.0).sum(-1).requires_grad_()
+            reference = torch.where(mask, batch["ref_log_prob"].double(), 0.0).sum(-1)
             loss, metrics = self._of_log_ratios(variable - reference, batch, mask, uids)
         loss.backward()
         scaled = -len(mask) * variable.grad
@@ -119,15 +117,6 @@ class FixedData:
 
 
 current_fixed_data: Current[FixedData] = Current()  # of the trainer's run; None where responses are sampled
-
-
-def _needed(batch: Mapping[str, Any], column: str, objective: str) -> torch.Tensor:
-    if column not in batch.keys():
-        raise RecipeError(
-            f"objective {objective}: the batch has no {column}, found {', '.join(sorted(batch.keys()))}; use "
-            f"algo={objective}, which sets what the loss needs"
-        )
-    return batch[column]
 
 
 def pairs_of(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -19,8 +19,6 @@ def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
     faults = []
     if recipe.train.skip_old_log_prob:
         faults.append("recipe.train.skip_old_log_prob leaves out the pass that records; set it false")
-    if not recipe.train.use_remove_padding:
-        faults.append("recipe.train.use_remove_padding is false: tokens are those of packed sequences; set it true")
     if recipe.train.balanced_routing:
         faults.append("recipe.train.balanced_routing ignores the router; set one of them")
     selection = "update.routing_replay" if recipe.line == "pypi" else "update.routing_replay_mindspeed"
