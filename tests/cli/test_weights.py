@@ -1,6 +1,7 @@
 """The commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
 
 import json
+import os
 
 import pytest
 import torch

@@ -257,8 +257,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         step = plain["facts"]["step"]
     except KeyError as error:
         raise ConfigError(
-            f"{path}: has no {error}, expected that of a checkpoint of training; in a HF folder an earlier version wrote "
-            "it: remove it"
+            f"{path}: has no {error}, expected that of a checkpoint of training; remove it from a HF folder, where an "
+            "earlier version wrote it"
         ) from error
     named = SAVED.match(path.absolute().parent.name)
     if named and step != int(named[1]):
