@@ -18,7 +18,6 @@ SMALL = (
     "log_prob.py --tokens 16",
     "planning.py",
     "rebalance.py",
-    "reshard.py",
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",

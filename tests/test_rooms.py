@@ -24,7 +24,7 @@ FLOORS = (  # modules beside the packages too
 )
 APART = "emulation"  # test equipment: loaded by name, on a platform without a device
 MAX_FLOORS, MAX_PACKAGES = 10, 20
-OF_NO_PACKAGE = {"loop", "npu", "scripts", "warm"}  # whole runs, the real torch_npu, scripts and pages, tests' own
+OF_NO_PACKAGE = {"loop", "npu", "scripts"}  # whole runs, the real torch_npu, scripts and pages
 MAX_FILES = 12
 FLOOR = {room: number for number, rooms in enumerate((*FLOORS, (APART,))) for room in rooms}
 

@@ -99,13 +99,7 @@ def figures() -> Iterator[dict[str, Any]]:
     draw = np.random.default_rng(0)
     lengths = draw.integers(200, 4096, (256, EACH))
     tail = np.where(draw.random((256, EACH)) < draw.uniform(0.35, 0.55, (256, 1)), lengths, 0)
-    half = lengths.copy()
-    half[128:] = 0
-    full = np.where(draw.random((256, EACH)) < draw.uniform(0.8, 1.0, (256, 1)), lengths, 0)
     yield figure("planning 256 ranks x 64 in the tail", planning(tail, 1000), "ms", 1.0)
-    yield figure("planning 256 ranks x 64, nothing to move", planning(full, 1000), "ms", 1.0)
-    yield figure("planning 256 ranks x 64, 128 ranks empty (4096 requests move)", planning(half, 5000), "ms", 1.0)
-    yield figure("planning 256 ranks in the tail, KV nearly full", planning(tail, 150), "ms", None)
     for cv, alike in tqdm(CASES, desc="rebalance", unit="case"):
         without, moved = ([simulate(cv, alike, seed, moving) for seed in SEEDS] for moving in (False, True))
         mean = [{key: statistics.mean(run[key] for run in runs) for key in runs[0]} for runs in (without, moved)]

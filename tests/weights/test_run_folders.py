@@ -1,4 +1,7 @@
-"""Folders of a run: how starts are numbered, chained and found, which checkpoints belong to a chain and which go."""
+"""Folders of a run: how starts are numbered, chained and found, which checkpoints belong to a chain and which go.
+
+Folders that were moved, checkpoints elsewhere and totals: tests/run/test_run_folder.py.
+"""
 
 import json
 import multiprocessing
@@ -21,7 +24,6 @@ from verl_patches.weights.run_folders import (
     read_start,
     remove,
     require_same_data,
-    require_steps_left,
     size_bytes,
     starts_in,
     steps_in_chain,
@@ -102,23 +104,6 @@ def test_a_start_that_went_on_from_a_start_which_saved_nothing_has_the_same_ance
     make_start(tmp_path / "r", (1, 2))
     make_start(tmp_path / "r", (), ("0001", 2))
     assert saved(make_start(tmp_path / "r", (3,), ("0002", 2))) == {1: "0001", 2: "0001", 3: "0003"}
-
-
-def test_a_folder_that_was_copied_has_its_own_chain_and_checkpoints(tmp_path):
-    make_start(tmp_path / "r", (1, 2))
-    make_start(tmp_path / "r", (3,), ("0001", 2))
-    copied = shutil.copytree(tmp_path / "r", tmp_path / "elsewhere/other", symlinks=True)
-    shutil.rmtree(tmp_path / "r")
-    chain = chain_of_start(read_start(find_start(copied, tmp_path)))
-    assert all(path.is_relative_to(copied) for path in chain.checkpoints().values()) and len(chain.checkpoints()) == 3
-    assert chain.newest() == copied / "0002/checkpoints/global_step_3"
-
-
-def test_checkpoints_elsewhere_are_found_from_the_record_of_the_run(tmp_path):
-    home, other = tmp_path / "out/r", tmp_path / "disk/r"
-    take_start([home, other], None, None)
-    path = make_checkpoint(other / "0001/checkpoints", 2)
-    assert chain_of_start(read_start(home / "0001")).newest() == path
 
 
 def test_a_run_a_start_and_a_path_are_found(tmp_path):
@@ -229,13 +214,6 @@ def test_a_path_is_needed_to_resume_from_one(tmp_path):
     for given in (None, "", False):
         with pytest.raises(ConfigError, match="needs trainer.resume_from_path"):
             path_to_resume("resume_path", given)
-
-
-def test_a_run_ends_at_its_total(tmp_path):
-    for total in (None, 4):
-        require_steps_left(tmp_path, 3, total, "key")
-    with pytest.raises(ConfigError, match=r"step 3 is complete.*total of 3 \(key\)"):
-        require_steps_left(tmp_path, 3, 3, "key")
 
 
 def test_other_data_are_refused_by_rows_and_digest_and_not_by_their_path(tmp_path):

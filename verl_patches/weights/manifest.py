@@ -256,10 +256,10 @@ def read_manifest(folder: str | Path) -> Manifest:
         plain = {name: found[name] for name in ("layout", "dtype", "identity", "facts")}
         step = plain["facts"]["step"]
     except KeyError as error:
-        raise ConfigError(
-            f"{path}: has no {error}, expected that of a checkpoint of training; remove it from a HF folder, where an "
-            "earlier version wrote it"
-        ) from error
+        text = (
+            "expected that of a checkpoint of training; of a HF folder remove the file, which an earlier version wrote"
+        )
+        raise ConfigError(f"{path}: has no {error}, {text}") from error
     named = SAVED.match(path.absolute().parent.name)
     if named and step != int(named[1]):
         raise ConfigError(

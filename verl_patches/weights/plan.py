@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import psutil
+
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
@@ -205,10 +207,8 @@ def process_bytes(plan: ConversionPlan) -> int:
 
 def processes_of(plan: ConversionPlan) -> int:
     """How many files are written at a time: one for each core of this process, as many as there is free memory for."""
-    with open("/proc/meminfo") as lines:
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     most = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(plan.files))
-    return max(1, min(most, free // process_bytes(plan)))
+    return max(1, min(most, psutil.virtual_memory().available // process_bytes(plan)))
 
 
 def costs(plan: ConversionPlan) -> dict[str, Any]:
