@@ -12,7 +12,7 @@ from tests.runs import composed, config_of, section_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan.memory_plan import recompute_keys
-from verl_patches.plan.search import GRAPHS, MINI_BATCH, SEATS, as_overrides, rollout_keys, train_keys
+from verl_patches.plan.search import GRAPHS, SEATS, as_overrides, rollout_keys, train_keys
 from verl_patches.run.resolve import CONFIGS_DIR, changed
 from verl_patches.spec import RunSpec, run_of
 
@@ -70,7 +70,7 @@ UPDATES = {
         SEATS: 128,
         "recipe.train.swap_optimizer": False,
     },
-    "batches": {"data.train_batch_size": 1024, MINI_BATCH: 256, REF_MICRO_BATCH: 4},
+    "batches": {"data.train_batch_size": 1024, "actor_rollout_ref.actor.ppo_mini_batch_size": 256, REF_MICRO_BATCH: 4},
     "micro batches": {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2},
     "graphs": {SEATS: 16, GRAPHS: [8, 16]},
     "recomputation": recompute_keys((3, 2, 1, 1, 0, 0, 0, 0)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE, VERL
+from verl_patches.memory.schedule import CRITIC, SCHEDULE, VERL
 from verl_patches.plan.activations import Passes
 from verl_patches.plan.expected import Setting, group_bytes, host_bytes, peaks, record_bytes, work_bytes
 
@@ -29,26 +29,6 @@ CRITICS = set(CRITIC)
 
 def gb(size):
     return round(size / 1e9, 2)
-
-
-def test_published_bytes_of_the_first_stage():
-    """All stages: tests/layout/test_sharding.py, by the same `static_bytes`."""
-    found = group_bytes(DIE256, 0)
-    assert tuple(gb(found[group]) for group in ("actor_params", "grads", "optimizer")) == (4.79, 9.59, 18.39)
-    assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS) - CRITICS
-
-
-def test_a_reward_model_is_as_large_as_a_critics_parameters_and_one_is_on_a_die():
-    for rank in (0, 255):
-        none, one, two = (group_bytes(replace(DIE256, critic=True, reward_models=n), rank) for n in (0, 1, 2))
-        assert none["reward_params"] == 0 and one == two and one["reward_params"] == one["critic_params"]
-        assert one | {"reward_params": 0} == none
-    setting = replace(DIE256, reward_models=2)
-    held = {each["phase"]: each["bytes"] for each in peaks(SCHEDULE.with_reward_models(), setting)["phases"]}
-    assert {phase for phase, sizes in held.items() if "reward_params" in sizes} == {"rm_scores"}
-    sizes = group_bytes(setting, 0)
-    pinned = host_bytes(sizes, SCHEDULE.with_reward_models(), (), swapped=False, saves=False)
-    assert pinned["reward_params"] == sizes["reward_params"]
 
 
 def test_a_critic_is_a_second_trained_model_with_another_head():

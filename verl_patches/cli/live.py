@@ -29,9 +29,10 @@ from verl_patches.errors import INTERRUPTED
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off, said_off
 from verl_patches.run.compose import output_root
-from verl_patches.run.record.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
+from verl_patches.run.record.record import PROGRESS, SUMMARY, last_lines, read_object, read_summary
 from verl_patches.run.record.report import in_step, medians, resumed
 from verl_patches.shared_files import LOCK, is_locked
+from verl_patches.trainer.record import NOW
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start, starts_in
 
@@ -76,7 +77,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     as their clocks. ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
-    summary, doing = read_summary(folder), read_doing(folder)
+    summary, doing = read_summary(folder), read_object(folder / NOW)
     steps, ended = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}

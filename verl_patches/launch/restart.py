@@ -16,9 +16,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.supervise.watcher import COLLECTIVE, RECORD, fault_in
 from verl_patches.run.files import steps_of
-from verl_patches.run.record.record import read_doing, read_object
+from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed
 from verl_patches.spec import RunSpec
+from verl_patches.trainer.record import NOW
 from verl_patches.weights.run_folders import chain_of_start, read_start
 
 _NO_USE = re.compile(
@@ -44,7 +45,7 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     """
     doing = {}
     with suppress(ConfigError):  # damaged
-        doing = read_doing(folder)
+        doing = read_object(folder / NOW)
     total = doing.get("steps") or steps_of(run)
     try:
         saved = chain_of_start(read_start(folder)).checkpoints()

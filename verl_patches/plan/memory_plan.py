@@ -22,6 +22,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.plan.activations import UNBALANCED, Passes, PerStage
 from verl_patches.plan.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
+from verl_patches.platform import NO_DEVICE
 from verl_patches.run import hccl
 from verl_patches.spec import A3, RunSpec
 
@@ -58,7 +59,7 @@ def run_memory(run: RunSpec) -> RunMemory:
         rollout_library=run.rollout_library,
         bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(run.rows) else None,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
-        vllm_bytes=int(section.rollout.gpu_memory_utilization * die_bytes(run)) if npu else 0,
+        vllm_bytes=int(section.rollout.gpu_memory_utilization * run.hardware.seen_bytes) if npu else 0,
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or run.line == A3,  # MindSpeed's view on the CPU too
         passes=passes_of(run, train.dp) if run.line == A3 else None,
@@ -93,7 +94,7 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
         compared.append((memory.schedule, setting))
     return {
         "modelled": True,
-        "hbm_bytes": die_bytes(run) if npu else None,
+        "hbm_bytes": run.hardware.seen_bytes if npu else None,
         "followed": memory.schedule.name,
         "orders": [peaks(order, buffers, memory.stays) for order, buffers in compared],
         "swapped": recipe.train.swap_optimizer,
@@ -158,16 +159,11 @@ def with_recompute(run: RunSpec) -> RunSpec:
         try:
             setting, schedule, stays = run_memory(run.with_verl({LAYERS: 0}))
             step = simulated(schedule, setting, stays)
-            layers = fewest_recomputed(setting, step, die_bytes(run) - MARGIN_BYTES)
+            layers = fewest_recomputed(setting, step, run.hardware.seen_bytes - MARGIN_BYTES)
         except ConfigError:
             layers = run.model.num_hidden_layers
     keys = {**recompute_keys(layers), CHECKPOINTING: given}
     return run.with_verl(keys | {key.replace("actor_rollout_ref.", "critic."): value for key, value in keys.items()})
-
-
-def die_bytes(run: RunSpec) -> int:
-    """What a process sees of the memory of a die of recipe.hardware."""
-    return run.hardware.seen_bytes
 
 
 def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
@@ -281,14 +277,16 @@ def cached_bytes(run: RunSpec) -> int:
     return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 
-def pinned_bytes(run: RunSpec) -> int:
-    """Bytes that the workers of the fullest node pin."""
-    return _host(run, run_memory(run))["node_bytes"]
+def node_host_bytes(run: RunSpec) -> int:
+    """Return the modelled bytes of model states in the host memory of the fullest node.
 
-
-def states_bytes(run: RunSpec) -> int:
-    """Bytes of all memory groups of the fullest node, where dies are emulated or absent."""
-    setting = replace(run_memory(run).setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
+    With dies what workers pin, without (platform cpu, npu_emulated) all states of training and rollout. Processes and
+    Ray's object store come on top. ConfigError where sizes do not divide.
+    """
+    memory = run_memory(run)
+    if run.platform not in NO_DEVICE:
+        return _host(run, memory)["node_bytes"]
+    setting = replace(memory.setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
     nodes = _of_nodes(run, setting.train, lambda rank: _on_host(setting, rank))
     return max(sum(node.values()) for node in nodes)
 

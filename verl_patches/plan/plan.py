@@ -19,10 +19,9 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.plan.memory_plan import MARGIN_BYTES, exceeding, memory_plan, pinned_bytes, run_memory, states_bytes
+from verl_patches.plan.memory_plan import MARGIN_BYTES, exceeding, memory_plan, run_memory
 from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, step_sections
-from verl_patches.platform import NO_DEVICE
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
@@ -244,13 +243,3 @@ def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[d
     driver = shlex.join(driver_command(run.folder))
     lines.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in lines]
-
-
-def host_bytes(run: RunSpec) -> int:
-    """Return the modelled bytes of model states in the host memory of the fullest node.
-
-    With dies what workers pin, without (platform cpu, npu_emulated) all states of training and rollout. Processes and
-    Ray's object store come on top. ConfigError where sizes do not divide.
-    """
-    of_node = states_bytes if run.platform in NO_DEVICE else pinned_bytes
-    return of_node(run)

@@ -26,7 +26,6 @@ from verl_patches.spec import Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # cost and keys of each
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
 _TP, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
 _PLANNED, _COMPARED = 60, 12  # most pairs that are planned, and least that pass, as the costs are not exact
@@ -48,7 +47,7 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if batch % dies:  # take the nearest that they divide
         steps = max(1, round(batch / mini))
         batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
-        given |= {"data.train_batch_size": batch, MINI_BATCH: batch // steps}
+        given |= {"data.train_batch_size": batch, f"{ACTOR}.ppo_mini_batch_size": batch // steps}
     base = changed(run, given | ANY_LAYOUT)
     step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan.expected import served_bytes
-from verl_patches.plan.memory_plan import die_bytes, inventory_of
+from verl_patches.plan.memory_plan import inventory_of
 from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
 from verl_patches.spec import RunSpec
@@ -93,5 +93,5 @@ def _on_a_die(run: RunSpec) -> tuple[int, int]:
     """(bytes of weights and of the KV of one longest response on the fullest die, vLLM's share of it)."""
     layout, inventory = run.rollout, inventory_of(run.trained_model)
     weights = sum(served_bytes(inventory, layout, layout.world_size - 1, run.rollout_library))
-    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * die_bytes(run)
+    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * run.hardware.seen_bytes
     return weights + run.longest_tokens * inventory.model.kv_bytes, int(share)

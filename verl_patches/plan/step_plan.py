@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ from verl_patches.plan.step_model import (
     direct_sync_bound,
     driver_bytes,
     rollout_bytes,
-    rollout_s,
     stage_elements,
     step_time,
     tokens_per_s_per_die,
@@ -42,7 +40,6 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import trainer_bytes
 
 DISK_GB_S = 10.0  # of a shared file system; assumed
-REBALANCE_EVERY = 32  # decode steps between exchanges, where a plan shows what they would bring
 # CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
 # hold for all of engine_step_s, which holds launches and copies too
 ENGINE_RATIO = 0.6
@@ -230,7 +227,6 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     return {
         "modelled": True,
         "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],
-        "tail": tail_of(run) if run.sampled else None,
         "total_s": round(total, 2),
         "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
         "assumed": {
@@ -251,27 +247,6 @@ def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
     if lengths.recorded:
         return f"{len(lengths.recorded)} recorded of {workload.lengths}"
     return "all at the limit" if lengths.mean is None else f"lognormal, cv {lengths.cv:g}"
-
-
-def tail_of(run: StepInput) -> dict[str, Any] | None:
-    """Modelled seconds of a rollout whose responses end one by one; None where all have full length.
-
-    {rebalance_every: of "on", off_s, on_s, graph_sizes: of as many as there are, at least four, those of the fastest
-    rollout, graphs_s: with these}. The run's own sizes and eighths of the largest are tried.
-    """
-    if run.lengths.mean is None and not run.lengths.recorded:
-        return None
-
-    def seconds(**changes: Any) -> float:
-        return round(rollout_s(replace(run, **changes), FITTED), 2)
-
-    every, sizes = run.rebalance_every or REBALANCE_EVERY, sorted(run.graph_sizes)
-    eighths = [max(1, size * largest // 8) for largest in sizes[-1:] for size in range(1, 8)]
-    few = itertools.combinations(eighths, max(3, len(sizes) - 1))
-    tried = [tuple(sizes), *((*each, sizes[-1]) for each in few)]
-    graphs_s, fastest = min((seconds(graph_sizes=each), each) for each in tried)
-    rebalance = {"off_s": seconds(rebalance_every=None), "on_s": seconds(rebalance_every=every)}
-    return {"rebalance_every": every, **rebalance, "graph_sizes": list(fastest), "graphs_s": graphs_s}
 
 
 def direct_traffic(

@@ -31,23 +31,11 @@ def nodes():
 
 @pytest.fixture
 def job(nodes, tmp_path):
-    return {
-        "name": "over-ssh",
-        "provider": "ssh",
-        "nodes": 2,
-        "dies": 1,
-        "device": "GPU",
-        "hosts": nodes.hosts,
-        "checkout": str(ROOT),
-        "python": sys.executable,
-        "folder": str(nodes.shared),
-        "logs": str(tmp_path / "logs"),
-        "wait_s": 240,
-        "command": ["bash", "-c", WORDS],
-        "env": {"A": "a b", "GATE": str(tmp_path)},
-        "secrets": ["HF_TOKEN"],
-        "ssh": {"command": nodes.ssh},
-    }
+    sizes = {"nodes": 2, "dies": 1, "device": "GPU", "hosts": nodes.hosts, "wait_s": 240}
+    paths = {"checkout": str(ROOT), "python": sys.executable, "folder": str(nodes.shared)}
+    command = {"command": ["bash", "-c", WORDS], "env": {"A": "a b", "GATE": str(tmp_path)}, "secrets": ["HF_TOKEN"]}
+    by_ssh = {"name": "over-ssh", "provider": "ssh", "logs": str(tmp_path / "logs"), "ssh": {"command": nodes.ssh}}
+    return {**by_ssh, **sizes, **paths, **command}
 
 
 @pytest.fixture(autouse=True)

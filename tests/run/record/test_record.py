@@ -14,9 +14,9 @@ HOSTILE = "a[red]b[/c]\x1b[31m\x07 $\\frac|<b>"
 def test_a_record_is_read_as_it_was_written(tmp_path):
     made = run_of(more=1)
     folder = written(tmp_path / "r", made)
-    assert record.read_summary(folder) == made and record.read_doing(folder) == {}
+    assert record.read_summary(folder) == made and record.read_object(folder / "now.json") == {}
     (folder / "now.json").write_text('{"step": 3, "since": NaN}')
-    assert record.read_doing(folder) == {"step": 3, "since": None}
+    assert record.read_object(folder / "now.json") == {"step": 3, "since": None}
     assert record.last_lines(folder, 5) == []
     (folder / "progress.log").write_text("| proven\n- row\n| step 2: a \x1b[31mnote\n| three\n")
     assert record.last_lines(folder, 2) == [r"step 2: a \x1b[31mnote", "three"]

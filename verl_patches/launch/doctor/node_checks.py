@@ -25,7 +25,7 @@ import psutil
 from verl_patches.errors import fault_of
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.patching.report import NOT_RUN, Finding
-from verl_patches.plan.plan import host_bytes
+from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
 from verl_patches.processes import taken_by
@@ -239,7 +239,7 @@ def available_bytes(cgroup: Path) -> int:
 
 
 def _memory(node: Node) -> Iterator[Result]:
-    states, store = host_bytes(node.run), object_store_bytes(node.run)
+    states, store = node_host_bytes(node.run), object_store_bytes(node.run)
     shared, left = shutil.disk_usage("/dev/shm"), available_bytes(node.machine.cgroup)
     found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
     todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"

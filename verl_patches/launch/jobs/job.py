@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -14,13 +13,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from verl_patches.errors import ConfigError
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
-from verl_patches.values import is_secret_value, is_secret_variable, printable, read_yaml, secret_options
+from verl_patches.values import Count, Port, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
 # of Kubernetes names, which are also names of containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-PortNumber = Annotated[int, Field(ge=1024, le=65535)]
-Size = Annotated[int, Field(ge=1)]
 
 
 def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
@@ -35,7 +32,7 @@ def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
 # of a command, or a variable's value: may have several lines
 Word = Annotated[str, _expect(lambda text: "\0" not in text, "text without NUL")]
 Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
-Plain = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
+PlainText = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
 Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate by : and ,
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
@@ -54,15 +51,15 @@ class _Strict(BaseModel):
 class Ports(_Strict):
     """As RayPorts; `workers` is [first, last]."""
 
-    gcs: PortNumber = HEAD_PORT
-    first: PortNumber = HEAD_PORT + 1
-    workers: list[PortNumber] = Field([10002, 19999], min_length=2, max_length=2)
+    gcs: Port = HEAD_PORT
+    first: Port = HEAD_PORT + 1
+    workers: list[Port] = Field([10002, 19999], min_length=2, max_length=2)
 
 
 class Ssh(_Strict):
     """How hosts are reached. `container_options`: further ones of docker run, where there is an image."""
 
-    user: Plain | None = None
+    user: PlainText | None = None
     command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
     container_options: list[Line] = []
 
@@ -75,21 +72,21 @@ class Kubernetes(_Strict):
     """
 
     namespace: Name = "default"
-    queue: Plain | None = None
-    secret: Plain | None = None
-    device: Plain = "huawei.com/Ascend910"
-    cpus: Size = 64
-    pinned_gib: Size = 719
-    shared_memory_gib: Size = 256
-    worker_gib: Size = 10
-    memory_gib: Size | None = None
+    queue: PlainText | None = None
+    secret: PlainText | None = None
+    device: PlainText = "huawei.com/Ascend910"
+    cpus: Count = 64
+    pinned_gib: Count = 719
+    shared_memory_gib: Count = 256
+    worker_gib: Count = 10
+    memory_gib: Count | None = None
 
 
 class Slurm(_Strict):
     """Of the batch script. `options`: further #SBATCH lines, such as --account=NAME; `srun_options`: of its srun."""
 
-    partition: Plain | None = None
-    time: Plain | None = None
+    partition: PlainText | None = None
+    time: PlainText | None = None
     options: list[Option] = []
     srun_options: list[Line] = []
 
@@ -97,7 +94,7 @@ class Slurm(_Strict):
 class Upload(_Strict):
     """A copy of results. `from`: a file or folder, relative to the checkout; `to`: where it is sent (upload.py)."""
 
-    source: Plain = Field(alias="from")
+    source: PlainText = Field(alias="from")
     to: Annotated[Line, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
 
 
@@ -115,24 +112,24 @@ class Job(_Strict):
 
     name: Name
     provider: Literal["nodes", "ssh", "kubernetes", "slurm"] = "nodes"
-    image: Plain | None = None
+    image: PlainText | None = None
     volumes: dict[Folder, Folder] = {}
-    nodes: Size
-    dies: Size
+    nodes: Count
+    dies: Count
     device: Literal["NPU", "GPU"] = "NPU"
-    hosts: list[Plain] = []
+    hosts: list[PlainText] = []
     command: list[Word] = []
     env: dict[Variable, Word] = {}
     secrets: list[Variable] = []
-    env_file: Plain | None = None
+    env_file: PlainText | None = None
     uploads: list[Upload] = []
-    interface: Plain | None = None
-    checkout: Plain = str(REPOSITORY)
-    upstream: list[Plain] = []
-    python: Plain = "python"
-    folder: Plain = "/tmp/verl_patches_cluster"
-    logs: Plain | None = None
-    wait_s: Size = 900
+    interface: PlainText | None = None
+    checkout: PlainText = str(REPOSITORY)
+    upstream: list[PlainText] = []
+    python: PlainText = "python"
+    folder: PlainText = "/tmp/verl_patches_cluster"
+    logs: PlainText | None = None
+    wait_s: Count = 900
     dashboard: bool = False
     ports: Ports = Ports()
     ssh: Ssh = Ssh()
@@ -191,11 +188,6 @@ class Job(_Strict):
     def logs_folder(self) -> str:
         """Where the logs of all nodes go, relative to the checkout; by default where the job's runs write."""
         return self.logs or f"outputs/{self.name}/cluster"
-
-    @property
-    def python_path(self) -> str:
-        """What stands before a node's own PYTHONPATH."""
-        return os.pathsep.join([self.checkout, *self.upstream])
 
 
 def load_job(path: Path, environ: Mapping[str, str]) -> Job:

@@ -7,6 +7,7 @@ The scripts are the same for every job: all that differs is in job.sh.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -76,7 +77,7 @@ def job_values(job: Job, source: str) -> str:
         "container_options": job.ssh.container_options,
         "checkout": job.checkout,
         "python": job.python,
-        "paths": job.python_path,
+        "paths": os.pathsep.join([job.checkout, *job.upstream]),  # before a node's own PYTHONPATH
         "folder": job.folder,
         "written": [str(Path(job.checkout, folder)) for folder in job.written_folders],
         "logs": logs,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.trainer.record import NOW, delta_of_steps
+from verl_patches.trainer.record import delta_of_steps
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import chain_of, read_start
 
@@ -49,11 +49,6 @@ def _read_own_summary(folder: Path) -> dict[str, Any]:
     if reason:
         found["exit"] = printable(reason, keep="\n\t")  # the message of any library
     return found
-
-
-def read_doing(folder: Path) -> dict[str, Any]:
-    """Return what now.json says: the call that a run is in (Run.show_call of trainer/run.py)."""
-    return read_object(folder / NOW)
 
 
 def read_object(path: Path) -> dict[str, Any]:

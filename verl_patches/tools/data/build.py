@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -117,32 +117,40 @@ def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[...,
         return {name: [value for columns in made for value in columns[name]] for name in MADE}
 
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
-        try:
+        with _end_signals_held():
             executor.submit(os.getpid)  # the first submit forks all workers
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield make
     except BrokenProcessPool as error:
         text = "a worker of data build was killed; lower workers, or give the machine more memory"
         raise RecipeError(text) from error
     finally:
         executor.shutdown(cancel_futures=True)
-        for worker in active_children():  # forked when an end signal came, before the executor looked after it
-            worker.kill()
+
+
+@contextmanager
+def _end_signals_held() -> Iterator[None]:
+    """Hold end signals back until the block ends: Python ignores what their handlers raise while it forks."""
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in END_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _begin_worker() -> None:
-    """Begin a worker, which is forked with the end signals blocked: the handlers of the command are not its own.
+    """Begin a worker, which is forked with end signals held back: the handlers of the command are not its own.
 
     In its own session it gets no signal of a terminal: the command alone does, and ends its workers. A kill -9 of the
     command ends it too.
     """
-    die_with_parent()
     os.setsid()
+    die_with_parent()
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
 
 def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
