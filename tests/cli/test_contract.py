@@ -69,7 +69,7 @@ def edit(file, old, new):
 @pytest.mark.slow
 def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     """No problem, every row with its place, and nothing of upstream imported: all is read as text."""
-    done = run_python(CHECK, "check", "--installed", "--line", "pypi", "--json")
+    done = run_python(CHECK, "check", "--line", "pypi", "--json")
     report = json.loads(done.out)
     assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
     rows = [row.id for row in all_rows() if "pypi" in row.lines]
@@ -100,12 +100,7 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--upstream", "{tmp}", "--installed"), "exclude each other"),
-        (("--upstream", "{tmp}"), "found no verl"),
-        (("--only", "verl"), "needs --upstream"),
-    ],
+    ("words", "message"), [(("--upstream", "{tmp}"), "found no verl"), (("--only", "verl"), "needs --upstream")]
 )
 def test_wrong_use_is_refused(run, tmp_path, words, message):
     line = () if "--line" in words else ("--line", "pypi")

@@ -115,31 +115,20 @@ logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / 
     assert not temp.exists() and len(str(temp)) < 40
 
 
-HOLDS_A_FOLDER = """import time
-from verl_patches.launch import launcher
-with launcher.short_temp_dir() as folder:
-    print(folder, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(tmp_path, monkeypatch):
+def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(monkeypatch):
     parent = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short enough for sockets
     monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(parent))
-    env = {**os.environ, "TMPDIR": str(parent)}
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS_A_FOLDER], env=env, stdout=subprocess.PIPE, text=True)
+    killed, other = parent / "vr-killed", parent / "vp-without-owner"
     try:
-        held, other = Path(holder.stdout.readline().strip()), parent / "vp-without-owner"
-        other.mkdir()
-        with launcher.short_temp_dir() as own:
-            assert held.is_dir() and own.is_dir()
-        holder.kill()
-        holder.wait()
-        assert held.is_dir() and not own.exists()
-        with launcher.short_temp_dir():
-            assert not held.exists() and other.is_dir()
+        for folder in (killed, other):
+            folder.mkdir()
+        (killed / "owner").touch()  # the kernel gives the lock of a killed process back
+        with launcher.short_temp_dir() as held:
+            assert not killed.exists() and other.is_dir()
+            with launcher.short_temp_dir() as own:
+                assert held.is_dir() and own.is_dir()  # the control: the other launcher lives
+        assert not held.exists() and not own.exists()
     finally:
-        holder.kill()
         shutil.rmtree(parent)
 
 

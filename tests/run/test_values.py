@@ -79,14 +79,9 @@ VALUES = st.one_of(
 
 def with_value(key, value):
     """A copy of the composed configuration."""
-    config = OmegaConf.to_container(OmegaConf.create(composed()))
-    *sections, leaf = key.split(".")
-    section = config
-    for name in sections:
-        section[name] = section.get(name) or {}
-        section = section[name]
-    section[leaf] = value
-    return config
+    config = OmegaConf.create(composed())
+    OmegaConf.update(config, key, value, merge=False, force_add=True)
+    return OmegaConf.to_container(config)
 
 
 def check(config):

@@ -15,43 +15,20 @@ LOCK = PIN_FILE.parent / "requirements-a3.txt"
 INSTRUCTIONS = {"ARG", "FROM", "SHELL", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
 
 
-def instructions(text):
-    """[(instruction, arguments)] with continuation lines joined, as Docker reads them; AssertionError if one is cut."""
-    found, open_line = [], ""
-    for line in text.splitlines():
-        if not open_line and (not line.strip() or line.startswith("#")):
-            continue
-        assert line.strip(), f"an empty line inside: {open_line}"
-        open_line += line.removesuffix("\\")
-        if not line.endswith("\\"):
-            word, _, rest = open_line.partition(" ")
-            assert word in INSTRUCTIONS, open_line
-            found.append((word, rest))
-            open_line = ""
-    assert not open_line, f"cut off: {open_line}"
-    return found
-
-
-FOUND = instructions(TEXT)
+# [(instruction, arguments)], continuation lines joined
+LINES = re.sub(r"^#.*\n", "", TEXT, flags=re.MULTILINE).replace("\\\n", "").splitlines()
+FOUND = [(line.partition(" ")[0], line.partition(" ")[2]) for line in LINES if line]
 RUNS = [re.sub(r"^(--mount=\S+\s+)+", "", rest) for word, rest in FOUND if word == "RUN"]
 ARGUMENTS = [rest.partition("=") for word, rest in FOUND if word == "ARG"]
 DEFAULTS = {name: value.strip('"') for name, given, value in ARGUMENTS if given}
 
 
-def pinned():
-    """The arguments by the pin file."""
-    return {
-        "BASE_IMAGE": A3.container.image,
-        "PIN_PYTHON": A3.container.python,
-        "PIN_VLLM": A3.repositories["vllm"].version,
-        "PIN_VLLM_ASCEND": A3.repositories["vllm-ascend"].version,
-    }
-
-
 def test_the_arguments_are_the_pins():
     runbook = (PIN_FILE.parents[1] / "docs" / "256-die-runbook.md").read_text()
     (apex,) = re.findall(r"packages/apex checkout --quiet (\w{40})", runbook)
-    assert DEFAULTS == {**pinned(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "APEX_REF": apex}
+    pinned = {"BASE_IMAGE": A3.container.image, "PIN_PYTHON": A3.container.python, "APEX_REF": apex}
+    pinned |= {"PIN_VLLM": A3.repositories["vllm"].version, "PIN_VLLM_ASCEND": A3.repositories["vllm-ascend"].version}
+    assert DEFAULTS == pinned | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert A3.container.python in A3.python
     cann = {A3.system[name] for name in ("cann_toolkit", "cann_kernels", "cann_nnal")}
     name, _, tag = A3.container.image.rpartition(":")
@@ -71,6 +48,7 @@ def test_no_run_loads_torch_npu_without_a_driver():
 
 
 def test_stages_and_shell_commands_are_well_formed():
+    assert {word for word, _ in FOUND} <= INSTRUCTIONS
     stages = [rest.rpartition(" AS ")[2] for word, rest in FOUND if word == "FROM"]
     assert stages == ["packages", "base", "apex", "base"] and FOUND[-1] == ("CMD", '["/bin/bash"]')
     for command in RUNS:

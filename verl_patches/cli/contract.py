@@ -36,14 +36,14 @@ ONLY_HELP = "With --upstream: look at this repository and its rows alone; can be
 
 def check_command(
     upstream: Annotated[Path | None, typer.Option(help=SOURCES_HELP)] = None,
-    installed: Annotated[bool, typer.Option("--installed", help="The packages of this Python; default.")] = False,
     line: LineOption = None,
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare upstream's files with their pins, and every row's target, body and bindings with them."""
-    if upstream is not None and installed:
-        raise ConfigError("check: --upstream and --installed exclude each other; give one")
+    """Compare upstream's files with their pins, and every row's target, body and bindings with them.
+
+    They are those of the packages of this Python, unless --upstream names others.
+    """
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
     leave_with(run_check(upstream, line, only or ()), as_json, fine=False)
@@ -129,7 +129,7 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
     report = check(rows, name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
-    todo = f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)"
+    todo = f"{FETCH}; a run needs no clone of what pip has installed (check without --upstream looks at that)"
     missing = []
     for package in lacking:
         found = f"absent: the rows of {package} were not checked"
