@@ -105,3 +105,17 @@ def test_an_override_of_another_method_is_failed_and_one_without_its_class_in_pl
     assert "row t.wrong" in out[0] and "OurThing.m" in out[0]
     assert "row t.feature" in out[1] and "it needs t.class, which is waiting" in out[1]
     assert out[2] == ["unsupported", "it needs t.class, which is waiting and was not applied"]
+
+
+def test_an_import_error_of_a_hook_stops_every_import(play):
+    """Upstream swallows an ImportError, so the import must raise another error."""
+    out = play("""
+        from verl_patches.patching import hooks
+        def fail(module): raise ImportError("no such thing")
+        hooks.after_import("up.base", fail)
+        out = []
+        for _ in range(2):
+            try: import up.base
+            except RuntimeError as error: out.append([type(error).__name__, str(error), "up.base" in sys.modules])
+    """)
+    assert out == [["HookError", "patching up.base failed: no such thing", False]] * 2

@@ -115,10 +115,14 @@ def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_in_utf_8_is_refused_by_name(configs):
-    file = configs / "algo/grpo.yaml"
-    file.write_bytes(file.read_bytes().replace(b"\n", b" caf\xe9\n", 1))
-    with pytest.raises(ConfigError, match=f"^{file}.*: .*'utf-8' codec can't decode"):
+@pytest.mark.parametrize(("name", "old", "new", "words"), [
+    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults lead back"),
+    ("algo/grpo", b"\n", b" caf\xe9\n", "'utf-8' codec can't decode"),
+])  # fmt: skip
+def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(configs, name, old, new, words):
+    file = configs / f"{name}.yaml"
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    with pytest.raises(ConfigError, match=f"^{file}.*: .*{words}"):
         compose_config(TINY)
 
 
@@ -232,3 +236,10 @@ compose("deepseekv3_256die_true_weight", (), rows_of)
 print([name for name in ("torch", "verl", "ray", "vllm", "megatron", "transformers") if name in sys.modules])
 """
     assert run_python(code).check().out.strip() == "[]"
+
+
+def test_a_key_that_only_one_line_reads_is_refused_on_the_other():
+    key = "+trainer.wandb_proxy=http://proxy"
+    assert compose_config(TINY, [key]).trainer.wandb_proxy
+    with pytest.raises(ConfigError, match="unknown key trainer.wandb_proxy"):
+        compose_config(TINY, [key, "recipe.line=a3"])

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -146,3 +147,36 @@ def test_the_need_of_a2_by_its_own_formula():
     assert 2 * (32 * 64 * 4 * 7168 * 2 / 2**20 + 2) == 228
     assert hccl.buffer_need_mib(run_of(**OF_800T)) == 228
     assert hccl.buffer_need_mib(run_of(**{**OF_800T, "recipe__hardware": "a3"})) == 239
+
+
+@pytest.mark.parametrize(("name", "instance"), [("random_init", 256), ("true_weight", 128)])
+def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(name, instance):
+    """Controls: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
+
+    def experts(**changes):
+        groups = hccl.groups(run_of(name, **changes))
+        return [(g.name, g.ranks, g.small) for g in groups if g.name in ("vllm_ep", "vllm_mc2")]
+
+    assert experts() == [("vllm_ep", instance, True), ("vllm_mc2", instance, False)]
+    assert experts(**ALONE, recipe__rollout__expert_parallel=False) == [("vllm_ep", 2, False)]
+    assert experts(**NODE) == [("vllm_ep", 8, False)]
+
+
+def test_groups_of_context_parallelism():
+    """MindSpeed and Megatron each make a second group for the experts' gradients where CP splits sequences."""
+    changes = {SIZE("context"): 2, SIZE("expert_model"): 16, SIZE("pipeline_model"): 4}
+    run = run_of(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
+    found = [(g.name, g.ranks, g.communicates) for g in hccl.groups(run) if g.name.startswith("dp_modulo")]
+    assert found == [
+        ("dp_modulo_exp", 8, False),
+        ("dp_modulo_exp_cp", 16, False),
+        ("dp_modulo_exp", 4, False),
+        ("dp_modulo_exp_cp", 4, True),
+    ]
+
+
+def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
+    run = run_of(**{**OF_800T, "recipe__rollout__dp": 8})
+    assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
+    more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
+    assert not more.ok and "has 32 experts, MC2 takes 24" in more.detail

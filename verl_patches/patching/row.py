@@ -292,6 +292,8 @@ def _provided(spec: PatchSpec, original: Any) -> Any:
     if spec.kind == "subclass":
         return subclass_of(original, provided)
     new = provided(original) if spec.kind == "wrap" else provided() if spec.kind == "register" else provided
+    if spec.kind == "register" and not isinstance(new, dict):
+        raise TypeError(f"a register provider must return a dict, this one returned {describe(new)}")
     if spec.kind == "wrap" and callable(original) and not callable(unwrap(new)):
         raise TypeError(f"a wrap provider must return a callable, this one returned {describe(new)}")
     if new is original:

@@ -92,7 +92,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # 5,000 digits
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # 5,000 digits
         raise ConfigError(_explain(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
@@ -184,6 +184,9 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
+    if isinstance(error, RecursionError):
+        fault = "defaults lead back to one of their own files, or an override has hundreds of brackets"
+        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: its {fault}"
     if isinstance(error, UnicodeDecodeError):
         for file in CONFIGS_DIR.rglob("*.yaml"):
             read_yaml(file)  # its ConfigError names the file
