@@ -72,7 +72,6 @@ class Train:
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (MindSpeed's swap_optimizer).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
-    grouped_gemm: all local experts in one kernel; false is refused.
     fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
     fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
     inside the matrix product's kernel.
@@ -83,8 +82,6 @@ class Train:
     Only the first pipeline stage has several buckets.
     grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
     data-parallel rank if that is more.
-    param_overlap: gather updated parameters under the next forward pass; refused, as line a3's pin lets modules that
-    are called out of the order of registration compute with old weights.
     collective_timeout_minutes: time limit of a training collective.
     router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
     0 leaves the biases unchanged. No auxiliary loss is used.
@@ -100,7 +97,6 @@ class Train:
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
     max_skipped_steps: Count = 3
-    grouped_gemm: bool = True
     fused_rmsnorm: bool = True
     fused_swiglu: bool = True
     fused_rope: bool = True
@@ -111,7 +107,6 @@ class Train:
     alltoall_overlap: bool = False
     grad_overlap: bool = False
     grad_bucket_parameters: Count | None = None
-    param_overlap: bool = False
     collective_timeout_minutes: Count = 30
     router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False

@@ -11,7 +11,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.run.compose import compose_config
 
 TINY, RUNS = "deepseekv3_tiny_cpu", ("deepseekv3_256die_random_init", "deepseekv3_256die_true_weight")
-STACKED = "recipe.train.grouped_gemm=false"
+STACKED = "actor_rollout_ref.actor.megatron.use_dist_checkpointing=true"
 
 
 def call(*arguments):
@@ -53,9 +53,9 @@ def test_over_the_lines_own_verl_they_become_the_same_arguments(name, pytestconf
 def test_a_refused_key_is_named_and_ends_with_1():
     topk = "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy"
     found = explained(RUNS[1], STACKED, topk, code=1)
-    assert found["refused"] == ["recipe.train.grouped_gemm", "HF topk_method"]
+    assert found["refused"] == ["actor.megatron.use_dist_checkpointing", "HF topk_method"]
     done = call("--explain", "--config-name", RUNS[1], STACKED)
-    assert done.exit_code == 1 and "recipe.train.grouped_gemm is False: " in done.stderr
+    assert done.exit_code == 1 and "actor.megatron.use_dist_checkpointing is True: " in done.stderr
     assert " 1 refused" in done.stdout
 
 

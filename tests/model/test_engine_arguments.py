@@ -95,7 +95,6 @@ def test_256_dies(name):
          "on the host already"),
         (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
         (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
-        (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
         ([*FULL, f"{LAYERS}=auto"], "is auto, for which a plan puts a number first"),
         (FULL, "must be a number of layers, one for each stage, or auto"),

@@ -73,7 +73,7 @@ REFUSED = [
     (rules.train_checks, LARGE, [STAGES("3,11")], ["stage 0 has no layer with experts"]),  # its update hangs
     (rules.expert_checks, TINY, [TP2, ALONE], ["expected ep > 1 or etp = tp at tp 2"]),
     (rules.recomputation_checks, TINY, recomputed("uniform"), ["_ref.model: .*num_layers=0 needs .*method=block"]),
-    (rules.engine_checks, LARGE, ["recipe.train.grouped_gemm=false"], ["weights go by MindSpeed's stacked"]),
+    (rules.engine_checks, LARGE, ["actor_rollout_ref.actor.megatron.use_dist_checkpointing=true"], ["stacked experts"]),
     (rules.rollout_checks, LARGE, [f"{VLLM}.enable_expert_parallel=false"], ["is False, expected True"]),
     (rules.rollout_checks, RANDOM, ["trainer.nnodes=32", "recipe.rollout.dp=256"],
      ["256 routed experts over 512 ranks"]),

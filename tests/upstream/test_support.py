@@ -28,10 +28,9 @@ OTHER = {  # another value than a neutral one, for keys of every kind
     "+reward_model.overlong_buffer": "{enable: true, len: 8}",
     "trainer.del_local_ckpt_after_load": "true",
     "recipe.train.layers_per_stage": "[1]",
-    "recipe.train.grouped_gemm": "false",
+    "recipe.train.fused_rope": "false",
     "recipe.train.adam_beta1": "0.8",
     "recipe.train.adam_eps": "1e-6",
-    "recipe.train.param_overlap": "true",
 }
 
 

@@ -338,9 +338,6 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
     Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
-    Key(_R + "grouped_gemm", "only", (None, True),
-        "weights go by MindSpeed's stacked experts (weight1, weight2), which the grouped GEMM has; one module an "
-        "expert has other names (reshard/parameters.py)"),
     Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED, True),
     Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED, True),
     Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED, True),
@@ -355,9 +352,6 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
-    Key(_R + "param_overlap", "only", (None, False),
-        "the pin starts gathers in the order of registration and waits for those that have started only: a module that "
-        "is called before its turn computes with old weights (distrib_optimizer.py:1463), as in MLA"),
     Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
         "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key(_R + "router_bias_update_rate", "value", "--moe-router-bias-update-rate",

@@ -120,9 +120,6 @@ def _start_distributed(timeout_minutes: int) -> None:
     if not torch.distributed.is_initialized():  # as verl/workers/megatron_workers.py:86, which then finds it done
         torch.distributed.init_process_group(backend="nccl", timeout=datetime.timedelta(minutes=timeout_minutes))
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    world, variable = torch.distributed.get_world_size(), os.environ.get("WORLD_SIZE")
-    if str(world) != variable:
-        raise ConfigError(f"WORLD_SIZE is {variable}, but torch.distributed has {world} ranks; they must be equal")
 
 
 def _start_groups(args: Namespace) -> None:
