@@ -219,9 +219,9 @@ class RolloutCorrection:
     decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
-    rollout_is: str | None = None
-    rollout_is_threshold: float = 2.0
-    rollout_rs: str | None = None
+    rollout_is: Annotated[str, one_of("token", "sequence")] | None = None
+    rollout_is_threshold: Positive = 2.0
+    rollout_rs: Annotated[str, one_of("seq_sum_k1", "seq_mean_k1")] | None = None
     rollout_rs_threshold: str | None = None
 
 

@@ -114,7 +114,7 @@ class Host:
         return ExchangeReport(1, 1, 1, 1.0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def log_prob_cached(self, request):
+    def log_prob_cached(self, send_back):
         """Of a replica's head."""
         replica = self.heads.get(self._rank("log_prob"))
         if replica is None:
@@ -123,7 +123,7 @@ class Host:
         return LogProbs(samples, np.zeros(self.each, np.float32), None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def ref_log_prob_cached(self, request):
+    def ref_log_prob_cached(self, send_back):
         """Without KL in the reward."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -31,10 +31,8 @@ class Asked:
         if os.environ.get("FAIL") == "init":
             raise ConfigError("row a.b: has drifted")
 
-    def report(self, visible=1, moved=None):
-        """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
-        if moved:
-            os.environ[npu.VISIBLE] = moved
+    def report(self, visible=1):
+        """What this process knows of its die. The runtime sees `visible` devices."""
         try:
             refused = npu.check_visible_die(visible)
         except ConfigError as error:
@@ -99,11 +97,10 @@ def dies():
     reports = {"first": first.report.remote(), "second": second.report.remote()}
     reports = {name: ray.get(report) for name, report in reports.items()}
     reports["runtime came first"] = ray.get(first.report.remote(visible=16))
-    reports["moved"] = ray.get(first.report.remote(moved="7"))
     ray.kill(first)
     ray.kill(second)
-    free, without = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1"), worker(npus=0)
-    reports["not set"], reports["no die"] = ray.get([free.report.remote(), without.report.remote()])
+    free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
+    reports["not set"] = ray.get(free.report.remote())
     agent = ray.remote(num_cpus=0)(NodeAgent).remote()
     ray.wait([agent.__ray_ready__.remote()])  # it has failed
     ended = [way(wait.remote(3)) for way in (ray_start.result_of, verls_wait)]

@@ -41,16 +41,6 @@ def test_workers_that_left_other_rows_alone_are_refused():
     assert "a.c" not in str(refusal.value)
 
 
-def test_the_record_says_what_happened():
-    row = {"id": "a.b", "state": "drifted", "target": "m:f", "process": "worker 0", "reason": "expected 1, found 2"}
-    assert handshake.recorded(row) == row
-    assert all("reason" not in handshake.recorded({**row, "state": state}) for state in ("active", "waiting"))
-    assert handshake.recorded({**row, "state": "off"})["reason"] == row["reason"]
-    rows = [row, {**row, "process": "worker 1"}, {**row, "id": "a.c", "state": "active"}]
-    rows.append({**row, "id": "a.d", "state": "unsupported"})
-    assert handshake.not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}
-
-
 @pytest.mark.slow
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
     """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much."""

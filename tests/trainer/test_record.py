@@ -1,8 +1,5 @@
 import json
 
-import pytest
-
-from verl_patches.run.record.report import validations
 from verl_patches.trainer.record import Progress, Summary
 
 
@@ -16,20 +13,6 @@ def test_summary_is_whole_after_every_step(tmp_path):
     summary.add_step({"step": 3, "logprob_delta": None})
     assert summary.data["logprob_delta"]["max"] == 6e-7
     assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
-
-
-VAL = {"score": 0.5, "metrics": {"val-core/a/reward/mean@1": 0.5}}
-
-
-@pytest.mark.parametrize(("first", "seam"), [(1, None), (4, 3)])
-def test_a_start_that_goes_on_has_its_seam_and_its_first_validation(tmp_path, first, seam):
-    summary = Summary(tmp_path, {})
-    summary.add_validation(first - 1, VAL)
-    for step in (first, first + 1):
-        summary.add_step({"step": step, "logprob_delta": None})
-    record = json.loads((tmp_path / "summary.json").read_text())
-    assert [step.get("resumed_after") for step in record["steps"]] == [seam, None]
-    assert [step for step, _ in validations(record)] == [first - 1]
 
 
 def test_without_a_folder_lines_go_to_the_log_and_nothing_is_written(tmp_path, caplog, monkeypatch):

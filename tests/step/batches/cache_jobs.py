@@ -1,43 +1,33 @@
 """Functions of gloo ranks for test_redistribute.py. A sample's values follow from its number: all ranks know them."""
 
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import closing, contextmanager
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.step.batches import exchange as module
 from verl_patches.step.batches.batch_plan import plan_batch
 from verl_patches.step.batches.cache import TensorCache
 from verl_patches.step.batches.exchange import Ragged, TensorSpec, wire_bytes
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_object", "broadcast", "send", "recv")
-DTYPES = {
-    "prompts": torch.int32,
-    "responses": torch.int32,
-    "log_probs": torch.float32,
-    "flags": torch.bool,
-    "halves": torch.bfloat16,
-    "scores": torch.float64,
-}
+DTYPES = {"prompts": torch.int32, "responses": torch.int32, "log_probs": torch.float32}
 
 
 def specs_of(lengths):
-    """Responses are a third of a sample's tokens or none, prompts the rest; one score per sample."""
+    """Responses are a third of a sample's tokens or none, prompts the rest."""
     responses = [length // 3 for length in lengths]
-    counts = {"prompts": [a - b for a, b in zip(lengths, responses, strict=True)], "scores": [1] * len(lengths)}
-    return {name: TensorSpec(dtype, counts.get(name, responses)) for name, dtype in DTYPES.items()}
+    prompts = [a - b for a, b in zip(lengths, responses, strict=True)]
+    return {name: TensorSpec(dtype, prompts if name == "prompts" else responses) for name, dtype in DTYPES.items()}
 
 
 def ragged_of(name, samples, specs):
     """Any bits, including NaN and infinities."""
-    parts, dtype = [torch.empty(0, dtype=DTYPES[name])], DTYPES[name]
+    parts = [torch.empty(0, dtype=DTYPES[name])]
     for sample in samples:
         source = torch.Generator().manual_seed(1000 * sample + sorted(DTYPES).index(name))
-        size = (specs[name].lengths[sample] * dtype.itemsize,)
-        raw = torch.randint(2 if dtype == torch.bool else 256, size, dtype=torch.uint8, generator=source)
-        parts.append(raw.view(dtype))
+        raw = torch.randint(256, (specs[name].lengths[sample] * 4,), dtype=torch.uint8, generator=source)
+        parts.append(raw.view(DTYPES[name]))
     return Ragged(torch.cat(parts), tuple(map(len, parts[1:])))
 
 
@@ -53,7 +43,7 @@ def redistribute(arguments):
         found = [(cache.get(name, own), ragged_of(name, own, specs)) for name in specs]
     bits = [(one.values.view(torch.uint8), other.values.view(torch.uint8)) for one, other in found]
     arrived = all(one.lengths == other.lengths for one, other in found) and all(torch.equal(*pair) for pair in bits)
-    return arrived, calls, list(wire_bytes(plan, rank, specs)), cache.names
+    return arrived, calls, wire_bytes(plan, rank, specs), cache.names
 
 
 @contextmanager
@@ -63,7 +53,7 @@ def collectives():
 
     def noted(name, real):
         def call(*args, **options):
-            calls.append([name, args[1].nbytes, args[0].nbytes] if name == "all_to_all_single" else [name])
+            calls.append((name, args[1].nbytes, args[0].nbytes) if name == "all_to_all_single" else (name, 0, 0))
             return real(*args, **options)
 
         return call
@@ -84,41 +74,16 @@ def spoilt(arguments, how, on_rank):
             if how == "dtype" and name == "prompts":
                 ragged = Ragged(ragged.values.long(), ragged.lengths)
             if how != "missing" or name != "responses":
-                cache.put("logs" if how == "names" and name == "log_probs" else name, plan.held[rank], ragged)
-        if how == "names":
-            specs["logs"] = specs.pop("log_probs")
+                cache.put(name, plan.held[rank], ragged)
         try:
-            with out_of_memory() if how == "memory" else nullcontext():
-                cache.redistribute(plan, rank, specs)
+            cache.redistribute(plan, rank, specs)
         except Exception as why:
             return f"{type(why).__name__}: {why}", cache.names
     return "no error", ()
 
 
-def out_of_memory():
-    """Packing writes every segment and fails then; from there on no tensor can be made."""
-    real = module._pack
-
-    def fails(*_, **__):
-        raise torch.OutOfMemoryError("no memory is left")
-
-    def pack(*arguments):
-        real(*arguments)
-        fake = SimpleNamespace(**{**vars(torch), **dict.fromkeys(("empty", "zeros", "cat"), fails)})
-        patched.enter_context(mock.patch.object(module, "torch", fake))
-        fails()
-
-    patched = ExitStack()
-    patched.enter_context(mock.patch.object(module, "_pack", pack))
-    return patched
-
-
 def disordered(arguments):
-    """Whether `redistribute` finds the values as planned although they are unpacked in another order."""
-    real = module._unpack
-
-    def unpack(segments, receives, computed, kinds):
-        return real(segments, receives, computed[::-1], kinds)
-
-    with mock.patch.object(module, "_unpack", unpack):
+    """Whether `redistribute` finds the values as planned although they are taken in another order."""
+    take = Ragged.take
+    with mock.patch.object(Ragged, "take", lambda self, places: take(self, places[::-1])):
         return redistribute(arguments)[0]

@@ -45,17 +45,6 @@ def test_an_update_computes_the_plans_micro_batches_in_every_epoch():
         assert two_epochs == [[list(micro) for micro in mini] for mini in plan().schedule[replica]] * 2
 
 
-def test_replicas_run_equally_many_micro_batches_of_like_lengths_within_the_budget():
-    """In a pass for log-probs; those of an update are the plan's (test_micro_batches.py)."""
-    tokens = []
-    for replica in range(REPLICAS):
-        ((micros, _),) = run("log_prob", replica, [plan().placed[replica]])
-        tokens.append([sum(LENGTHS[s] for s in micro) for micro in micros])
-    assert len(set(map(len, tokens))) == 1
-    assert max(map(max, tokens)) <= BUDGET
-    assert sum(map(max, zip(*tokens, strict=True))) <= 1.1 * sum(map(sum, tokens)) / REPLICAS
-
-
 def test_a_pass_over_all_mini_batches_comes_back_in_order():
     """As verl's actor puts it back: results of all micro batches joined, then taken by get_reverse_idx."""
     placed = plan().placed[1]

@@ -69,6 +69,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
     responses = [-(-max(1, n - 200) // SHORTER) for n in tokens]
     (plan, specs), wrong, hub = step_of(run, prompts, responses), 4711, Hub()
     monkeypatch.setattr(exchange, "dist", hub)
+    monkeypatch.setattr(exchange, "raise_on_any_rank", lambda problems, *_: problems and pytest.fail(str(problems)))
 
     @functools.cache
     def expected_of(replica, name):
@@ -97,16 +98,15 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
 
     with ThreadPoolExecutor(WORLD) as pool:
         ranks = list(pool.map(of_rank, range(WORLD)))
-    assert hub.calls == 1 and all(rank.differ == ({wrong} & set(rank.samples)) for rank in ranks)
+    assert hub.calls == len(NAMES) and all(rank.differ == ({wrong} & set(rank.samples)) for rank in ranks)
     copies = Counter(sample for rank in ranks for sample in rank.samples)
     assert copies == dict.fromkeys(range(SAMPLES), 4 * 8)  # TP4 x PP8 ranks of one replica
     assert all(len(set(rank.samples)) == len(rank.samples) == SAMPLES // 8 for rank in ranks)
     assert sum(rank.sent for rank in ranks) == sum(rank.received for rank in ranks)
     held = 32 * 4 * (sum(prompts) + 2 * sum(responses))  # ids, and log-probs of responses
     assert sum(rank.held for rank in ranks) == held
-    beside = 256 * 16 * (1 + 3)  # headers of 256 peers, alignment of three tensors of each
     for rank in ranks:
-        assert rank.held <= rank.received <= rank.held + beside and rank.held <= cached_bytes(run) // 8
+        assert rank.held == rank.received <= cached_bytes(run) // 8
 
 
 def test_memory_of_a_die_at_full_length(run):
@@ -115,6 +115,6 @@ def test_memory_of_a_die_at_full_length(run):
     counted = cached_bytes(run) // 8
     for rank in (0, 100, 255):
         sent, received = wire_bytes(plan, rank, specs)
-        assert sent == 256 * 16 + 32 * 32 * 4 * (PROMPT + 2 * RESPONSE)  # 32 samples to the 32 ranks of a replica
-        assert received <= counted + 256 * 16 * 4
+        assert sent == 32 * 32 * 4 * (PROMPT + 2 * RESPONSE)  # 32 samples to the 32 ranks of a replica
+        assert received <= counted
         assert sent + 2 * received + counted < 65.79e9 / 500

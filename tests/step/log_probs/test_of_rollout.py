@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.step.log_probs.of_rollout import CHECK_TOKENS, PADDING, CheckRequest, keep_rollout_log_probs, padded
+from verl_patches.step.log_probs.of_rollout import CHECK_TOKENS, PADDING, CheckRequest, keep_rollout_log_probs
 
 PLAIN = SimpleNamespace()
 
@@ -15,11 +15,6 @@ def sample(tokens, log_probs):
     pairs = zip(tokens, log_probs, strict=True)
     steps = [{token: SimpleNamespace(logprob=value), -1: None} for token, value in pairs]
     return SimpleNamespace(token_ids=tokens, logprobs=steps)
-
-
-def test_a_token_without_a_log_prob_is_refused():
-    with pytest.raises(ValueError):
-        padded([7, 3], sample([7], [-0.5]).logprobs, 4)
 
 
 class Engine:

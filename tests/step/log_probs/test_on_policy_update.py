@@ -53,8 +53,6 @@ def test_dropout_of_the_model_is_refused():
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ("rollout_is=tokens", "rollout_is is 'tokens'; expected null, token or sequence"),
-    ("rollout_is=token rollout_is_threshold=0", "rollout_is_threshold is 0.0; expected the highest weight"),
     ("rollout_rs=seq_sum_k1", "rollout_rs_threshold is None; expected LOWEST_HIGHEST"),
     ("rollout_rs=seq_sum_k1 rollout_rs_threshold=0.5_2", "'0.52'; .*decimal point.*YAML reads 0.5_2 as 0.52"),
 ])  # fmt: skip

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
 import heapq
 import math
 from collections.abc import Sequence
@@ -199,11 +198,6 @@ class BatchPlan:
         """`steps_cost` of all mini batches."""
         costs = [steps_cost(list(minis), lengths, sharing) for minis in zip(*self.schedule, strict=True)]
         return sum(most for most, _ in costs), sum(mean for _, mean in costs)
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Equal on two ranks if, and only if, they have the same plan."""
-        return hashlib.sha256(repr((self.replica_of, self.schedule)).encode()).hexdigest()
 
 
 def plan_batch(

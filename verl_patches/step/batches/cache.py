@@ -1,7 +1,7 @@
 """Tensors that stay on the device between the stages of a step, and their one exchange between ranks.
 
     cache.put("responses", samples, ragged)
-    cache.redistribute(plan, rank, specs)     rollout ranks -> train replicas, one AlltoAllV of bytes
+    cache.redistribute(plan, rank, specs)     rollout ranks -> train replicas, an AlltoAllV of each tensor
     cache.get("responses", samples)
     cache.close()                             drops all tensors: before a step, after it, and in take_report
 
@@ -68,8 +68,8 @@ class TensorCache:
     def redistribute(self, plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> None:
         """Replace the tensors of `specs` by those of the samples that `rank` computes by the plan; collective.
 
-        A rank whose tensor is missing raises CacheError, the others ExchangeError; after an error the tensors of these
-        names are dropped.
+        Where a tensor is missing on one rank, all raise ExchangeError; after an error the tensors of these names are
+        dropped.
         """
 
         def held() -> dict[str, Ragged]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from verl_patches.errors import Check, divides, either
 from verl_patches.rewards.parts import METRIC
 from verl_patches.spec import RunSpec
-from verl_patches.step.batches.limits import budget_faults, cache_faults
+from verl_patches.step.batches.limits import DYNAMIC, token_budget
 
-_ROLLOUT = "actor_rollout_ref.rollout"
+_SECTION = "actor_rollout_ref"
+_ROLLOUT = f"{_SECTION}.rollout"
 
 GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
 
@@ -104,8 +105,44 @@ def length_checks(run: RunSpec) -> Iterator[Check]:
 
 def micro_batch_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse what the tensor cache does not support, and budgets of dynamic micro batches that are too small."""
-    yield from (Check("tensor cache", False, fault) for fault in cache_faults(run))
-    yield from (Check("micro batch", False, fault) for fault in budget_faults(run))
+    yield from (Check("tensor cache", False, fault) for fault in _cache_faults(run))
+    yield from (Check("micro batch", False, fault) for fault in _budget_faults(run))
+
+
+def _cache_faults(run: RunSpec) -> Iterator[str]:
+    """Return why a run cannot use the tensor cache, one sentence each; none if the cache is off."""
+    if not run.recipe.tensor_cache.enabled:
+        return
+    on = "recipe.tensor_cache.enabled is true, but"
+    rollout, actor = run.verl.actor_rollout_ref.rollout, run.verl.actor_rollout_ref.actor
+    for side in ("prompt", "response"):
+        width, of_data = rollout[f"{side}_length"], run.verl.data[f"max_{side}_length"]
+        if width != of_data:
+            yield (
+                f"{on} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {of_data}: a batch rebuilt "
+                "from lengths would not be as wide as vLLM's; make them equal"
+            )
+    if run.recipe.rollout.replay is not None:
+        yield f"{on} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
+    if actor.shuffle:
+        yield f"{on} {_SECTION}.actor.shuffle is true: micro batches would be others than planned; set false"
+    if run.verl.data.return_raw_chat:
+        yield f"{on} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
+    if run.verl.data.custom_cls.path is not None:
+        path = run.verl.data.custom_cls.path
+        yield f"{on} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
+
+
+def _budget_faults(run: RunSpec) -> Iterator[str]:
+    """Why a budget of dynamic micro batches does not do, one sentence each, with the tensor cache or without."""
+    longest = run.longest_tokens
+    for stage, (name, switch, key) in DYNAMIC.items():
+        budget = token_budget(run.verl.actor_rollout_ref, stage)
+        if budget is not None and budget < longest:
+            yield (
+                f"{_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
+                "(data.max_prompt_length + data.max_response_length); raise it to that or more"
+            )
 
 
 def keep_groups_checks(run: RunSpec) -> Iterator[Check]:

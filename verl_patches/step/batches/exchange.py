@@ -1,24 +1,21 @@
 """Ragged tensors (values of samples without padding), their padded form, and one exchange of them between ranks.
 
-`exchange` sends several ragged tensors to the ranks that compute their samples by one AlltoAllV of bytes. Wire layout:
-one segment per peer, in rank order. A segment begins with a header of 16 bytes, the hash of (plan, tensors),
-which the receiver compares; then, tensor by tensor in order of names, the values of the planned samples, each tensor
-aligned to 16 bytes. A rank that fails before the collective sends segments of the planned size with a header of zeros,
-so that no rank waits and all raise. Only a rank that cannot allocate its two buffers leaves the others to the
-collective's timeout.
+`exchange` sends each tensor to the ranks that compute its samples by an AlltoAllV of its values. Before the first one
+the ranks agree that all of them have what the plan expects, so that none waits for a rank that has failed.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl_patches.errors import RecipeError
+from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.step.batches.batch_plan import BatchPlan
 from verl_patches.step.batches.limits import ID_BYTES
 
@@ -133,11 +130,10 @@ def unpacked_ids(packed: np.ndarray) -> np.ndarray:
     return np.pad(packed, ((0, 0), (0, 4 - ID_BYTES))).view("<i4")[:, 0]
 
 
-_ALIGNED = 16  # bytes, also of the header
-
-
 class ExchangeError(RecipeError):
-    """Ranks have different plans or tensors, or one of them failed; names the ranks."""
+    """A rank does not have the tensors of the plan; every rank raises it alike."""
+
+    what = "exchange"
 
 
 @dataclass(frozen=True)
@@ -157,106 +153,45 @@ def exchange(
 ) -> dict[str, Ragged]:
     """Tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
 
-    `held()`: the same tensors of the samples plan.held[rank]; an error in it is raised here, and as ExchangeError on
-    the other ranks. ExchangeError too where held tensors differ from `specs`, or a peer has another plan. Plans
-    that differ in sizes fail in the collective.
+    `held()`: the same tensors of the samples plan.held[rank]. Where it raises on a rank, or a rank's tensors are not
+    those of `specs`, all ranks raise the same ExchangeError.
     """
-    kinds = {name: specs[name] for name in sorted(specs)}
-    header = _header(plan, kinds, device)
     sends, receives = plan.sends(rank), plan.receives(rank)
-    splits = [[_segment_bytes(samples, kinds) for samples in side] for side in (sends, receives)]
-    send = torch.zeros(sum(splits[0]), dtype=torch.uint8, device=device)
-    arrived = torch.empty(sum(splits[1]), dtype=torch.uint8, device=device)
-    problem: Exception | None = None
-    try:
-        _pack(send.split(splits[0]), sends, plan.held[rank], held(), kinds, header)
-    except Exception as why:
-        problem = why
-        send.zero_()
-    dist.all_to_all_single(arrived, send, splits[1], splits[0])
-    if problem is not None:
-        raise problem
-    segments = arrived.split(splits[1])
-    _check(segments, header, rank)
-    return _unpack(segments, receives, plan.placed[plan.replica_of[rank]], kinds)
+    samples_held, packed = plan.held[rank], {}
+
+    def pack() -> list[str]:
+        tensors = held()
+        for name, spec in specs.items():
+            found, expected = tensors[name], tuple(spec.lengths[sample] for sample in samples_held)
+            if (found.values.dtype, found.lengths) != (spec.dtype, expected):
+                pairs = zip(samples_held, found.lengths, expected, strict=False)
+                wrong = [(sample, has, planned) for sample, has, planned in pairs if has != planned]
+                return [
+                    f"{name} is {found.values.dtype} of {len(found.lengths)} samples, expected {spec.dtype} of "
+                    f"{len(expected)}; (sample, values, expected) {wrong[:4]}"
+                ]
+            packed[name] = found.take([sample - samples_held.start for sample in chain(*sends)]).values
+        return []
+
+    raise_on_any_rank(catch_errors(pack), None, device, "responses cannot be sent as planned", ExchangeError)
+    arrived, order = {}, list(chain(*receives))
+    place_of = {sample: place for place, sample in enumerate(order)}
+    for name, spec in specs.items():
+        to_send, to_receive = ([_values(spec, samples) for samples in side] for side in (sends, receives))
+        values = torch.empty(sum(to_receive), dtype=spec.dtype, device=device)
+        dist.all_to_all_single(values, packed[name], to_receive, to_send)
+        found = Ragged(values, tuple(spec.lengths[sample] for sample in order))
+        arrived[name] = found.take([place_of[sample] for sample in plan.placed[plan.replica_of[rank]]])
+    return arrived
 
 
 def wire_bytes(plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
-    """Bytes that `rank` sends and receives, including headers and its own samples."""
+    """Bytes that `rank` sends and receives, including its own samples."""
     return tuple(
-        sum(_segment_bytes(samples, specs) for samples in side) for side in (plan.sends(rank), plan.receives(rank))
+        sum(_values(spec, samples) * spec.dtype.itemsize for spec in specs.values() for samples in side)
+        for side in (plan.sends(rank), plan.receives(rank))
     )
 
 
-def _pack(
-    segments: Sequence[torch.Tensor],
-    sends: Sequence[Sequence[int]],
-    samples_held: Sequence[int],
-    held: Mapping[str, Ragged],
-    kinds: Mapping[str, TensorSpec],
-    header: torch.Tensor,
-) -> None:
-    parts = {}
-    for name, kind in kinds.items():
-        found, expected = list(held[name].lengths), [kind.lengths[sample] for sample in samples_held]
-        if (held[name].values.dtype, found) != (kind.dtype, expected):
-            wrong = [pair for pair in zip(samples_held, found, expected, strict=False) if pair[1] != pair[2]]
-            raise ExchangeError(
-                f"exchange: {name} is {held[name].values.dtype} of {len(found)} samples, expected {kind.dtype} of "
-                f"{len(expected)}; (sample, values, expected) {wrong[:4]}, as passed on all ranks"
-            )
-        parts[name] = dict(zip(samples_held, held[name].parts(), strict=True))
-    for samples, segment in zip(sends, segments, strict=True):
-        segment[:_ALIGNED] = header
-        at = _ALIGNED
-        for name in kinds if samples else ():
-            nbytes = sum(parts[name][sample].nbytes for sample in samples)
-            values = [parts[name][sample].view(torch.uint8) for sample in samples]
-            torch.cat(values, out=segment[at : at + nbytes])
-            at += nbytes + -nbytes % _ALIGNED
-
-
-def _unpack(
-    segments: Sequence[torch.Tensor],
-    receives: Sequence[Sequence[int]],
-    computed: Sequence[int],
-    kinds: Mapping[str, TensorSpec],
-) -> dict[str, Ragged]:
-    parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in kinds}
-    for samples, segment in zip(receives, segments, strict=True):
-        at = _ALIGNED
-        for name, kind in kinds.items() if samples else ():
-            counts = [kind.lengths[sample] for sample in samples]
-            nbytes = sum(counts) * kind.dtype.itemsize
-            parts[name].update(zip(samples, segment[at : at + nbytes].view(kind.dtype).split(counts), strict=True))
-            at += nbytes + -nbytes % _ALIGNED
-    return {
-        name: Ragged(
-            torch.cat([parts[name][sample] for sample in computed]), tuple(kind.lengths[sample] for sample in computed)
-        )
-        for name, kind in kinds.items()
-    }
-
-
-def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, TensorSpec]) -> int:
-    each = (sum(kind.lengths[sample] for sample in samples) * kind.dtype.itemsize for kind in kinds.values())
-    return _ALIGNED + sum(nbytes + -nbytes % _ALIGNED for nbytes in each)
-
-
-def _header(plan: BatchPlan, kinds: Mapping[str, TensorSpec], device: torch.device | str) -> torch.Tensor:
-    text = repr((plan.digest, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
-    digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNED).digest()
-    return torch.tensor(list(digest), dtype=torch.uint8, device=device)
-
-
-def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) -> None:
-    headers = torch.stack([segment[:_ALIGNED] for segment in segments]).cpu()
-    wrong = [peer for peer, same in enumerate((headers == header.cpu()).all(1).tolist()) if not same]
-    failed = [peer for peer in wrong if not headers[peer].any()]
-    if failed:
-        raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; see their own errors")
-    if wrong:
-        raise ExchangeError(
-            f"exchange: rank {rank} has another plan or other tensors than rank(s) {wrong[:8]}; "
-            "all ranks must pass the same lengths and tensors"
-        )
+def _values(spec: TensorSpec, samples: Sequence[int]) -> int:
+    return sum(spec.lengths[sample] for sample in samples)

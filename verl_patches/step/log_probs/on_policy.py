@@ -15,7 +15,6 @@ from verl_patches.errors import Check, ConfigError
 from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.truth_check import why_not
 
-LEVELS, REJECTIONS = ("token", "sequence"), ("seq_sum_k1", "seq_mean_k1")
 _SKIP, _SECTION = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
 _ACTOR = "actor_rollout_ref.actor"
 _RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
@@ -25,8 +24,8 @@ _RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 class Correction:
     """recipe.rollout_correction with weights, rejection or both on.
 
-    level: ratio that weights a token, of LEVELS or None; cap: the highest weight. reject: ratio that rejects a
-    sequence, of REJECTIONS or None; bounds: lowest and highest pi_rollout / pi_actor of an accepted sequence.
+    level: ratio that weights a token, token or sequence; cap: the highest weight. reject: ratio that rejects a
+    sequence, seq_sum_k1 or seq_mean_k1; bounds: lowest and highest pi_rollout / pi_actor of an accepted sequence.
     """
 
     level: str | None
@@ -127,11 +126,6 @@ def _sequence_faults(run: RunSpec) -> Iterator[str]:
 
 def _correction_faults(run: RunSpec) -> Iterator[str]:
     section = run.recipe.rollout_correction
-    for name, allowed in (("rollout_is", LEVELS), ("rollout_rs", REJECTIONS)):
-        if getattr(section, name) not in (None, *allowed):
-            yield f"{_SECTION}.{name} is {getattr(section, name)!r}; expected null, {' or '.join(allowed)}"
-    if not 0 < section.rollout_is_threshold < float("inf"):
-        yield f"{_SECTION}.rollout_is_threshold is {section.rollout_is_threshold}; expected the highest weight, above 0"
     if section.rollout_rs is None and section.rollout_rs_threshold is not None:
         yield f"{_SECTION}.rollout_rs_threshold is {section.rollout_rs_threshold}, but rollout_rs is null; set both"
     try:
