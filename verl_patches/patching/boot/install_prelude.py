@@ -27,8 +27,9 @@ PLACES = (
 NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
 _WITHOUT_US = (
-    f"{NAME} is in the site-packages of this Python, but verl_patches cannot be imported: put it on the PYTHONPATH of "
-    "this process, or remove the file (python -m verl_patches install-prelude --undo)"
+    f"{NAME} is in the site-packages of this Python, but the verl_patches that wrote it cannot be imported: put it on "
+    "the PYTHONPATH of this process, write the file again (python -m verl_patches install-prelude), or remove it (the "
+    "same with --undo)"
 )
 _FINDER = f"""
 import sys
