@@ -70,10 +70,10 @@ ROLLOUT: tuple[PatchSpec, ...] = (
                    "verl.workers.sharding_manager.fsdp_vllm:LLM", "verl.workers.sharding_manager.megatron_vllm:LLM")),
     _row("rollout.llm_arguments", "override", "vllm.entrypoints.llm:LLM.__init__",
          "verl_patches.worker.rollout_engine:RolloutEngine.__init__",
-         "verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too "
-         "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only "
-         "models (config.py:695). And vLLM reads the model folder, not verl's override of it: DeepSeek's config.json "
-         "says fp8, which vllm-ascend refuses (platform.py:52), also after conversion to bf16.",
+         "verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too; vLLM "
+         "0.9.1 wants a dict for the first and refuses the second (vllm.config.ModelConfig._init_multimodal_config). "
+         "And vLLM reads the model folder, not verl's override of it: DeepSeek's config.json says fp8, which is not in "
+         "vllm_ascend.platform.NPUPlatform.supported_quantization, also after conversion to bf16.",
          exit="verl passes image arguments only to models that take images, and its override_config to vLLM",
          needs=("rollout.engine",)),
     _row("rollout.no_collector", "override", "vllm.entrypoints.llm:LLM.generate",
@@ -84,72 +84,74 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     _row("rollout.dp_place", "wrap", "vllm.config:ParallelConfig.__post_init__",
          "verl_patches.rollout.engine:set_dp_rank_in_launcher",
          "With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
-         "its own (config.py:1885-1887), so DP ranks never meet.",
+         "its own, so DP ranks never meet.",
          exit="vLLM derives DP rank and meeting point from the launcher when engines are started from outside"),
     _row("rollout.fp32_router", "wrap", "vllm.model_executor.models.deepseek_v2:DeepseekV2MoE.__init__",
          "verl_patches.rollout.engine:route_in_fp32",
-         "vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
-         "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
+         "vLLM 0.9.1 routes in the model's dtype, training and the checkpoint's bias are fp32: in bf16 near scores "
+         "change places and tokens go to other experts than in training.",
          exit="vLLM routes DeepSeek-V3 in fp32",
          platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
     _ascend("rollout.ascend_fp32_router", "wrap", "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MoE.__init__",
             "verl_patches.rollout.engine:route_in_fp32",
-            "vllm-ascend's class has router weight and correction bias in the model's dtype too (deepseek_v2.py:323), "
-            "and gives npu_moe_gating_top_k bf16 logits and bias: as rollout.fp32_router.",
+            "vllm-ascend's class has router weight and correction bias in the model's dtype too, and gives "
+            "npu_moe_gating_top_k bf16 logits and bias: as rollout.fp32_router.",
             exit="vllm-ascend routes DeepSeek-V3 in fp32"),
     _ascend("rollout.ascend_decode_kv", "wrap", "vllm_ascend.attention.mla_v1:AscendMLAImpl.forward",
             "verl_patches.rollout.ascend:write_decode_kv",
             "With torchair a batch of decodes and prefills, which V1's own scheduler makes, never writes the decode "
-            "tokens' KV (mla_v1.py:1188-1200): later tokens are silently wrong (|dlogp| 2.2 on a tiny model). And a "
-            "prompt of one token among fresh prompts ends in more slots than keys (:1192).",
+            "tokens' KV: later tokens are silently wrong (|dlogp| 2.2 on a tiny model). And a prompt of one token "
+            "among fresh prompts ends in more slots than keys.",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
     _ascend("rollout.ascend_multistream_mla", "wrap",
             "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MLAAttention.__init__",
             "verl_patches.rollout.ascend:pass_multistream_mla",
-            "enable_multistream_mla is computed (deepseek_v2.py:566) and dropped where torchair is enabled (:580): the "
-            "KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin keeps forward_kwargs of deepseek_v2.py:568", feature="multistream_mla"),
+            "The class's forward computes enable_multistream_mla and drops it where torchair is enabled: the KV "
+            "cache's write and the query's rotary embedding stay on the first stream.",
+            exit="the pin's forward keeps its forward_kwargs with torchair too", feature="multistream_mla"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:top_k_and_top_p_in_their_places",
             "With VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE=1 top-k is taken for top-p and the other way round: defined as "
-            "(logits, p, k), called with (logits, k, p) (patch_sampler.py:49, :94). A top-p below 1 becomes a count of "
-            "0, whose index is past the vocabulary, and no token is left out.",
+            "(logits, p, k), called with (logits, k, p) by the module's topk_topp_forward_native. A top-p below 1 "
+            "becomes a count of 0, whose index is past the vocabulary, and no token is left out.",
             exit="the pin takes (logits, k, p), as AscendTopKTopPSampler of newer versions does"),
     _ascend("rollout.ascend_expert_groups", "replace", "vllm_ascend.ops.fused_moe:native_grouped_topk",
             "verl_patches.rollout.ascend:rank_groups_by_two",
             "Unless there are 256 experts, which npu_moe_gating_top_k routes, vllm-ascend ranks groups by their best "
-            "expert (fused_moe.py:738, called at :910); DeepSeek-V3 sums the best two, as vLLM does since PR 13474.",
+            "expert; DeepSeek-V3 sums the best two, as vLLM does since PR 13474.",
             exit="vllm-ascend ranks groups by their best two experts where there is a correction bias"),
     _row("rollout.absorb_mla_again", "wrap",
          "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.load_weights",
          "verl_patches.rollout.engine:refresh_absorbed_mla",
-         "vLLM's MLA decodes with projections that it derives from kv_b_proj at start (mla/common.py:1115) and that "
-         "follow a weight sync as views of it only; vllm-ascend copies them (attention/mla_v1.py:669) and MindSpeed "
-         "makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157): decoding would keep the first weights.",
+         "vLLM's MLA derives the projections that it decodes with from kv_b_proj at start; as views of it they follow a "
+         "weight sync. vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading copies them, and "
+         "MindSpeed makes torch.Tensor.view copy (mindspeed.megatron_adaptor.torch_adaptation): decoding would keep "
+         "the first weights.",
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
     _ascend("rollout.ascend_mc2_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
             "verl_patches.platform.npu.groups:with_mc2_groups",
             "CANN demands a communicator for MC2 on which no other operator runs; vllm-ascend gives MC2 in decode "
-            "(fused_moe.py:869) that of vLLM's EP group, on which batches with prefills run all-to-all (:341-407).",
+            "that of vLLM's EP group, on which vllm_ascend.ops.fused_moe.fused_experts_with_all2all runs prefills.",
             exit="vllm-ascend PRs 1711 (get_mc2_group) and 1831 (several instances) are in the pin, as in v0.9.1rc2",
             bindings=_HOLD_GROUPS),
     _ascend("rollout.ascend_mc2_name", "wrap", "vllm_ascend.ops.fused_moe:AscendUnquantizedFusedMoEMethod.__init__",
             "verl_patches.platform.npu.groups:use_mc2_group",
-            "The only place from which MC2's ops get the name of their communicator, in graphs too (fused_moe.py:154, "
-            ":222, :959); the methods of quantised experts have their own, which no weight sync of ours writes into.",
+            "The only place from which MC2's ops get the name of their communicator, in graphs too; the methods of "
+            "quantised experts have their own, which no weight sync of ours writes into.",
             exit="as rollout.ascend_mc2_groups", needs=("rollout.ascend_mc2_groups",)),
     _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
             "verl_patches.platform.npu.groups:options_of_rollout",
-            "vLLM makes its device groups without options (parallel_state.py:221), so that each holds two buffers of "
-            "HCCL_BUFFSIZE, which the experts' exchange sizes; recipe.hccl.small_groups_mib is for the others, among "
-            "them the EP group where MC2 has its own.", exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
+            "vLLM makes its device groups without options (vllm.distributed.parallel_state.GroupCoordinator.__init__), "
+            "so that each holds two buffers of HCCL_BUFFSIZE, which the experts' exchange sizes; "
+            "recipe.hccl.small_groups_mib is for the others, among them the EP group where MC2 has its own.",
+            exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.step.replay.expert_load:count_experts",
-            "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "
-            "are seen where they are handed on: recipe.expert_load records max / mean tokens of experts.",
+            "Balanced routing takes the place of the router's choice inside of AscendUnquantizedFusedMoEMethod.apply, "
+            "so expert ids are seen where it hands them on: recipe.expert_load records max / mean tokens of experts.",
             exit="vllm-ascend reports the load of its experts", role="observe", feature="expert_load"),
     _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
             "verl_patches.step.replay.expert_load:count_experts",
@@ -171,7 +173,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:unfinished_by_metadata",
             "A decode step has two all-reduces of DP ranks, 3 ms each (quoted): whether any has requests "
-            "(patch_distributed.py:72), and their most tokens (model_runner_v1.py:614), 0 where none has.",
+            "(vllm_ascend.patch.platform.patch_common.patch_distributed.ascend_has_unfinished_dp), and their most "
+            "tokens (target of rollout.ascend_dp_metadata), 0 where none has.",
             exit="vllm-ascend's metadata says whether a rank has requests", needs=("rollout.ascend_dp_metadata",),
             role="speed"),
     _ascend("rollout.ascend_dp_metadata", "wrap",
@@ -181,57 +184,57 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="as rollout.ascend_dp_sync", role="speed"),
     _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
             "verl_patches.rollout.decode_host:at_the_end",
-            "Each request gets an EngineCoreOutput and a dict of log-probs in each step (scheduler.py:782), although "
-            "LLM.generate asks for finished requests alone.",
+            "Each request gets an EngineCoreOutput and a dict of log-probs in each step, although LLM.generate asks "
+            "for finished requests alone.",
             exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
     _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
             "verl_patches.rollout.decode_host:log_probs_at_once",
-            "verl asks for sampled tokens alone (logprobs=0); vLLM chains iterators for top tokens (:185).",
+            "verl asks for sampled tokens alone (logprobs=0); its _make_logprob_dict chains iterators of top ones.",
             exit="vLLM has a short way for logprobs=0", role="speed"),
     _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
             "verl_patches.rollout.decode_host:same_as_before",
-            "A decode step is scheduled from nothing, request by request (scheduler.py:190), but differs by one token.",
+            "A decode step is scheduled from nothing, request by request, but differs by one token.",
             exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.step.log_probs.of_rollout:keep_rollout_log_probs",
-         "verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:173) and drops them; "
-         "the truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
+         "verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vLLMRollout.__init__) and drops them; the "
+         "truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
          "sequences that are sampled for it while vLLM is awake.", role="observe"),
 )  # fmt: skip
 
 MODEL: tuple[PatchSpec, ...] = (
     _row("model.config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
          "verl_patches.model.megatron:converters",
-         "verl's DeepSeek-V3 converter (verl/models/mcore/config_converter.py:187) drops group-limited routing, "
-         "computes the router in fp64, trains with a balancing loss and lets training move the correction bias.",
+         "verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3 drops group-limited routing, computes the "
+         "router in fp64, trains with a balancing loss and lets training move the correction bias.",
          exit="verl sets moe_router_num_groups and moe_router_group_topk for DeepSeek-V3", lines=_PYPI),
     _row("model.mla_k_pe_grad", "wrap", "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
          "verl_patches.model.megatron:sum_k_pe_grad",
-         "Under TP each rank keeps only its own heads' part of the rotary key's gradient "
-         "(megatron/core/transformer/multi_latent_attention.py:404; verl's patch_v012.py has a copy).",
+         "Under TP the class's get_query_key_value_tensors keeps on each rank only its own heads' part of the rotary "
+         "key's gradient (verl.models.mcore.patch_v012.apply_patch has a copy).",
          exit="megatron-core sums the gradient of k_pos_emb over TP ranks", lines=_PYPI),
     _row("model.load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
          "verl_patches.worker.models:load_deepseekv3",
-         "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
-         "through a whole HF model on every rank (verl/utils/model.py:350), and once for the reference and once for "
-         "the actor. This loader takes folders in bf16, in FP8 and of Megatron.",
+         "verl loads HF weights into Megatron for Llama and Qwen2 only "
+         "(verl.models.weight_loader_registry.get_weight_loader), through a whole HF model on every rank, and once for "
+         "the reference and once for the actor. This loader takes folders in bf16, in FP8 and of Megatron.",
          exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
-         "The Megatron worker writes bfloat16 down (megatron_workers.py:334); only fp32 shows a wrong weight.",
+         "init_model of verl's Megatron worker sets the dtype to bfloat16; only fp32 shows a wrong weight.",
          exit="verl reads the actor's dtype from its configuration",
          needs=("update.recipe_worker", "model.optimizer_dtype")),
     _row("model.value_head", "register", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY",
          "verl_patches.model.value_head:initializers",
-         "verl's head of a critic imports flash_attn and, under sequence parallelism, marks its weight but not its "
-         "bias for the sum of gradients over TP ranks (verl/models/llama/megatron/layers/parallel_linear.py:97), so "
-         "biases drift apart.", feature="value_models",
+         "verl's head of a critic (verl.models.llama.megatron.layers.parallel_linear.LinearForLastLayer) imports "
+         "flash_attn and, under sequence parallelism, marks its weight but not its bias for the sum of gradients over "
+         "TP ranks, so biases drift apart.", feature="value_models",
          exit="verl has a value head of its own for Megatron", lines=_PYPI),  # line a3: model.mindspeed_initializer
     _row("model.optimizer_dtype", "wrap", "verl.utils.megatron.optimizer:get_megatron_optimizer",
          "verl_patches.model.megatron:optimizer_in_model_dtype",
-         "verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
+         "verl.utils.megatron_utils.init_megatron_optim_config says bf16 whatever the model is.",
          exit="verl derives the optimizer's dtype from the model's"),
 )  # fmt: skip
 
@@ -239,13 +242,13 @@ MODEL: tuple[PatchSpec, ...] = (
 MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.mla_config_name", "extend", "megatron.core.transformer:MLATransformerConfig",
         f"{_MINDSPEED}.compat:MLATransformerConfig",
-        "verl imports it (verl/models/mcore/config_converter.py:22); core_r0.8.0 has no MLA", exit=_NEWER_MEGATRON),
+        "verl imports it (verl.models.mcore.config_converter); core_r0.8.0 has no MLA", exit=_NEWER_MEGATRON),
     _a3("model.block_spec_name", "extend", "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec",
         f"{_MINDSPEED}.compat:get_gpt_decoder_block_spec",
-        "verl imports it for its other models (verl/models/mcore/model_initializer.py:20)", exit=_NEWER_MEGATRON),
+        "verl imports it for its other models (verl.models.mcore.model_initializer)", exit=_NEWER_MEGATRON),
     _a3("model.packed_fields", "wrap", "megatron.core.packed_seq_params:PackedSeqParams",
         f"{_MINDSPEED}.compat:with_padded_lengths",
-        "verl gives it lengths with padding (verl/models/mcore/util.py:66); core_r0.8.0 has no such fields",
+        "verl.models.mcore.util.preprocess_packed_seqs gives it lengths with padding; core_r0.8.0 has no such fields",
         exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED)),
     *(_a3(f"model.etp_{name}", "extend", f"megatron.core.parallel_state:get_expert_tensor_parallel_{name}",
           f"{_MINDSPEED}.compat:expert_tensor_parallel_{name}",
@@ -253,34 +256,34 @@ MINDSPEED: tuple[PatchSpec, ...] = (
           exit=_NEWER_MEGATRON) for name in ("world_size", "rank", "group")),
     _a3("model.mindspeed_config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
         f"{_MINDSPEED}.model:converters",
-        "verl's DeepSeek-V3 converter raises NotImplementedError (verl/models/mcore/config_converter.py)",
-        exit=_VERL_HAS_IT),
+        "verl's DeepSeek-V3 converter raises NotImplementedError "
+        "(verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3)", exit=_VERL_HAS_IT),
     _a3("model.mindspeed_initializer", "register", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY",
         f"{_MINDSPEED}.model:initializers",
-        "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)", exit=_VERL_HAS_IT),
+        "verl builds Megatron's attention; MLA is in mindspeed_llm.tasks.models.spec.deepseek_spec", exit=_VERL_HAS_IT),
     _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
         "verl_patches.step.batches.packed_forward:forwards",
         "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
-        "(verl/models/mcore/util.py:46), and gathers log-probs without their gradient's factor (:95).",
+        "(verl.models.mcore.util.preprocess_packed_seqs), and gathers log-probs without their gradient's factor.",
         exit="verl cuts for Ulysses"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
         "verl has no DeepSeek-V3 names at this commit", exit=_VERL_HAS_IT),
     _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
         "verl_patches.worker.models:load_mindspeed",
-        "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), once "
-        "for the reference and once for the actor",
+        "verl loads HF weights into Megatron for Llama and Qwen2 only "
+        "(verl.models.weight_loader_registry.get_weight_loader), once for the reference and once for the actor",
         exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
         f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",
-        "every worker looks its model's saver up, saving or not; there is none for DeepSeek-V3 "
-        "(verl/utils/checkpoint/megatron_checkpoint_manager.py:94)", exit="our own checkpoints take this place",
+        "MegatronCheckpointManager.__init__ of every worker looks its model's saver up, saving or not; there is none "
+        "for DeepSeek-V3", exit="our own checkpoints take this place",
         bindings=("verl.utils.checkpoint.megatron_checkpoint_manager:get_weight_saver",)),
     _a3("model.packed_rope", "wrap",
         "megatron.core.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb_thd",
         f"{_MINDSPEED}.compat:packed_rope",
-        "MindSpeed-LLM's MLA hands over [T, 1, N, D] (multi_head_latent_attention.py:323), which it takes for "
-        "[T, N, D]", exit="MindSpeed-LLM's MLA takes packed sequences"),
+        "mindspeed_llm.tasks.models.transformer.multi_head_latent_attention.MultiHeadLatentAttention hands over "
+        "[T, 1, N, D], which it takes for [T, N, D]", exit="MindSpeed-LLM's MLA takes packed sequences"),
     _a3("model.mindspeed_weights", "wrap", "verl.utils.megatron_utils:per_tensor_generator",
         "verl_patches.worker.models:deepseekv3_generator",
         "it reads fields that core_r0.8.0's TransformerConfig lacks, knows no stacked experts and leaves out the "
@@ -290,25 +293,25 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("update.engine_start", "override", f"{_ACTOR}.__init__",
         "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
         "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
-        "MindSpeed (verl/workers/megatron_workers.py:86)",
+        "MindSpeed",
         exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
     _ascend("update.small_groups", "wrap", "mindspeed_llm.core.parallel_state:get_nccl_options_wrapper",
             "verl_patches.platform.npu.groups:options_of_training",
-            "MindSpeed-LLM's options of Megatron's groups hold a name only (core/parallel_state.py:326), in place of "
-            "MindSpeed's with a size (mindspeed/core/parallel_state.py:250): as rollout.ascend_small_groups.",
+            "MindSpeed-LLM's options of Megatron's groups hold a name only, in place of MindSpeed's with a size "
+            "(mindspeed.core.parallel_state.get_nccl_options_wrapper): as rollout.ascend_small_groups.",
             exit="MindSpeed-LLM hands on --hccl-group-buffer", feature="small_groups"),
     _a3("update.optimizer_config", "wrap", "verl.utils.megatron_utils:init_megatron_optim_config",
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
-        "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",
+        "verl hands over lr, clip and decay only, in bf16 always",
         exit="verl hands Megatron's optimizer all of its settings"),
     _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
         "verl_patches.worker.models:overlapping_ddp",
-        "verl builds DDP with overlap_grad_reduce=False (verl/utils/megatron_utils.py:127), and gives the schedules no "
-        "no_sync, without which each micro batch would start a reduction", feature="grad_overlap",
+        "verl builds DDP with overlap_grad_reduce=False (verl.utils.megatron_utils.get_model), and gives the schedules "
+        "no no_sync, without which each micro batch would start a reduction", feature="grad_overlap",
         exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:with_lr_schedule",
-        "verl has no learning-rate schedule for Megatron at this commit (verl/utils/megatron/optimizer.py, TODO)",
+        "verl has no learning-rate schedule for Megatron at this commit (a TODO of verl.utils.megatron.optimizer)",
         exit="verl steps Megatron's scheduler (0.4.1 and later)"),
 )  # fmt: skip
 
@@ -344,14 +347,14 @@ RESHARD: tuple[PatchSpec, ...] = (
          needs=("rollout.engine",)),
     _row("reshard.direct", "override", f"{_MANAGER}.__enter__",
          "verl_patches.worker.sharding:RecipeShardingManager.__enter__",
-         "verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, per_tensor_generator): "
+         "verl gives every rank every weight, tensor by tensor (verl.utils.megatron_utils.per_tensor_generator): "
          "at 256 dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert names one by one.",
          exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker"),
          role="speed"),
     _row("model.local_names", "wrap", "verl.utils.model:normalize_model_name",
          "verl_patches.reshard.parameters:te_names_for_verl",
-         "verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
-         "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",
+         "verl's per_tensor_generator and verl.models.mcore.weight_converter.McoreToHFWeightConverterDpskv3 know "
+         "Transformer Engine's parameter names only.",
          exit="verl accepts the names of Megatron's own modules", lines=_PYPI,
          bindings=("verl.utils.megatron_utils:normalize_model_name",)),
 )  # fmt: skip
@@ -359,15 +362,16 @@ RESHARD: tuple[PatchSpec, ...] = (
 LOG_PROB: tuple[PatchSpec, ...] = (
     _row("logprob.in_chunks", "replace", f"{_VOCAB_PARALLEL}:vocab_parallel_log_probs_from_logits",
          "verl_patches.model.log_prob:vocab_parallel_log_probs_from_logits",
-         "Megatron's cross entropy turns fp32 logits into their softmax in forward (cross_entropy.py:45), where verl's "
-         "entropy has saved them: a loss with entropy fails in backward. MindSpeed's copies them, as Megatron's does "
-         "in bf16: 0.53 GB of fp32 for 4096 tokens at TP4. Replaced, not wrapped: nothing of it is left to call.",
+         "megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy turns fp32 logits into their softmax "
+         "in forward, where verl's entropy has saved them: a loss with entropy fails in backward. MindSpeed's copies "
+         "them, as Megatron's does in bf16: 0.53 GB of fp32 for 4096 tokens at TP4. Replaced, not wrapped: nothing of "
+         "it is left to call.",
          exit="verl computes log-probs of vocab-parallel logits by chunks, on NPUs too",
          bindings=("verl.workers.actor.megatron_actor:vocab_parallel_log_probs_from_logits",)),
     _row("logprob.entropy_in_chunks", "replace", f"{_VOCAB_PARALLEL}:vocab_parallel_entropy",
          "verl_patches.model.log_prob:vocab_parallel_entropy",
          "verl's holds the softmax and its product with the logits, each as large as the logits, and keeps the first "
-         "for backward (tensor_parallel.py:109-125). Replaced, not wrapped: nothing of it is left to call.",
+         "for backward. Replaced, not wrapped: nothing of it is left to call.",
          exit="as logprob.in_chunks", needs=("logprob.in_chunks",),
          bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",), role="speed"),
 )  # fmt: skip
@@ -384,18 +388,18 @@ UPDATE: tuple[PatchSpec, ...] = (
          "The step of a worker is written down in one class: phases of memory, weight sync, on-policy update, tensors "
          "that stay on the device, handshake and report.", processes=_ALL, needs=("update.recipe_by_default",)),
     _row("update.recipe_critic", "subclass", _CRITIC, "verl_patches.worker.value_worker:RecipeCriticWorker",
-         "The step of a critic: the recipe's dtype where verl writes bfloat16 down (megatron_workers.py:699), its "
-         "phases of memory, its part of a checkpoint, where verl loses experts, and steps with NaN left out.",
+         "The step of a critic: the recipe's dtype where verl's init_model sets bfloat16, its phases of memory, its "
+         "part of a checkpoint, where verl loses experts, and steps with NaN left out.",
          exit="as update.recipe_worker", processes=_ALL, needs=("update.recipe_worker",), feature="critic"),
     _row("update.critic_gradients", "override", f"{_CRITIC}._build_critic_model_optimizer",
          "verl_patches.worker.value_worker:RecipeCriticWorker._build_critic_model_optimizer",
-         "verl's actor gives Megatron's schedules finalize_model_grads (megatron_actor.py:138), its critic does not: "
-         "nothing reduces gradients over ranks, and each rank steps with its own.", feature="critic",
+         "verl.workers.actor.megatron_actor.MegatronPPOActor gives Megatron's schedules finalize_model_grads, verl's "
+         "critic does not: nothing reduces gradients over ranks, and each rank steps with its own.", feature="critic",
          exit="verl's critic sets finalize_model_grads_func", needs=("update.recipe_critic",), role="correctness"),
     _row("update.on_policy", "override", f"{_ACTOR}.update_actor",
          "verl_patches.worker.recipe_worker:RecipeWorker.update_actor",
-         "verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "
-         "finds the same ones, and never corrects for vLLM's different log-probs.",
+         "verl computes old log-probs in a pass of its own (verl.trainer.ppo.ray_trainer.RayPPOTrainer.fit) also "
+         "where the update finds the same ones, and never corrects for vLLM's different log-probs.",
          exit="the pins move to a verl with algorithm.rollout_correction that leaves the pass out on policy "
               "(verl 3996)",
          needs=("update.recipe_worker", "update.loss_on_policy"), feature="on_policy"),
@@ -408,61 +412,60 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
          "verl_patches.step.replay.routing_replay:note_samples",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
-         "is recomputed (megatron/core/transformer/transformer_block.py).",
+         "is recomputed (megatron.core.transformer.transformer_block.TransformerBlock._checkpointed_forward).",
          exit="verl has routing replay for Megatron (0.6 and later has)",
          bindings=("verl.models.mcore.model_forward:preprocess_packed_seqs",), feature="routing_replay"),
     _row("update.routing_replay", "wrap", "megatron.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
          "verl_patches.step.replay.routing_replay:replay_experts",
          "The experts of a token in the update are those that the new weights choose, not those of the pass "
-         "whose log-probs it is compared with. The function is the only place that selects "
-         "(megatron/core/transformer/moe/moe_utils.py:478).",
+         "whose log-probs it is compared with. The function is the only place that selects.",
          exit="megatron-core replays recorded experts (RouterReplay of later versions)", lines=_PYPI,
          needs=("update.routing_samples",),
          bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",), feature="routing_replay"),
     _a3("update.routing_replay_mindspeed", "wrap",
         "mindspeed_llm.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
         "verl_patches.step.replay.routing_replay:replay_experts",
-        "As update.routing_replay; MindSpeed-LLM has a selection of its own "
-        "(mindspeed_llm/core/transformer/moe/moe_utils.py:76).",
+        "As update.routing_replay; MindSpeed-LLM has a selection of its own.",
         exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
         bindings=("mindspeed_llm.core.transformer.moe.router:topk_softmax_with_capacity",
                   "mindspeed_llm.core:topk_softmax_with_capacity"), feature="routing_replay"),
     _row("update.skip_bad_steps", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
-         "In fp32 and bf16 Megatron steps with NaN or infinite gradients too (optimizer.py, prepare_grads: only a loss "
-         "scaler looks at them), and every weight is NaN afterwards; verl ends a run by a bare NotImplementedError "
-         "where a scaler left a step out (megatron_actor.py:475; :520 in 0.4.0). Ours leaves such a step out on all "
-         "ranks, counts it and names rank, stage and parameter.",
+         "In fp32 and bf16 Megatron steps with NaN or infinite gradients too, as only a loss scaler looks at them "
+         "(megatron.core.optimizer.optimizer.MixedPrecisionOptimizer.prepare_grads), and every weight is NaN "
+         "afterwards; where a scaler left a step out, verl's update_policy ends the run by a bare NotImplementedError. "
+         "Ours leaves such a step out on all ranks, counts it and names rank, stage and parameter.",
          exit="verl leaves out steps with NaN gradients and counts them", needs=("update.recipe_worker",)),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",
          "Last point where a rank holds only its own responses on the device: verl sends all of it "
-         "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
+         "through the trainer, padded, and back for each stage (verl.single_controller.base.decorator).",
          exit="verl's stages leave their tensors on the workers for the next",
          needs=("update.sharding_manager", "update.recipe_worker"), feature="tensor_cache"),
     _a3("update.dynamic_batches", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
         "verl_patches.step.batches.micro_batches:packing",
-        "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only (megatron_actor.py:271), "
-        "and returns log-probs in their order.", feature="dynamic_batches",
+        "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only, and returns log-probs "
+        "in their order.", feature="dynamic_batches",
         exit="the pins move to verl 0.4.0 or later", needs=("update.dynamic_split", "update.recipe_worker")),
     _a3("update.dynamic_split", "wrap", "verl.utils.torch_functional:split_dict_tensor_into_batches",
         "verl_patches.step.batches.micro_batches:by_tokens",
-        "Where the actor cuts a batch (megatron_actor.py:275); equal parts only.",
+        "The actor's forward_backward_batch cuts a batch by it, into equal parts only.",
         exit="as update.dynamic_batches", feature="dynamic_batches",
         bindings=("verl.workers.actor.megatron_actor:split_dict_tensor_into_batches",
                   "verl.workers.critic.megatron_critic:split_dict_tensor_into_batches",
                   "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
     _row("update.mini_batches", "wrap", "verl.utils.megatron.pipeline_parallel:make_batch_generator",
          "verl_patches.step.batches.micro_batches:in_mini_batch",
-         "The one place where the actor has all micro batches of a mini batch (megatron_actor.py:410; :444 in 0.4.0).",
+         "The one place where the actor's forward_backward_batch has all micro batches of a mini batch.",
          exit="as update.sample_weights", needs=("update.recipe_worker",),
          bindings=("verl.workers.actor.megatron_actor:make_batch_generator",
                    "verl.workers.critic.megatron_critic:make_batch_generator",
                    "verl.workers.reward_model.megatron.reward_model:make_batch_generator")),
     _row("update.sample_weights", "wrap", "verl.trainer.ppo.core_algos:agg_loss",
          "verl_patches.step.batches.micro_batches:by_mini_batch",
-         "The loss of each micro batch is an average of its own, and Megatron averages those (schedules.py:283): the "
-         "gradient depends on the micro batches where they hold unequally many samples or, with token-mean, tokens.",
+         "The loss of each micro batch is an average of its own, and Megatron averages those "
+         "(megatron.core.pipeline_parallel.schedules.forward_step): the gradient depends on the micro batches where "
+         "they hold unequally many samples or, with token-mean, tokens.",
          exit="the pins move to a verl whose agg_loss divides by the tokens of the mini batch",
          needs=("update.mini_batches",),
          bindings=("verl.workers.actor.megatron_actor:agg_loss", "verl.workers.actor.dp_actor:agg_loss",
@@ -470,7 +473,7 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.micro_batches_as_planned", "wrap", "verl.utils.seqlen_balancing:rearrange_micro_batches",
          "verl_patches.step.batches.micro_batches:as_planned",
          "Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches of "
-         "two replicas are not equally long (verl/utils/seqlen_balancing.py).",
+         "two replicas are not equally long.",
          exit="verl plans dynamic micro batches for all replicas together, within the budget", feature="tensor_cache",
          bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches@pypi",
                    "verl.workers.actor.dp_actor:rearrange_micro_batches",
@@ -482,9 +485,10 @@ UPDATE: tuple[PatchSpec, ...] = (
 CHECKPOINT: tuple[PatchSpec, ...] = (
     _row("checkpoint.parts", "override", f"{_ACTOR}.save_checkpoint",
          "verl_patches.worker.checkpoint:TrainingWorker.save_checkpoint",
-         "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), so experts of all "
-         "other expert-parallel ranks are lost; gathers the states of a replica on one rank; and resumes in the same "
-         "layout only. Ours: every rank writes what it alone holds, while the run goes on; load_checkpoint too.",
+         "verl saves the model on data-parallel rank 0 only "
+         "(verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager.save_checkpoint), so experts of "
+         "all other expert-parallel ranks are lost; gathers the states of a replica on one rank; and resumes in the "
+         "same layout only. Ours: every rank writes what it alone holds, while the run goes on; load_checkpoint too.",
          exit="verl saves and loads all experts, asynchronously, for any layout", needs=("update.recipe_worker",)),
     _row("checkpoint.save", "wrap", f"{_TRAINER}:RayPPOTrainer._save_checkpoint",
          "verl_patches.trainer.checkpoint:save_as_recipe",
@@ -517,9 +521,8 @@ MEMORY: tuple[PatchSpec, ...] = (
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
          needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
     _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:without_empty_cache",
-         "verl gives the allocator's pool back after every call, pass and update (megatron_workers.py, "
-         "megatron_actor.py), and the next stage asks the device for the same memory again; with memory.order the "
-         "schedule says where.",
+         "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
+         "for the same memory again; with memory.order the schedule says where.",
          exit="verl empties the cache where a stage needs memory past torch's pool, and only there", role="speed",
          bindings=("verl.workers.actor.megatron_actor:torch", "verl.workers.critic.megatron_critic:torch")),
     _row("memory.sleep_mode", "override", "vllm.entrypoints.llm:LLM.sleep",
@@ -530,9 +533,9 @@ MEMORY: tuple[PatchSpec, ...] = (
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
             "verl_patches.worker.rollout_engine:with_addresses_read",
-            "Graphs are compiled with frozen_parameter (model_runner_v1.py:1774), so Parameters must keep their "
-            "addresses, which only vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to "
-            "torch's pool and compiles graphs without it.", role="correctness", feature="graphs",
+            "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
+            "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
+            "compiles graphs without it.", role="correctness", feature="graphs",
             exit="vllm-ascend has an option for frozen_parameter"),
 )  # fmt: skip
 
@@ -553,14 +556,16 @@ DISPATCH: tuple[PatchSpec, ...] = (
 REWARD: tuple[PatchSpec, ...] = (
     _row("reward.parts", "wrap", "verl.trainer.ppo.reward:load_reward_manager",
          "verl_patches.rewards.manager:load_parts",
-         "verl's reward managers know one function, return a reward model's scores in place of its own (naive.py:38), "
-         "and compute_reward prints an error, calls again and trains without extra information (reward.py:115).",
+         "verl's reward managers know one function, return a reward model's scores in place of its own "
+         "(verl.workers.reward_manager.naive.NaiveRewardManager.__call__), and verl.trainer.ppo.reward.compute_reward "
+         "prints an error, calls again and trains without extra information.",
          exit="verl adds up several rewards, and ends a run where one of them fails",
          processes=_CONTROLLER, bindings=("verl.trainer.main_ppo:load_reward_manager",)),
     _row("reward.models", "subclass", f"{_WORKERS}:RewardModelWorker",
          "verl_patches.worker.value_worker:RecipeRewardModelWorker",
          "verl has one reward model a run, in bfloat16, and moves its parameters by a copy in each direction "
-         "(megatron/reward_model.py:300). Ours are those of recipe.rewards, one after another by the memory schedule.",
+         "(verl.workers.reward_model.megatron.reward_model.MegatronRewardModel.load_params_to_cuda). Ours are those of "
+         "recipe.rewards, one after another by the memory schedule.",
          exit="verl runs several reward models on one worker group", processes=_ALL, needs=("update.recipe_worker",),
          feature="reward_models"),
 )  # fmt: skip
@@ -572,9 +577,9 @@ FUNCTIONAL: tuple[PatchSpec, ...] = (
 
 NO_BUILD: tuple[PatchSpec, ...] = tuple(
     _row(f"platform.{module.replace('.', '_')}", "stub", module, "verl_patches.platform.flash_attn",
-         "verl/workers/critic/dp_critic.py:24 imports flash_attn.bert_padding wherever megatron_workers is imported "
-         "(verl/workers/actor/dp_actor.py:42 too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
-         "MindSpeed puts an empty module in its place (mindspeed/megatron_adaptor.py:138).",
+         "verl.workers.critic.dp_critic imports flash_attn.bert_padding wherever megatron_workers is imported "
+         "(verl.workers.actor.dp_actor too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
+         "MindSpeed puts an empty module in its place (mindspeed.megatron_adaptor.te_adaptation).",
          exit="verl imports flash_attn where it is used", processes=_ALL)
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
