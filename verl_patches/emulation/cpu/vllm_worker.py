@@ -31,7 +31,7 @@ class RolloutCpuWorker(CPUWorker):
     """CPUWorker for external_launcher: one process a rank, started by verl, each with an engine of its own."""
 
     def __init__(self, *args, is_driver_worker: bool = False, **kwargs):
-        # cpu_worker.py:150 asserts that the driver is rank 0; with external_launcher every rank drives its own engine
+        # CPUWorker asserts that the driver is rank 0; with external_launcher every rank drives its own engine
         super().__init__(*args, is_driver_worker=False, **kwargs)
         self.is_driver_worker = self.model_runner.is_driver_worker = is_driver_worker
 
@@ -82,8 +82,9 @@ class RolloutCpuWorker(CPUWorker):
 class RolloutCpuCommunicator(CpuCommunicator):
     """CpuCommunicator that sends tokens to the ranks that hold their experts, and sums what comes back.
 
-    In vLLM 0.9.1 only the CUDA and XPU communicators have dispatch and combine; CpuCommunicator inherits no-ops
-    (base_device_communicator.py:246), with which expert parallelism across DP silently drops the other ranks' experts.
+    In vLLM 0.9.1 only the CUDA and XPU communicators have dispatch and combine; CpuCommunicator inherits no-ops of
+    vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase, with which expert
+    parallelism across DP silently drops the other ranks' experts.
     The exchange itself is vLLM's own NaiveAll2AllManager (broadcasts and an all-reduce inside the DP group).
     """
 

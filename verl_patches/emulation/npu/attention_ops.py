@@ -1,4 +1,4 @@
-"""MLA of vllm-ascend on a paged cache: references of the functions that attention/mla_v1.py and ops/rotary call.
+"""MLA on a paged cache: references of what vllm_ascend.attention.mla_v1 and vllm_ascend.ops.rotary_embedding call.
 
 T tokens, B sequences, N query heads, L latent width (kv_lora_rank), R rotary width, D head width, Dv value width. A
 cache is [blocks, block size, heads, width]; a slot is block * block size + place; a block table [B, blocks] is int32.

@@ -1,4 +1,4 @@
-"""Norms and routed experts of vllm-ascend: references of the functions that ops/fused_moe.py and ops/layernorm.py call.
+"""Norms and routed experts: references of what vllm_ascend.ops.fused_moe and vllm_ascend.ops.layernorm call.
 
 T tokens, H hidden, k experts a token, E experts of this rank, M = T * k rows. What a device leaves unwritten is NaN.
 """

@@ -17,7 +17,7 @@ from verl_patches.emulation.npu import device, memory_pool
 from verl_patches.platform.npu import VISIBLE
 
 _KEPT = ("__version__", "__file__")
-SOC_VERSION = 250  # an Atlas A3 (vllm_ascend/utils.py:298)
+SOC_VERSION = 250  # an Atlas A3 (vllm_ascend.utils.init_ascend_soc_version)
 DEVICES = 16  # dies of a node
 
 

@@ -170,4 +170,4 @@ def jit(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args and callable(args[0]) else lambda function: function
 
 
-numba = stand_in("numba", "vllm/v1/spec_decode/ngram_proposer.py imports it.", jit=jit, njit=jit)
+numba = stand_in("numba", "vllm.v1.spec_decode.ngram_proposer imports it.", jit=jit, njit=jit)

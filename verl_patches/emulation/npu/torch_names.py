@@ -160,8 +160,8 @@ def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
 def call_outside_mode(call: Callable) -> Callable:
     """Row provider for OptimizedModule.__call__: Dynamo does not trace the process's TorchFunctionMode.
 
-    In it, Dynamo would meet torch.Tensor.view as MindSpeed replaces it (mindspeed/megatron_adaptor.py:157), which it
-    cannot trace; without a mode it takes a tensor's methods by name, as on a device.
+    In it, Dynamo would meet the torch.Tensor.view of mindspeed.megatron_adaptor.torch_adaptation, which it cannot
+    trace; without a mode it takes a tensor's methods by name, as on a device.
     """
 
     @functools.wraps(call)

@@ -62,7 +62,7 @@ def declared_entry_points() -> Any:
 def v1_takes_fp32(original: Callable) -> Callable:
     """Row provider for EngineArgs._is_v1_supported_oracle: a model in fp32 is judged as one in bf16.
 
-    vLLM runs fp32 on engine V0 because its GPU kernels have none (arg_utils.py:1341); vllm-ascend has no such limit.
+    vLLM runs fp32 on engine V0 because its GPU kernels have none; vllm-ascend has no such limit.
     """
 
     @functools.wraps(original)
