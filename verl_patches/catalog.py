@@ -433,8 +433,9 @@ UPDATE: tuple[PatchSpec, ...] = (
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "In fp32 and bf16 Megatron steps with NaN or infinite gradients too, as only a loss scaler looks at them "
          "(megatron.core.optimizer.optimizer.MixedPrecisionOptimizer.prepare_grads), and every weight is NaN "
-         "afterwards; where a scaler left a step out, verl's update_policy ends the run by a bare NotImplementedError. "
-         "Ours leaves such a step out on all ranks, counts it and names rank, stage and parameter.",
+         "afterwards; where a scaler left a step out, verl.workers.actor.megatron_actor.MegatronPPOActor.update_policy "
+         "ends the run by a bare NotImplementedError. Ours leaves such a step out on all ranks, counts it and names "
+         "rank, stage and parameter.",
          exit="verl leaves out steps with NaN gradients and counts them", needs=("update.recipe_worker",)),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",

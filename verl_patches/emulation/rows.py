@@ -61,7 +61,7 @@ TORCH: tuple[PatchSpec, ...] = (
     _torch("platform.torch_set_device", "torch.cuda:set_device", "replace", "set_device",
            "verl.workers.megatron_workers.ActorRolloutRefWorker.__init__ calls it with its local rank"),
     _torch("platform.torch_synchronize", "torch.cuda:synchronize", "replace", "synchronize",
-           "megatron.core.pipeline_parallel.p2p_communication._communicate calls it after each exchange of stages"),
+           "megatron.core.pipeline_parallel.p2p_communication._communicate calls it after exchanges between stages"),
     _torch("platform.torch_device_properties", "torch.cuda:get_device_properties", "replace", "get_device_properties",
            "verl.utils.flops_counter.get_device_flops looks up peak FLOPS by the device's name; with a CUDA build of "
            "torch, vLLM reads gcnArchName while it is imported"),
@@ -72,9 +72,9 @@ TORCH: tuple[PatchSpec, ...] = (
            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher keeps a side stream; on line a3 "
            "mindspeed.core.optimizer.swap_optimizer.SwapDistributedOptimizer records events"),
     _torch("platform.torch_current_stream", "torch.cuda:current_stream", "replace", "current_stream",
-           "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize compares it with the side stream"),
+           "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize compares it with its side stream"),
     _torch("platform.torch_stream", "torch.cuda:stream", "replace", "stream",
-           "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize copies token counts to the host on the side stream"),
+           "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize copies token counts to the host in its side stream"),
     _torch("platform.torch_get_rng_state", "torch.cuda.random:get_rng_state", "replace", "get_rng_state",
            "megatron.core.tensor_parallel.random.CudaRNGStatesTracker keeps one state per kind of parallelism",
            bindings=("torch.cuda:get_rng_state",)),
@@ -153,7 +153,9 @@ NPU: tuple[PatchSpec, ...] = (
          "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed.ops.gmm._npu_gmm)",
          module=_TORCH_NAMES),
     _ascend("platform.npu_tensor_type", "mindspeed.megatron_adaptor:type_wrapper", "wrap", "type_wrapper_on_cuda",
-         "as platform.torch_tensor_type; MindSpeed goes over Tensor.type itself", processes=_WORKER),
+         "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
+         "(megatron.core.optimizer.distrib_optimizer.DistributedOptimizer); MindSpeed goes over Tensor.type itself",
+         processes=_WORKER),
     _ascend("platform.npu_builder", "mindspeed.op_builder.builder:MindSpeedOpBuilder.load", "replace", "load",
          "it compiles C++ against CANN",
          module=_MINDSPEED_OPS, exit=_NO_BUILD, processes=_WORKER),
@@ -236,8 +238,8 @@ VLLM: tuple[PatchSpec, ...] = (
           exit="intel_extension_for_pytorch for the pinned torch, or a prefill in vLLM that does not need it"),
     _vllm("platform.vllm_experts", "vllm.model_executor.layers.fused_moe.layer:fused_experts", "replace",
           "fused_experts",
-          "vLLM has no routed experts for CPU but those of intel_extension_for_pytorch, which know no expert map: it "
-          "is None there",
+          "vLLM has no routed experts for CPU but those of intel_extension_for_pytorch, which know no expert map: "
+          "fused_experts is None there",
           exit="vLLM computes routed experts on CPU with an expert map"),
     _vllm("platform.vllm_expert_weights",
           "vllm.model_executor.layers.fused_moe.layer:UnquantizedFusedMoEMethod.process_weights_after_loading",
@@ -310,8 +312,8 @@ DEVICE: tuple[PatchSpec, ...] = (
     _own("accelerator", "torch:_C._get_accelerator", "replace", "torch_names:accelerator_is_host",
          "torch.distributed.barrier makes its tensor there"),
     _own("has_triton", "torch.utils._triton:has_triton", "replace", "torch_names:no_triton",
-         "torch_npu.contrib.transfer_to_npu sets it too: Dynamo of torch 2.5 asks it for each "
-         "value that it wraps, and it asks the device for a compute capability"),
+         "torch_npu.contrib.transfer_to_npu sets it too: Dynamo of torch 2.5 asks it for each value that it wraps, and "
+         "it asks the device for a compute capability"),
     _own("memory_snapshot", "torch.cpu:memory_snapshot", "extend", "memory_pool:memory_snapshot",
          "row memory.sleep_mode reads the segments of the device that tensors are on"),
     _own("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
@@ -329,8 +331,8 @@ DEVICE: tuple[PatchSpec, ...] = (
          "_process_reqs and _dummy_run of vllm_ascend.worker.model_runner_v1.NPUModelRunner call the compiled model "
          "inside the mode that turns npu into cpu"),
     _own("compiled_is_true", "torch._dynamo.eval_frame:OptimizedModule.__bool__", "extend", "torch_names:is_true",
-         "NPUModelRunner._get_torchair_lazy_compiled_model asks whether there is a compiled model; torch 2.13 answers "
-         "by its length", exit="torch 2.5 of the image"),
+         "vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model asks whether there is a "
+         "compiled model; torch 2.13 answers by its length", exit="torch 2.5 of the image"),
 )  # fmt: skip
 
 ENGINE: tuple[PatchSpec, ...] = (

@@ -1,0 +1,20 @@
+"""Sources of upstream by dotted symbol, as the pin file, comments and messages of this repository cite them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verl_patches.patching import fingerprint as fp
+
+
+def symbol_source(symbol: str, root: Path) -> str:
+    """Return the source of "module.Class.method", of a variable or of a whole module; empty where there is none.
+
+    `root`: the folder that holds the top-level package. The module is the longest beginning that has a file there.
+    """
+    parts = symbol.split(".")
+    modules = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    module = next((name for name in modules if fp.source_file(name, root)), parts[0])
+    if module == symbol:
+        return fp.source_file(module, root).read_text()
+    return "\n".join(fp.source(f"{module}:{symbol.removeprefix(module + '.')}", root))
