@@ -189,7 +189,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
     _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
             "verl_patches.rollout.decode_host:log_probs_at_once",
-            "verl asks for sampled tokens alone (logprobs=0); its _make_logprob_dict chains iterators of top ones.",
+            "verl asks for sampled tokens alone (logprobs=0); vLLM's _make_logprob_dict chains iterators of top ones.",
             exit="vLLM has a short way for logprobs=0", role="speed"),
     _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
             "verl_patches.rollout.decode_host:same_as_before",
@@ -293,8 +293,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("update.engine_start", "override", f"{_ACTOR}.__init__",
         "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
         "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
-        "MindSpeed",
-        exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
+        "MindSpeed", exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
     _ascend("update.small_groups", "wrap", "mindspeed_llm.core.parallel_state:get_nccl_options_wrapper",
             "verl_patches.platform.npu.groups:options_of_training",
             "MindSpeed-LLM's options of Megatron's groups hold a name only, in place of MindSpeed's with a size "
