@@ -119,29 +119,34 @@ class Train:
 class RolloutAscend:
     """Options of vllm-ascend, on platform npu only; run/engine_options.py writes them where the engine reads them.
 
-    Names of files are those of vllm-ascend f20869ef. Defaults are the pin's, unless a reason is given.
+    Symbols are those of vllm-ascend f20869ef. Defaults are the pin's, unless a reason is given.
 
-    graphs: decode in torchair graphs (ascend_config.py:52), which the tiny model's runs do not need. It decides
-    rollout.enforce_eager and rollout.free_cache_engine too, as the pin refuses other combinations (:133, :155).
+    graphs: decode in torchair graphs, which the tiny model's runs do not need. It decides rollout.enforce_eager and
+    rollout.free_cache_engine too, as the pin refuses other combinations
+    (vllm_ascend.ascend_config.check_ascend_config).
     graph_batch_sizes: sizes to which decode batches are padded, a graph each, 0.5 to 1.5 minutes to compile
-    (worker/model_runner_v1.py:1975); null takes max_num_seqs alone, where the pin adds a graph of 1 (:2139).
-    multistream_mla: KV normalisation and rotary embedding of decode on a second stream (attention/mla_v1.py:896; row
-    rollout.ascend_multistream_mla).
-    multistream_moe: the shared expert of decode on a second stream (ops/fused_moe.py:1082); with TP its weights are
-    whole on every rank (models/deepseek_v2.py:357) and tokens go to experts without an all-reduce (:661).
-    view_optimize: torchair folds views into strides (worker/model_runner_v1.py:1776).
-    kv_nz: the KV cache in the NZ format (attention/mla_v1.py:592); true is refused: prompts are written a second time
-    in the other format (:1192; vllm-ascend PR 3066).
-    scheduler: V1's own, which mixes decodes and pieces of prompts, or vllm-ascend's (platform.py:198), which takes
-    prompts whole.
+    (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model); null takes max_num_seqs alone, where the pin adds
+    a graph of 1 (NPUModelRunner.check_torchair_graph_batch_sizes).
+    multistream_mla: KV normalisation and rotary embedding of decode on a second stream
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
+    multistream_moe: the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with TP
+    its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
+    without an all-reduce (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).
+    view_optimize: torchair folds views into strides
+    (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model).
+    kv_nz: the KV cache in the NZ format; true is refused: prompts are written a second time in the other format
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066).
+    scheduler: V1's own, which mixes decodes and pieces of prompts, or vllm-ascend's
+    (vllm_ascend.platform.NPUPlatform.check_and_update_config), which takes prompts whole.
     chunked_prefill_for_mla: attention of a piece of a prompt by the ring kernel instead of a loop
-    (attention/mla_v1.py:786).
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
     prefix_caching: requests share the KV of equal beginnings, as the n responses of a prompt do.
     vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
     compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
-    top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary (envs.py:56,
-    patch_sampler.py:100); on, as the vocabulary has 129,280 words.
+    top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary
+    (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler); on, as the vocabulary has
+    129,280 words.
     """
 
     graphs: bool = False

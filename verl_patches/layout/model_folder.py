@@ -6,12 +6,14 @@ and serves bf16 or fp32 weights without MTP layers, so both frameworks read an e
 memory, in each process, because the run's folder need not be shared between nodes.
 
     training   no quantization_config, num_nextn_predict_layers 0: verl's converter and MindSpeed-LLM refuse others
-    vLLM       no quantization_config: vllm-ascend refuses the method (vllm_ascend/platform.py:52), vLLM would build fp8
-               layers. num_nextn_predict_layers stays: vLLM 0.9.1 builds MTP layers only with a speculative_config and
-               reads it only to pass over their tensors (deepseek_v2.py:763); with 0 its loader ends in a KeyError
+    vLLM       no quantization_config: vllm-ascend refuses the method
+               (vllm_ascend.platform.NPUPlatform.supported_quantization), vLLM would build fp8 layers.
+               num_nextn_predict_layers stays: vLLM 0.9.1 builds MTP layers only with a speculative_config and reads it
+               only to pass over their tensors; with 0 its loader ends in a KeyError
+               (vllm.model_executor.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights)
 
 The key is deleted, not set to None: transformers 4.51 to 4.52 call `.to_dict()` on it when a configuration is printed
-(configuration_utils.py:845), which verl does on rank 0. No torch here.
+(transformers.configuration_utils.PretrainedConfig.to_diff_dict), which verl does on rank 0. No torch here.
 """
 
 from __future__ import annotations

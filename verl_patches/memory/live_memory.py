@@ -123,7 +123,9 @@ def _index(tensor: torch.Tensor, place: int) -> list[int]:
     return index
 
 
-ABSORBED = ("W_UV", "W_UK_T")  # vllm/attention/backends/mla/common.py:1115, vllm_ascend/attention/mla_v1.py:622
+# set by vllm.attention.backends.mla.common.MLACommonImpl.process_weights_after_loading, and by
+# vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading
+ABSORBED = ("W_UV", "W_UK_T")
 
 
 def post_load(model: torch.nn.Module) -> int:

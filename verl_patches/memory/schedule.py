@@ -279,7 +279,8 @@ _VERL_CRITIC = (
      "alloc critic_window", "free critic_window, empty_cache, offload critic_params, free critic_grads, empty_cache, "
      "offload critic_optimizer, empty_cache"),
 )  # fmt: skip
-# megatron_workers.py:449 generate_sequences: loads gradients too, offloads both after the sync, then wakes the cache
+# verl.workers.megatron_workers.ActorRolloutRefWorker.generate_sequences loads gradients too, offloads both after the
+# sync, then wakes the cache
 _VERL_0_4_0 = make_schedule(
     "verl 0.4.0",
     ("reshard", "load actor_params, alloc grads, empty_cache, offload optimizer, empty_cache, load rollout_weights, "
@@ -287,7 +288,8 @@ _VERL_0_4_0 = make_schedule(
     ("wake_kv", "alloc kv_cache", ""),
     *_VERL_TRAINING,
 )  # fmt: skip
-# megatron_workers.py:447: its sharding manager wakes the cache (megatron_vllm.py:334) before the worker offloads
+# verl.workers.sharding_manager.megatron_vllm.MegatronVLLMShardingManager.__enter__ wakes the cache before the worker
+# offloads
 _VERL_54C9B736 = make_schedule(
     "verl 54c9b736",
     ("reshard", "load actor_params, alloc grads, empty_cache, load rollout_weights, alloc reshard_buffers",

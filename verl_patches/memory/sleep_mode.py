@@ -13,10 +13,10 @@ Buffers (rotary tables, expert maps) stay on the device, as does a weight that s
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
 `CumemSleepMode` (graphs, recipe.rollout.ascend.vllm_sleep_mode=true) uses vLLM's sleep mode, with which memory comes
-back at the addresses that graphs captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does
-not copy weights that the next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which
-all tensors are such weights is released without a copy, as those of the KV cache are. All other segments are copied to
-the host.
+back at the addresses that graphs captured (torchair: frozen_parameter, set by
+vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model), but does not copy weights that the
+next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which all tensors are such
+weights is released without a copy, as those of the KV cache are. All other segments are copied to the host.
 
 `freeing` ends the run where the driver does not say that the memory is free after sleep.
 """
@@ -154,7 +154,8 @@ def weights_of(model: torch.nn.Module) -> Tensors:
 def all_weights(model: torch.nn.Module) -> Tensors:
     """Parameters of vLLM's `model`, and each layer's absorbed projections as `<layer>.impl.W_UV`, by name.
 
-    Several may share a storage: vLLM's own projections are views of kv_b_proj (mla/common.py:1162).
+    Several may share a storage: vLLM's own projections are views of kv_b_proj
+    (vllm.attention.backends.mla.common.MLACommonImpl.process_weights_after_loading).
     """
     weights = dict(model.named_parameters())
     for layer, module in model.named_modules():
@@ -183,8 +184,9 @@ class CumemSleepMode(SleepMode):
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep of level 1, `level` is not used; RecipeError if vLLM's allocator is not found.
 
-        Level 2 copies nothing, and vllm-ascend's worker does not keep the model's buffers by itself (worker_v1.py:97,
-        its PR 1376): the rotary tables would be lost, which no weight sync writes.
+        Level 2 copies nothing, and vllm-ascend's worker does not keep the model's buffers by itself
+        (vllm_ascend.worker.worker_v1.NPUWorker.sleep, its PR 1376): the rotary tables would be lost, which no weight
+        sync writes.
         """
         if self._asleep == set(TAGS):
             return

@@ -81,7 +81,7 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
         unequal = [f"{key} {actor[key]} != {other[key]}" for key in keys if actor[key] != other[key]]
         fault = (
             f"expected actor and {name} to share one layout, as verl initializes Megatron once per process "
-            f"(megatron_workers.py:88); found {', '.join(unequal)}"
+            f"(verl.workers.megatron_workers.ActorRolloutRefWorker.__init__); found {', '.join(unequal)}"
         )
         yield either(f"actor = {name}", not unequal, "one layout", fault)
     if run.recipe.train.expert_split == "tp_extend_ep":
@@ -101,8 +101,9 @@ def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
         return None
     return (
         f"stage {', '.join(map(str, dense))} has no layer with experts; expected one in each, as Megatron core_r0.8.0 "
-        "reduces the norms of dense and of expert gradients over all ranks one after the other (optimizer.py:994), and "
-        f"this stage would not join the second: more than {model.first_k_dense_replace} layers on the first stage"
+        "reduces the norms of dense and of expert gradients over all ranks one after the other "
+        "(megatron.core.optimizer.optimizer.ChainedOptimizer.step), and this stage would not join the second: "
+        f"more than {model.first_k_dense_replace} layers on the first stage"
     )
 
 

@@ -1,8 +1,8 @@
 """DeepSeek-V3 on megatron-core 0.12.2: configuration, dtype, and the gradient of MLA's rotary key.
 
-verl 0.4.0's `hf_to_mcore_config_dpskv3` (verl/models/mcore/config_converter.py:187) converts MLA and yarn correctly,
-but drops group-limited routing, and assumes values of HF keys that Megatron's modules compute. These are checked here:
-a model of other values would run and be wrong.
+verl 0.4.0's `verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3` converts MLA and yarn correctly, but drops
+group-limited routing, and assumes values of HF keys that Megatron's modules compute. These are checked here: a model of
+other values would run and be wrong.
 
 Row providers; verl and Megatron are imported inside functions, because both may be half built when a row is applied.
 """
@@ -81,7 +81,8 @@ def converters() -> dict[Any, Any]:
 def optimizer_in_model_dtype(get_megatron_optimizer):
     """Row provider for verl's `get_megatron_optimizer`: no bf16 optimizer for a model that is not bf16.
 
-    verl 0.4.0's optimizer config says bf16 whatever the model is (megatron_utils.py:207).
+    verl 0.4.0's optimizer config says bf16 whatever the model is
+    (verl.utils.megatron_utils.init_megatron_optim_config).
     """
 
     @functools.wraps(get_megatron_optimizer)

@@ -39,11 +39,12 @@ class Setting:
     `bucket_bytes`: recipe.reshard.bucket_bytes, four such buffers exist in a weight sync; None: verl's own path.
     `swap_pieces`: recipe.train.swap_optimizer_times, None if the optimizer is not swapped. `vllm_bytes`: vLLM's share
     of a die (gpu_memory_utilization), of which the KV cache takes what the weights leave. `absorbed_copies`: the engine
-    has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
-    where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
-    kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
-    HCCL and CANN. `critic`: whether a value model is trained too. `reward_models`: how many score. `sampled`: false on
-    fixed data, which has no rollout engine. `actor`: false where the critic alone is trained.
+    has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading), and vLLM where MindSpeed makes
+    torch.Tensor.view copy (mindspeed.megatron_adaptor.torch_adaptation); otherwise they are views of kv_b_proj.
+    `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out HCCL and CANN.
+    `critic`: whether a value model is trained too. `reward_models`: how many score. `sampled`: false on fixed data,
+    which has no rollout engine. `actor`: false where the critic alone is trained.
     `reference`: whether a loss or the reward has the KL to a reference model.
     """
 
@@ -146,8 +147,8 @@ def _window(setting: Setting, rank: int, per_value: int) -> int:
 def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
     """Bytes that verl's per_tensor_generator holds at once: the pieces of one tensor and the joined tensor.
 
-    Gate and up of an expert are one tensor, which every rank gathers from all EP ranks
-    (verl/utils/megatron_utils.py:798); other tensors are gathered from the TP group (:828).
+    Gate and up of an expert are one tensor, which every rank gathers from all EP ranks; other tensors are gathered from
+    the TP group (verl.utils.megatron_utils.per_tensor_generator).
     """
     model, size = inventory.model, DTYPE_BYTES[inventory.model.torch_dtype]
     experts = train.ep * 2 * model.moe_intermediate_size * model.hidden_size * size if train.ep > 1 else 0

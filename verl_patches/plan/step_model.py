@@ -10,8 +10,9 @@ rollout      steps x decode + prefill, until the longest response ends; b falls 
              as the mean, and its exchanges (rollout/rebalance.py). One decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
-             + syncs of the DP ranks: 2 (vllm-ascend worker/model_runner_v1.py:604, patch_distributed.py:63), or 1 with
-             row rollout.ascend_dp_sync
+             + syncs of the DP ranks: 2, or 1 with row rollout.ascend_dp_sync. The two are
+             vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_forward_metadata_across_dp and
+             vllm_ascend.patch.platform.patch_common.patch_distributed.ascend_has_unfinished_dp
 ref, old_log_prob   forward pipeline, and the batch's bytes through the driver where the tensor cache is off
 update       forward + 2 x forward for backward + forward of the recomputed layers, as a pipeline; gradient and
              parameter exchange of DP; optimizer, with its copies over the host link where it is swapped

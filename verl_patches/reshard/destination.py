@@ -5,12 +5,14 @@ From then on weights can be written straight into the views of `Destinations.ten
 one tensor, the sync is refused: verl's own path, recipe.patches=[-reshard.*], loads whatever vLLM loads.
 
 Call it when the engine is awake and prepared for a load as verl does: `patch_vllm_moe_model_weight_loader(model)` has
-run (vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
+run (vllm_ascend.ops.fused_moe.AscendUnquantizedFusedMoEMethod.process_weights_after_loading makes new expert parameters
+that have lost their weight_loader).
 
 Layouts that an engine gives its parameters after loading:
-- Another stride, as `_maybe_pad_weight` of vLLM (fused_moe/layer.py:510) leaves: views follow strides.
+- Another stride, as vllm.model_executor.layers.fused_moe.layer.UnquantizedFusedMoEMethod._maybe_pad_weight leaves:
+  views follow strides.
 - Last two axes swapped: load_weights raises for such parameters. At our pins vllm-ascend transposes expert weights in
-  its forward only (ops/fused_moe.py:275, :288).
+  its forward only (vllm_ascend.ops.fused_moe.apply_mlp).
 - A private NPU format (NZ): elements are not where strides say, which is refused. At our pins vllm-ascend casts
   quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). The query of the format through
   torch_npu cannot be tried without an NPU.

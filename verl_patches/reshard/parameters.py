@@ -124,7 +124,7 @@ def _patterns(library: str) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ..
 
 
 def te_names_for_verl(normalize_model_name):
-    """Row provider: verl's `normalize_model_name` (verl/utils/model.py:208), its result in Transformer Engine spelling.
+    """Row provider: `verl.utils.model.normalize_model_name`, its result in Transformer Engine spelling.
 
     verl's per_tensor_generator finds experts by ".mlp.experts.linear_fc" and its DeepSeek-V3 converter knows no other
     spelling, so parameters of Megatron's own modules must pass through here before both.
@@ -151,7 +151,9 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def keep_bias_fp32(chunk: torch.nn.Module) -> None:
     """Undo what Float16Module did to the correction biases, before values are lost by it.
 
-    Megatron does the same at each forward (moe/router.py:131), which is too late for a value that was loaded in bf16.
+    Megatron does the same at each forward
+    (megatron.core.transformer.moe.router.TopKRouter._maintain_float32_expert_bias), which is too late for a value that
+    was loaded in bf16.
     """
     for module in chunk.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):

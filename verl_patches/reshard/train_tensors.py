@@ -16,8 +16,8 @@ F this rank's part of an expert's intermediate size, e local experts.
     every other one                            one kind, or gate and up             as HF                   all
 
 Sources: names are tabulated in layout/sharding.py and reshard/parameters.py. weight1 and weight2
-are megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does
-MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
+are megatron-core's: megatron.core.transformer.moe.experts.GroupedMLP.forward of 0.12.2 views them so, and so does
+mindspeed.core.transformer.moe.experts.groupedmlp_forward: weight1's shape does not say what is in its memory.
 """
 
 from __future__ import annotations

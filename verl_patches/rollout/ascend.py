@@ -14,14 +14,15 @@ PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
 def write_decode_kv(forward: Callable) -> Callable:
     """Row provider for AscendMLAImpl.forward: in a batch of decodes and prefills with torchair, decodes write KV too.
 
-    With torchair enabled upstream projects and caches the tokens of prefills (exec_kv_prefill, mla_v1.py:1165), and
-    those of decodes in batches without prefills only (exec_kv, :1138). In a mixed batch the decode tokens' slots keep
-    old contents, which the next steps read. Here they are written before, by the pin's own exec_kv_prefill, which takes
-    any tokens. The batch holds decodes first: tokens [0, num_decode_tokens) of hidden states and slot_mapping.
+    With torchair enabled upstream's `vllm_ascend.attention.mla_v1.AscendMLAImpl.forward` projects and caches the tokens
+    of prefills (exec_kv_prefill), and those of decodes in batches without prefills only (exec_kv). In a mixed batch the
+    decode tokens' slots keep old contents, which the next steps read. Here they are written before, by the pin's own
+    exec_kv_prefill, which takes any tokens. The batch holds decodes first: tokens [0, num_decode_tokens) of hidden
+    states and slot_mapping.
 
     Prompts of one token, or with one token that is not in the prefix cache, count as decodes. In a batch of fresh
     prompts (PrefillNoCache) upstream then writes the prefills' keys, which are cached already, a second time with the
-    slots of all tokens (:1192), one too many. Such a batch is computed as ChunkedPrefill, of which PrefillNoCache is
+    slots of all tokens, one too many. Such a batch is computed as ChunkedPrefill, of which PrefillNoCache is
     the case without earlier tokens.
     """
 
@@ -85,7 +86,10 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
 
 
 def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
-    """Row provider for patch_sampler's _apply_top_k_top_p(logits, p, k), whose one caller passes k before p (:94)."""
+    """Row provider for patch_sampler's _apply_top_k_top_p(logits, p, k).
+
+    Its one caller, vllm_ascend.patch.worker.patch_common.patch_sampler.topk_topp_forward_native, passes k before p.
+    """
 
     @functools.wraps(original)
     def apply(logits: Any, p: Any, k: Any) -> Any:
@@ -98,8 +102,8 @@ def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
 def pass_multistream_mla(init: Callable) -> Callable:
     """Row provider for CustomDeepseekV2MLAAttention.__init__: graphs get enable_multistream_mla, in decode.
 
-    Upstream's forward computes it (deepseek_v2.py:566) and drops it again where torchair is enabled (:580), so that the
-    second stream is left with the query's norm alone.
+    Upstream's vllm_ascend.models.deepseek_v2.CustomDeepseekV2MLAAttention.forward computes it and drops it again where
+    torchair is enabled, so that the second stream is left with the query's norm alone.
     """
 
     @functools.wraps(init)
@@ -124,9 +128,10 @@ def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
     """Row provider for LLMEngine.has_unfinished_requests_dp: data-parallel (DP) ranks agree by their step's metadata.
 
     Upstream has two all-reduces over the DP group in a step: whether a rank has requests, and the maximum of tokens,
-    with_prefill and dbo (_get_forward_metadata_across_dp, model_runner_v1.py:604). Here the second is the only one. A
-    rank with requests takes part with its tokens, in its step. A rank without takes part before its step, with 0
-    tokens: the maximum is 0 where no rank has requests, else it is what the rank's dummy batch runs with.
+    with_prefill and dbo (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_forward_metadata_across_dp). Here the
+    second is the only one. A rank with requests takes part with its tokens, in its step. A rank without takes part
+    before its step, with 0 tokens: the maximum is 0 where no rank has requests, else it is what the rank's dummy batch
+    runs with.
     """
 
     @functools.wraps(has_unfinished_requests_dp)

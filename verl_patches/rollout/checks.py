@@ -58,14 +58,14 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
     fault = (
         f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_KEYS}.scheduler=ascend"
         ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
-        "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
+        "answer, for which generate() waits without end (vllm_ascend.core.scheduler.AscendScheduler.schedule)"
     )
     yield either("Ascend scheduler", budget >= longest, held, fault)
     if options.get("chunked_prefill_for_mla") and run.recipe.rollout.ascend.prefix_caching:
         text = (
             f"{_KEYS}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
-            "off: without chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, "
-            "vllm-ascend issue 1553)"
+            "off: without chunked prefill a prompt's cached prefix is left out of its attention "
+            "(vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder.build, vllm-ascend issue 1553)"
         )
         yield Check("Ascend scheduler", False, text)
 
@@ -75,7 +75,8 @@ def _prefix_cache(run: RunSpec) -> Iterator[Check]:
     if not run.recipe.rollout.ascend.prefix_caching and row not in run.rows:
         text = (
             f"{_KEYS}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
-            "(vllm_rollout_spmd.py:162), is off; expected the row, or prefix_caching=true"
+            "(verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__), is off; "
+            "expected the row, or prefix_caching=true"
         )
         yield Check("prefix cache", False, text)
 
@@ -87,8 +88,8 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
         return
     fault = (
         f"row {row} is off and {_KEYS}.graphs is true: in a batch of decodes and prefills "
-        "the KV of decode tokens would not be written (mla_v1.py:1188); expected recipe.patches without "
-        f"-{row}, or no graphs"
+        "the KV of decode tokens would not be written (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward); "
+        f"expected recipe.patches without -{row}, or no graphs"
     )
     held = f"KV of all tokens in batches of decodes and prefills: row {row}"
     yield either("mixed batches", row in run.rows, held, fault)
@@ -102,18 +103,19 @@ def _graphs(run: RunSpec) -> Iterator[Check]:
         text = (
             f"{_KEYS}.graphs with experts split over {ranks} ranks, expected at least "
             f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
-            "all-to-all below (vllm_ascend/ascend_forward_context.py:22), which torchair cannot trace"
+            "all-to-all below (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair cannot trace"
         )
         yield Check("graphs", False, text)
 
 
 def _graph_sizes(run: RunSpec) -> Iterator[Check]:
-    """The pin drops sizes above max_num_seqs without an error (model_runner_v1.py:2143)."""
+    """Refuse graph sizes above max_num_seqs, which the pin drops without an error."""
     seats, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
     if seats and (above := [size for size in sizes if size > seats]):
         text = (
             f"{_KEYS}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
-            "vllm-ascend drops larger ones (model_runner_v1.py:2143)"
+            "vllm-ascend drops larger ones "
+            "(vllm_ascend.worker.model_runner_v1.NPUModelRunner.check_torchair_graph_batch_sizes)"
         )
         yield Check("graph sizes", False, text)
 
@@ -123,6 +125,7 @@ def _groups(run: RunSpec) -> Iterator[Check]:
     if run.model.n_routed_experts != 256 and groups not in (None, 1) and row not in run.rows:
         text = (
             f"row {row} is off with {run.model.n_routed_experts} routed experts in {groups} groups; expected the row, "
-            "256 experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
+            "256 experts or 1 group: vllm-ascend ranks groups by their best expert, not by two "
+            "(vllm_ascend.ops.fused_moe.native_grouped_topk)"
         )
         yield Check("expert groups", False, text)

@@ -78,7 +78,7 @@ def _held(request: Any) -> list[tuple] | None:
 
 
 def _ends(request: Any, token: int, max_model_len: int) -> bool:
-    """Whether vLLM's check_stop (v1/core/sched/utils.py:6) would end the request with this token."""
+    """Return whether `vllm.v1.core.sched.utils.check_stop` would end the request with this token."""
     params = request.sampling_params
     return (
         request.num_tokens + 1 >= max_model_len

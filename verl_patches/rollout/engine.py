@@ -2,9 +2,10 @@
 
 Data-parallel rollout under an external launcher: verl starts one process per rank and each builds its own `LLM`. With
 `data_parallel_size` among the engine's arguments vLLM 0.9.1 takes DP rank 0 and a random port in every process
-(config.py:1885-1887), as it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006):
-instance x dp x pp x tp, tp fastest. The group's address goes through the store of torch.distributed, which verl has
-initialised before: the first rank of each group takes a port on its own host and publishes it.
+(vllm.config.ParallelConfig.__post_init__), as it expects to start the ranks itself. Rank order is vLLM's own
+(vllm.distributed.parallel_state.initialize_model_parallel): instance x dp x pp x tp, tp fastest. The group's address
+goes through the store of torch.distributed, which verl has initialised before: the first rank of each group takes a
+port on its own host and publishes it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ held_ports: Current[list[socket.socket]] = Current([])  # of the DP groups that 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments `given` to `LLM.__init__`, without those that vLLM or vllm-ascend refuses.
 
-    verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
-    disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
-    models (config.py:695). Unless `quantization` is set, the model's configuration goes through
-    layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :621); the caller's own
-    hf_overrides come after it. verl 54c9b736 writes enable_prefix_caching=True (:162) and passes engine_kwargs as
-    further keywords, so the value of recipe.rollout.ascend.prefix_caching comes in additional_config.
+    verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout of verl 0.4.0 always passes limit_mm_per_prompt
+    (None for text) and disable_mm_preprocessor_cache; vLLM 0.9.1 wants a dict for the first and refuses the second for
+    text-only models (vllm.config.ModelConfig._init_multimodal_config). Unless `quantization` is set, the model's
+    configuration goes through layout/model_folder.py before vLLM looks for a quantization method
+    (vllm.config.ModelConfig.__post_init__); the caller's own hf_overrides come after it. That class of verl 54c9b736
+    writes enable_prefix_caching=True and passes engine_kwargs as further keywords, so the value of
+    recipe.rollout.ascend.prefix_caching comes in additional_config.
     """
     arguments = dict(given)
     options = dict(arguments.get("additional_config") or {})
@@ -65,10 +67,10 @@ def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
 def route_in_fp32(original: Callable) -> Callable:
     """`DeepseekV2MoE.__init__` whose router works in fp32 in any model dtype: logits, scores, correction bias.
 
-    vLLM 0.9.1 computes logits and scores in the model's dtype and has the bias in it (deepseek_v2.py:105-118).
-    Training and transformers route in fp32, and the checkpoint's bias is fp32: in bf16 (8 bits) close scores change
-    order, and a token is routed to other experts than in training. The gate's weight is stored in fp32 (7 MB a layer at
-    671B); its input is cast to fp32.
+    vLLM 0.9.1 computes logits and scores in the model's dtype and has the bias in it
+    (vllm.model_executor.models.deepseek_v2.DeepseekV2MoE). Training and transformers route in fp32, and the
+    checkpoint's bias is fp32: in bf16 (8 bits) close scores change order, and a token is routed to other experts than
+    in training. The gate's weight is stored in fp32 (7 MB a layer at 671B); its input is cast to fp32.
     """
 
     @functools.wraps(original)
@@ -86,7 +88,8 @@ def refresh_absorbed_mla(load_weights: Callable) -> Callable:
 
     vLLM derives W_UV and W_UK_T from kv_b_proj once, after it has built the engine
     (Attention.process_weights_after_loading). They follow later weights only where they are views of it; vllm-ascend
-    copies them (attention/mla_v1.py:669), and MindSpeed makes torch.Tensor.view copy. The first load is left to vLLM.
+    copies them (vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading), and MindSpeed makes
+    torch.Tensor.view copy. The first load is left to vLLM.
     """
 
     @functools.wraps(load_weights)
@@ -145,7 +148,8 @@ def _set_dp_rank(parallel_config) -> None:
     if port := os.environ.get(_DP_PORT):
         raise ConfigError(
             f"rollout: {_DP_PORT} is {port}, expected unset: vllm-ascend takes it for the DP group of every TP rank of "
-            "this engine (patch_distributed.py:40), which need a port each; unset it where Ray was started"
+            "this engine (vllm_ascend.patch.platform.patch_common.patch_distributed.parallel_config_get_dp_port), "
+            "which need a port each; unset it where Ray was started"
         )
     rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
     dp_rank, leader = dp_rank_of(rank, dist.get_world_size(), dp, replica)
@@ -173,7 +177,8 @@ def _hold_address() -> tuple[str, int]:
 
     The port is bound until the process ends, but not listened on, so the kernel never hands it out for port 0, and
     vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. vLLM counts the port up for the engine's
-    worker too, but listens on the next one only where torch.distributed is not initialised (parallel_state.py:932-940).
+    worker too, but listens on the next one only where torch.distributed is not initialised
+    (vllm.distributed.parallel_state.init_distributed_environment).
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
     family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]

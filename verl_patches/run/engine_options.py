@@ -68,5 +68,7 @@ def rewrite_engine_options(config: DictConfig) -> None:
         values["graph_batch_sizes"] = [seats] if seats and values["graphs"] else []
     for key, place in PLACES.items():
         OmegaConf.update(config, f"{OPTIONS}.{place}", values[key], merge=False, force_add=True)
-    for name in _BY_GRAPHS:  # verl refuses to free the cache engine in graph mode (vllm_rollout_spmd.py:89)
+    # verl refuses to free the cache engine in graph mode:
+    # verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__
+    for name in _BY_GRAPHS:
         rollout[name] = not values["graphs"]

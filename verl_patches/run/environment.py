@@ -117,7 +117,7 @@ def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
     base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
     queue = (
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
-        "(NPUGraph.cpp:101), and graphs here are torchair's"
+        "(c10_npu::NPUGraph::capture_begin), and graphs here are torchair's"
     )
     by_vllm = sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
     segments = (

@@ -58,7 +58,8 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
     if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
         text = (
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
-            "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
+            "config.json is not read, and null ends rank 0, where verl prints it "
+            "(transformers.configuration_utils.PretrainedConfig.to_diff_dict)"
         )
         yield Check("model folder", False, text)
     if not path.exists():

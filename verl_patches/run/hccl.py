@@ -43,9 +43,9 @@ def buffer_need_mib(run: RunSpec) -> int:
 
     By the documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0):
     2^20 x (HCCL_BUFFSIZE - 2) / 2 >= tokens x 2 x (hidden + 128) x (ep x local experts + top-k + 1), where `tokens` is
-    the largest decode batch of a replica, split over TP (vllm_ascend/ops/fused_moe.py:134). With less the operator ends
-    with an address out of range and names no variable (vllm-ascend issue 2674). For A2 the same page has
-    HCCL_BUFFSIZE >= 2 x (tokens x ep x min(local experts, top-k) x hidden x 2 bytes + 2 MiB).
+    the largest decode batch of a replica, split over TP (vllm_ascend.ops.fused_moe.fused_experts_with_mc2). With less
+    the operator ends with an address out of range and names no variable (vllm-ascend issue 2674). For A2 the same page
+    has HCCL_BUFFSIZE >= 2 x (tokens x ep x min(local experts, top-k) x hidden x 2 bytes + 2 MiB).
     """
     if not decodes_by_mc2(run):
         return 0
@@ -125,10 +125,11 @@ class Group(NamedTuple):
 def groups(run: RunSpec) -> list[Group]:
     """Groups of more than one rank that rank 0 makes on platform npu, in the order in which they are made.
 
-    As Megatron core_r0.8.0 and MindSpeed make them (megatron/core/parallel_state.py:496-714; their wrapper makes those
-    of experts twice, mindspeed/core/parallel_state.py:355-400), then verl (megatron_workers.py:225) and vLLM 0.9.1.
-    Which of them communicate was read in the sources. Transfers of the pipeline are batched in its own group
-    (batch_p2p_comm); prompts are gathered over verl's mesh; no collective runs on vLLM's group of all ranks.
+    As megatron.core.parallel_state.initialize_model_parallel of core_r0.8.0 and MindSpeed make them
+    (mindspeed.core.parallel_state.initialize_model_parallel_wrapper makes those of experts twice), then
+    verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout and vLLM 0.9.1. Which of them communicate was
+    read in the sources. Transfers of the pipeline are batched in its own group (batch_p2p_comm); prompts are gathered
+    over verl's mesh; no collective runs on vLLM's group of all ranks.
     """
     train, rollout = run.train, run.rollout
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp

@@ -295,6 +295,6 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     if given.get(f"{_ASCEND}kv_nz"):
         faults.append(
             f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
-            "in the other format (vllm_ascend/attention/mla_v1.py:1192; vllm-ascend PR 3066)"
+            "in the other format (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066)"
         )
     return faults

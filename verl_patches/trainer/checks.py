@@ -23,7 +23,11 @@ def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
         return
     faults = []
     if off:
-        text = "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all"
+        text = (
+            "verl saves the model on data-parallel rank 0 only "
+            "(verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager.save_checkpoint), "
+            "experts of all"
+        )
         faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")

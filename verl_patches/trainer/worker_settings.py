@@ -22,8 +22,9 @@ from verl_patches.patching import engine, hooks
 from verl_patches.patching.boot.before_import import PRELUDE
 from verl_patches.patching.switches import VARIABLE
 
-# verl sets both for the actors of its worker groups only (verl/single_controller/ray/base.py:326);
-# RANK alone may come from a scheduler that started the driver
+# verl sets both for the actors of its worker groups only
+# (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool); RANK alone may come from a scheduler that
+# started the driver
 VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 

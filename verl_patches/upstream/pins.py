@@ -52,7 +52,8 @@ class Words(_Strict):
 class Variable(_Strict):
     """One environment variable that a run sets, or that a user's shell must not set to another value.
 
-    read_by: places by line ("both": the same on both), "package/file.py:line" or the name of a library.
+    read_by: who reads it, by line ("both": the same on both): dotted names of upstream's functions or variables, or the
+    names of libraries.
     allowed: the values, or int, A..B, path (absolute), text.
     """
 
@@ -96,7 +97,7 @@ class Unsupported(_Strict):
 
 
 class GivenByVerl(_Strict):
-    """Keywords that verl passes to vLLM's LLM, `at` a place by line: the key that decides each, or its value."""
+    """Keywords that verl passes to vLLM's LLM, `at` a symbol by line: the key that decides each, or its value."""
 
     at: Mapping[Literal["pypi", "a3"], str]
     keywords: Mapping[str, str]

@@ -193,10 +193,11 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
 def overlapping_ddp(original: type) -> type:
     """Row provider for verl's name of Megatron's DDP: gradients reduced under the backward pass (line a3).
 
-    recipe.train.grad_overlap. Megatron's training loop gives the schedules DDP's no_sync (megatron/training/training.py
-    :994); verl has a loop of its own and does not. A bucket's reduction starts in the last micro batch's backward, once
-    all its gradients are there; Megatron's finalize_model_grads, which verl's actor calls, waits for it. Only the first
-    pipeline stage has several buckets (distributed_data_parallel.py:64), as others wait for it anyway.
+    recipe.train.grad_overlap. Megatron's training loop gives the schedules DDP's no_sync
+    (megatron.training.training.train); verl has a loop of its own and does not. A bucket's reduction starts in the last
+    micro batch's backward, once all its gradients are there; Megatron's finalize_model_grads, which verl's actor calls,
+    waits for it. Only the first pipeline stage has several buckets
+    (megatron.core.distributed.distributed_data_parallel.DistributedDataParallel), as others wait for it anyway.
     """
 
     @functools.wraps(original, updated=())

@@ -124,7 +124,7 @@ class _NpuTrace:
         self.profiler.start()
 
     def snapshot(self) -> None:
-        # not _dump_snapshot, which starts a profiler of its own (torch_npu/npu/memory.py:858)
+        # not torch_npu.npu.memory._dump_snapshot, which starts a profiler of its own
         self.memory = self.allocator._snapshot()
 
     def stop(self) -> list[Path]:

@@ -160,8 +160,8 @@ class _Torchair(wrapt.ObjectProxy):
 def with_addresses_read(torchair: ModuleType) -> Any:
     """Row provider for the name `torchair` of vllm-ascend's model runner.
 
-    The runner sets frozen_parameter (model_runner_v1.py:1774): a graph stores the addresses of its inputs that are
-    torch.nn.Parameter, as they were at its first call. All other inputs, KV cache and absorbed projections among them,
-    have the addresses of each call.
+    vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model sets frozen_parameter: a graph
+    stores the addresses of its inputs that are torch.nn.Parameter, as they were at its first call. All other inputs, KV
+    cache and absorbed projections among them, have the addresses of each call.
     """
     return _Torchair(torchair)

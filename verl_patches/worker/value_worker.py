@@ -76,7 +76,8 @@ class RecipeCriticWorker(TrainingWorker):
     def compute_values(self, data: DataProto) -> DataProto:
         """verl's, in phase values: `values` [B, S_response], 0 beyond a response.
 
-        54c9b736 has one more there, from which GAE with lam below 1 would go on (megatron_critic.py:105).
+        verl.workers.critic.megatron_critic.MegatronPPOCritic.compute_values of 54c9b736 has one more there, from which
+        GAE with lam below 1 would go on.
         """
         with context().phase("values"):
             output = super().compute_values(data)

@@ -242,7 +242,10 @@ def _fused_linear_wgrad(on: bool, get: Get) -> list[str]:
 
 def _swap(on: bool, get: Get) -> list[str]:
     if on and get("recipe.dtype") == "fp32":
-        raise ConfigError("MindSpeed makes no states for fp32 weights in its swap (swap_optimizer.py:562): use bf16")
+        raise ConfigError(
+            "MindSpeed makes no states for fp32 weights in its swap "
+            "(mindspeed.core.optimizer.swap_optimizer.swap_adamw_step): use bf16"
+        )
     if on and get("actor.megatron.optimizer_offload"):
         raise ConfigError(
             "the states are on the host already, and verl's optimizer_offload looks for them on the device: "
@@ -276,8 +279,9 @@ def _schedule(style: str, get: Get) -> list[str]:
 
 
 def _dtype(dtype: str, get: Get) -> list[str]:
-    # Validators accept grouped GEMM in bf16 only (megatron/training/arguments.py:421): start.py sets fp32 after them.
-    # In fp32 MindSpeed's router would free its own weight, which it believes to be an fp32 copy (router.py:441).
+    # Validators accept grouped GEMM in bf16 only (megatron.training.arguments.validate_args): start.py sets fp32 after
+    # them. In fp32 MindSpeed's router would free its own weight, which it believes to be an fp32 copy
+    # (mindspeed_llm.core.transformer.moe.router.topk_router_gating_func).
     return ["--bf16", "--router-gating-in-fp32"] if dtype == "bf16" else ["--bf16"]
 
 
@@ -301,7 +305,8 @@ TABLE: tuple[Key, ...] = (
         "MindSpeed-LLM takes either a layer list or virtual stages, and weight names know no virtual stages here"),
     Key(_A + "context_parallel_size", "convert", _context,
         "Ulysses: ranks exchange parts of tokens for parts of heads around attention. Each micro batch has a length of "
-        "its own; start.py says so where validators forbid it (mindspeed_llm/training/arguments.py:1094)"),
+        "its own; start.py says so where validators forbid it "
+        "(mindspeed_llm.training.arguments._validate_instruction_finetune)"),
     Key(_A + "expert_model_parallel_size", "convert", _experts,
         "here it counts the ranks that experts are split over; MindSpeed's EP leaves out TP where TP extends it"),
     Key(_A + "expert_tensor_parallel_size", "with", _A + "expert_model_parallel_size", ""),
@@ -309,7 +314,8 @@ TABLE: tuple[Key, ...] = (
     Key(_A + "use_distributed_optimizer", "switch", "--use-distributed-optimizer", "optimizer states split over DP"),
     Key(_A + "param_offload", "verl", None, _PHASES),
     Key(_A + "grad_offload", "same", _A + "param_offload",
-        "verl 54c9b736 moves gradients with parameters (megatron_workers.py:117 is never read)"),
+        "verl 54c9b736 moves gradients with parameters "
+        "(_is_offload_grad of verl.workers.megatron_workers.ActorRolloutRefWorker is never read)"),
     Key(_A + "optimizer_offload", "verl", None, _PHASES),
     Key(_A + "use_dist_checkpointing", "only", (False,), _DCP),
     Key(_A + "dist_checkpointing_path", "only", (None,), _DCP),

@@ -148,7 +148,8 @@ def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
 def count_trained_tokens_only(model: torch.nn.Module) -> None:
     """Make every router of `model` forget the tokens of passes without gradients, as MindSpeed-LLM means to.
 
-    Its router counts tokens for the correction bias where gradients are enabled (core/transformer/moe/router.py:526).
+    Its router counts tokens for the correction bias where gradients are enabled
+    (mindspeed_llm.core.transformer.moe.router.topk_router_routing).
     With the experts' exchange overlapped, MindSpeed enables them around the router in every pass
     (moe_layer_overlap_all2all.py, MoELayerOverlapAll2All.forward): the pass for old log-probs would be counted with the
     first mini batch.

@@ -117,7 +117,8 @@ def read_hf_config(section: Any) -> Mapping[str, Any]:
 
 
 def _start_distributed(timeout_minutes: int) -> None:
-    if not torch.distributed.is_initialized():  # as verl/workers/megatron_workers.py:86, which then finds it done
+    # as verl.workers.megatron_workers.ActorRolloutRefWorker.__init__, which then finds it done
+    if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(backend="nccl", timeout=datetime.timedelta(minutes=timeout_minutes))
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -134,7 +135,8 @@ def _start_groups(args: Namespace) -> None:
 def recompute_own_stage(section: Any) -> None:
     """Where recomputed layers are listed by stage, put this rank's number into Megatron's arguments and `section`.
 
-    verl's worker of that section reads it there (verl/single_controller/base/megatron/worker.py:77).
+    verl's worker of that section reads it there
+    (verl.single_controller.base.megatron.worker.MegatronWorker._init_hf_config_and_tf_config).
     """
     from megatron.core import parallel_state
     from megatron.training import get_args

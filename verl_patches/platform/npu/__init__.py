@@ -17,7 +17,7 @@ from verl_patches.patching.engine import current
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
-MC2_FROM_RANKS = 16  # vllm_ascend/ascend_forward_context.py:22: fewer exchange experts by all-to-all
+MC2_FROM_RANKS = 16  # fewer exchange experts by all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
 # HCCL takes a name as a prefix, "=eth1" as that interface alone (CANN envref_07_0075)
 SOCKETS = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
 

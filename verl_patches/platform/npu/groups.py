@@ -18,7 +18,8 @@ from typing import Any
 
 from verl_patches.current import Current
 
-# those over which tokens go to experts: names of MindSpeed-LLM (core/parallel_state.py:146, :177) and of vLLM
+# those over which tokens go to experts: names of MindSpeed-LLM
+# (mindspeed_llm.core.parallel_state.initialize_model_parallel_decorator) and of vLLM
 EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), "ep"
 
 
@@ -94,7 +95,7 @@ def with_mc2_groups(init_model_parallel_group: Callable) -> Callable:
 
 
 def _decodes_by_mc2() -> bool:
-    """What vllm-ascend decides for batches of decodes (ascend_forward_context.py:46-49)."""
+    """Return whether vllm-ascend uses MC2 for batches of decodes, as set_ascend_forward_context decides."""
     import torch.distributed as dist
     from vllm.config import get_current_vllm_config
     from vllm_ascend.ascend_forward_context import FusedMoEState, get_fused_moe_state

@@ -13,7 +13,8 @@ from verl_patches.step.batches.limits import DYNAMIC, token_budget
 _SECTION = "actor_rollout_ref"
 _ROLLOUT = f"{_SECTION}.rollout"
 
-GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
+# to compile one graph, by the message of vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model
+GRAPH_MINUTES = 0.5, 1.5
 
 
 def batch_checks(run: RunSpec) -> Iterator[Check]:

@@ -1,12 +1,13 @@
 """The forward pass of line a3's DeepSeek-V3: packed by verl, and with context parallelism in contiguous parts.
 
 Ulysses (MindSpeed's UlyssesContextAttention) exchanges parts of tokens for parts of heads around attention, which then
-has all T tokens in the order of ranks. verl's own parts (two chunks of each sequence, verl/models/mcore/util.py:46) are
-those of Transformer Engine's ring and would come out of that exchange in another order.
+has all T tokens in the order of ranks. verl's own parts (two chunks of each sequence,
+verl.models.mcore.util.preprocess_packed_seqs) are those of Transformer Engine's ring and would come out of that
+exchange in another order.
 
 Each CP rank has the whole loss, and the gradient of its own part of it. Megatron averages gradients over DP x CP ranks
-(DDP's group), so `_Gathered` multiplies by CP; verl does not (verl/models/mcore/util.py:95), where every gradient would
-be divided by CP.
+(DDP's group), so `_Gathered` multiplies by CP; verl.models.mcore.util.postprocess_packed_seqs does not, where every
+gradient would be divided by CP.
 
 Shape letters: B samples, S width of verl's batch, T packed tokens with padding, T/cp of them on each rank.
 """
