@@ -19,7 +19,7 @@ _loads = itertools.count()  # of this process; the same on every rank
 
 
 def start_parallel(layout: ParallelLayout, seed: int = 42) -> None:
-    """Make Megatron's process groups for `layout`, as verl's worker does (megatron_workers.py:95); drop earlier ones.
+    """Make Megatron's process groups for `layout`, as verl's ActorRolloutRefWorker does; drop earlier ones.
 
     Needs an initialised torch.distributed of `layout.world_size` ranks; seeds Megatron's random number tracker.
     """
@@ -47,7 +47,8 @@ def build_model(
 ):
     """(chunks, transformer config, HF config) of this rank for the HF folder, with its weights unless `load` is False.
 
-    Follows verl's `_build_model_optimizer` (megatron_workers.py:143): config converter, model initializer, wrappers.
+    Follows `verl.workers.megatron_workers.ActorRolloutRefWorker._build_model_optimizer`: config converter, model
+    initializer, wrappers.
     `overrides` are fields of Megatron's MLATransformerConfig, verl's `override_transformer_config`. Needs
     `start_parallel`, on line a3 the engine's start. With `distributed_optimizer`, as in verl's worker, a DDP-wrapped
     model's gradients are whole on no rank.

@@ -24,14 +24,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 CONFIG = "deepseekv3_256die_true_weight"
-# what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
-# ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
+# what Ray and verl give a worker of a group (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool);
+# DISABLE_WORKER_INIT, because ActorRolloutRefWorker is made inside another worker, which has registered the group
+# already (verl.single_controller.ray.base.create_colocated_worker_cls)
 WORKER = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "16", "WG_PREFIX": "group",
     "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
 }  # fmt: skip
-# chosen where rollout.name is sglang (verl/workers/megatron_workers.py:261)
 SERVERS: list[Any] = []  # as long as the process lives
+# chosen where rollout.name is sglang (verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout)
 NOT_CHOSEN = ("verl.workers.rollout.sglang_rollout", "verl.workers.sharding_manager.megatron_sglang")
 
 
@@ -90,7 +91,7 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         config = driver.read_run(run.text(), OmegaConf.load(folder / driver.COMPOSED)).verl
         OmegaConf.set_readonly(config, False)  # as main.Controller does
 
-        # ray.init hands it the runtime_env (ray/_private/worker.py:1636), below the row that wraps ray.init
+        # ray._private.worker.init hands it the runtime_env, below the row that wraps ray.init
         os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{stop.__name__}"
         try:
             driver.main([str(folder)])

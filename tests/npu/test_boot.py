@@ -173,7 +173,7 @@ def test_all_of_vllm_ascend_can_be_imported_but_what_is_listed(starts):
     found = starts.found["worker"]["not imported"]
     assert found.keys() == NOT_IMPORTED.keys()
     assert {name: why for name, why in found.items() if NOT_IMPORTED[name][0] not in why} == {}
-    assert starts.found["worker"]["sleep mode"] is False  # device_allocator/camem.py:53
+    assert starts.found["worker"]["sleep mode"] is False  # vllm_ascend.device_allocator.camem.camem_available
 
 
 # row that is switched off -> (step that fails, part of its error)

@@ -50,7 +50,7 @@ for spec in current().specs.values():
 current().verify("worker")
 """
 EMPTY_MODULE = """
-import types, importlib.machinery  # as mindspeed/patch_utils.py:76 makes one
+import types, importlib.machinery  # as mindspeed.patch_utils.Patch.parse_path makes one
 sys.modules["flash_attn"] = types.ModuleType("flash_attn")
 sys.modules["flash_attn"].__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
 """

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
+from tests.symbols import symbol_source
 from verl_patches.catalog import rows_of
-from verl_patches.patching.boot.install_prelude import LINE
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform.npu import machine
 from verl_patches.run.compose import compose
@@ -39,33 +39,30 @@ def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line)
     assert not {*pins.read_nowhere, "ACL_OP_INIT_MODE"} & set(found) and len(found) > 12
 
 
-def lines_below(roots, skipped=0):
-    """Reads the lines of "package/file.py" below {package: folder}, the prelude line left out; None: not there."""
+def misplaced(line, roots, read=symbol_source):
+    """Return how many symbols of one line's pins were read below `roots`, and those that do not name the variable.
 
-    def read(file):
-        root = roots.get(file.partition("/")[0])
-        return [line for line in (root / file).read_text().splitlines() if line != LINE][skipped:] if root else None
-
-    return read
-
-
-def misplaced(line, read):
-    """(number of places compared, those whose source does not name the variable in that line) of one line's pins."""
-    compared, wrong = [], []
+    roots: {top-level package: the folder that holds it}.
+    """
+    compared, wrong = 0, []
     for name, variable in load_pins().environment.items():
-        for file, _, number in (place.partition(":") for place in variable.reads(line)):
-            lines = read(file) if number else None
-            if lines is not None:
-                compared.append(file)
-                if name not in lines[int(number) - 1]:
-                    wrong.append((name, file, number))
-    return len(compared), wrong
+        for symbol in variable.reads(line):
+            root = roots.get(symbol.partition(".")[0])
+            if root is None:  # a library without a symbol, or a package that is not there
+                continue
+            compared += 1
+            if not re.search(rf"\b{name}\b", read(symbol, root)):
+                wrong.append((name, symbol))
+    return compared, wrong
 
 
 def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
     roots = {name: installed_root(name) for name in "verl megatron vllm ray torch huggingface_hub".split()}
-    assert misplaced("pypi", lines_below(roots)) == (17, [])
-    assert len(misplaced("pypi", lines_below(roots, skipped=1))[1]) == 15  # the control; two more are named twice
+    assert misplaced("pypi", roots) == (17, [])
+    # the controls: a module that names TENSORBOARD_DIR alone, and symbols that are not there
+    other = symbol_source("verl.utils.tracking", roots["verl"])
+    assert len(misplaced("pypi", roots, lambda symbol, root: other)[1]) == 16
+    assert len(misplaced("pypi", roots, lambda symbol, root: symbol_source(f"{symbol}.absent", root))[1]) == 17
 
 
 @pytest.mark.upstream
@@ -73,7 +70,7 @@ def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfi
     folder, pins = pytestconfig.getoption("--upstream"), load_pins()
     repositories = pins.line("a3").repositories
     roots = {package: folder / name for name, pin in repositories.items() for package in pin.packages}
-    compared, wrong = misplaced("a3", lines_below({p: root for p, root in roots.items() if (root / p).is_dir()}))
+    compared, wrong = misplaced("a3", {p: root.absolute() for p, root in roots.items() if (root / p).is_dir()})
     assert compared > 12 and wrong == []
     clones = [folder / name for name in pins.line("a3").repositories if (folder / name / ".git").exists()]
     names = [*pins.read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]

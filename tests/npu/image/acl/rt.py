@@ -1,4 +1,4 @@
-"""Names that vllm-ascend imports (vllm_ascend/device_allocator/camem.py:26)."""
+"""Names that vllm_ascend.device_allocator.camem imports."""
 
 
 def memcpy(*args):
