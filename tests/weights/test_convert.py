@@ -223,6 +223,24 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
         out = tmp_path / "hf again"
 
 
+def test_the_space_of_files_that_are_written_again_is_free(tmp_path, small, monkeypatch):
+    plan, out = plan_conversion(open_source(small)), tmp_path / "out"
+    size, left = sum(file.size_bytes for file in plan.files), out / f"{plan.files[0].name}.partial"
+    out.mkdir()
+    left.write_bytes(bytes(plan.files[0].size_bytes // 2))
+    reused = left.stat().st_blocks * 512
+
+    def free(count):
+        monkeypatch.setattr(convert_module, "free_bytes", lambda folder: count)
+
+    free(size - reused - 1)
+    assert reused > 1000
+    with pytest.raises(RecipeError, match=rf"out: {size} bytes are to be written, {size - 1} are free"):
+        convert(plan, out)
+    free(size - reused)
+    convert(plan, out, processes=1)
+
+
 def test_a_file_that_another_process_writes_is_left_to_it(tmp_path, small):
     file = tmp_path / "out" / ITERATION / "mp_rank_00_000_000" / f"{FILE}.partial"
     file.parent.mkdir(parents=True)

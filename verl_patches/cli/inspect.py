@@ -188,6 +188,8 @@ def report_command(
     """Figures of a recorded run, or of several side by side: a table and Markdown."""
     folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
+    if path.suffix == ".png" or path.is_dir():
+        raise ConfigError(f"report: --output {path}: expected a file for Markdown, such as report.md; give another")
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare(summaries), report.names_of(summaries)
     try:

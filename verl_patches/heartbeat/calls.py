@@ -14,17 +14,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 
-_recent: deque[tuple[str, float]] = deque(maxlen=4096)  # bounded, as a trainer may never take them
+# (method, seconds since the epoch) of this process; bounded, as a trainer may never take them
+recent: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
 _thread = threading.local()  # `running` while the thread is inside a dispatched method
 
 
 def take_starts() -> list[tuple[str, float]]:
     """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
-    taken = list(_recent)
-    _recent.clear()
+    taken = list(recent.value)
+    recent.value.clear()
     return taken
 
 
@@ -64,7 +66,7 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     if getattr(_thread, "running", False):
         return method(*args, **kwargs)
     name = _name(method, type(args[0]) if args else None)
-    _recent.append((name, time.time()))
+    recent.value.append((name, time.time()))
     _thread.running = True
     try:
         with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):

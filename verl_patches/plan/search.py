@@ -51,6 +51,9 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     base = changed(run, given | ANY_LAYOUT)
     step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
+    if not splits:
+        experts = base.model.n_routed_experts
+        raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
     pairs = itertools.product(_train_sides(base, step, splits), list(_rollout_sides(base, step, splits)))
     for train, rollout in heapq.nsmallest(_PLANNED, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         try:

@@ -74,7 +74,7 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
     """Scores of `topk_weights` [tokens, experts] in the `topk_group` best groups of a token, -inf in all others.
 
     Row provider for native_grouped_topk. DeepSeek-V3 ranks a group by the sum of its two best experts (its
-    tools/inference/model.py), upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
+    inference/model.py), upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
     """
     import torch
 

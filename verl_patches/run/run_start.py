@@ -61,6 +61,12 @@ def next_start(run: RunSpec) -> NextStart:
     ConfigError where the checkpoint is damaged or absent, where the run has reached its total, where its data are
     others, and where `auto` would begin anew beside checkpoints of the same name.
     """
+    for home in homes_of(run):
+        if (home / "summary.json").exists():
+            raise ConfigError(
+                f"{home} holds summary.json of an earlier version, in which all starts of a run shared one folder; "
+                "expected folders 0001, 0002, ...: give another name; resume_path takes its checkpoints"
+            )
     if not saves_as_recipe(run):
         return NextStart()
     trainer, starts = run.verl.trainer, starts_in(home_of_checkpoints(run))

@@ -18,11 +18,13 @@ from typing import Any
 import ray
 from ray.experimental.locations import get_local_object_locations
 
+from verl_patches.current import Current
+
 _PASSED_INLINE = (type(None), bool, int, float, str)
 SENT = ("calls", "puts", "put_bytes")  # names of what is counted
 
 
-_sent: Counter[str] = Counter()  # in this process, by names of SENT
+sent: Current[Counter[str]] = Current(Counter())  # in this process, by names of SENT
 
 
 def take_calls() -> dict[str, int]:
@@ -30,9 +32,8 @@ def take_calls() -> dict[str, int]:
 
     Of this process since the last take_calls().
     """
-    counted = {name: _sent[name] for name in SENT}
-    _sent.clear()
-    return counted
+    counted, sent.value = sent.value, Counter()
+    return {name: counted[name] for name in SENT}
 
 
 def put_before_calling(execute_all_async: Callable) -> Callable:
@@ -58,16 +59,16 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
                 references[id(value)] = ray.put(value)
             return references[id(value)]
 
-        def sent(value: Any) -> Any:
+        def in_store(value: Any) -> Any:
             return [reference(each) for each in value] if split else reference(value)
 
-        args, kwargs = tuple(map(sent, args)), {name: sent(value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(in_store, args)), {name: in_store(value) for name, value in kwargs.items()}
         answers = execute_all_async(self, method_name, *args, **kwargs)
         # a reference from another process has no known size and counts 0
         distinct = list({*references.values()})
         places = get_local_object_locations(distinct) if distinct else {}
         sizes = sum(place.get("object_size") or 0 for place in places.values())
-        _sent.update(dict(zip(SENT, (1, len(distinct), sizes), strict=True)))
+        sent.value.update(dict(zip(SENT, (1, len(distinct), sizes), strict=True)))
         return answers
 
     return execute

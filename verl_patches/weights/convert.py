@@ -114,8 +114,10 @@ def _written_by(path: Path) -> Mapping[str, Any]:
 
 
 def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
-    """RecipeError where the disk has no room for the files that are not there yet."""
-    size, free = sum(file.size_bytes for file in files if not (folder / file.name).exists()), free_bytes(folder)
+    """RecipeError where the disk has no room for the files that are not there yet; what a kill left of them is free."""
+    todo = [file for file in files if not (folder / file.name).exists()]
+    size, left = sum(file.size_bytes for file in todo), [folder / f"{file.name}{PARTIAL}" for file in todo]
+    free = free_bytes(folder) + sum(path.stat().st_blocks * 512 for path in left if path.exists())
     if size > free:
         raise RecipeError(
             f"{folder}: {size} bytes are to be written, {free} are free. Free space or choose another folder; then run "

@@ -41,7 +41,7 @@ from verl_patches.reshard.region import Region
 from verl_patches.shared_files import PARTIAL
 
 DIGITS = 16  # of a tensor's digest in a manifest
-FORMAT, VERSION = "verl_patches weights", 2
+FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # 2 has fields more
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron's own checkpoint (megatron.py)
@@ -240,7 +240,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     if not path.exists():
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a complete checkpoint of training")
     found = read_json_object(path)
-    if found.get("format") != FORMAT or found.get("version") != VERSION:
+    if found.get("format") != FORMAT or found.get("version") not in READ:
         raise ConfigError(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; read it with the version of the code that wrote it, or write it again"
@@ -321,10 +321,10 @@ def require_file(folder: str | Path, entry: FileEntry) -> None:
     path, head = Path(folder) / entry.name, header_of(entry.tensors, entry.name)
     found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
     if found != f"{entry.size_bytes} bytes":
-        raise ConfigError(f"{path}: expected {entry.size_bytes} bytes ({MANIFEST}), found {found}; copy it again")
+        raise ConfigError(f"{path}: expected {entry.size_bytes} bytes ({MANIFEST}), found {found}")
     with path.open("rb") as file:
         if file.read(len(head)) != head:
-            raise ConfigError(f"{path}: expected the header of the tensors in {MANIFEST}, found another; copy it again")
+            raise ConfigError(f"{path}: expected the header of the tensors in {MANIFEST}, found another")
 
 
 def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -346,7 +346,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
                 left -= len(block)
             seen = digest.hexdigest()[: len(expected or "")]
             if seen != expected:
-                found.append(f"{what}: expected sha256 {expected}, found {seen}")
+                found.append(f"{what}: expected sha256 {expected} ({MANIFEST}), found {seen}")
     return found
 
 

@@ -43,7 +43,7 @@ DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}  # torch's dtype 
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor as `FileWriter.write` takes them; a view if it is contiguous and on the CPU."""
+    """The bytes of a tensor as `NewFile.write` takes them; a view if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 

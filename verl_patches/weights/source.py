@@ -133,7 +133,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     `expert_split`: recipe.train.expert_split, for a Megatron folder that does not say how it holds experts.
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
-    match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a
+    not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a
     checkpoint whose weights are all in its critic/.
     """
     folder = Path(folder)

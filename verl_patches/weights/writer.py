@@ -112,7 +112,7 @@ def write_bytes(folder: str | Path, name: str, content: bytes) -> FileEntry:
 
 
 def _record(folder: str | Path, entry: FileEntry) -> FileEntry:
-    """Record a finished file of a folder that is being written; not durable, as a lost entry only costs the file."""
+    """Record a finished file of a folder that is being written; without a record the folder stays incomplete."""
     entries = Path(folder) / ENTRIES
     entries.mkdir(exist_ok=True)
     write_text(entries / f"{entry.name}.json", json.dumps(file_fields(entry)), durable=False)

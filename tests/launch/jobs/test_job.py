@@ -149,15 +149,6 @@ def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(read, tmp
     assert "secretvalue" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("verb", "script"), [("up", "up.sh"), ("status", "up.sh"), ("follow", "follow.sh"), ("down", "down.sh")]
-)
-def test_the_old_subcommands_are_refused_in_one_sentence_that_names_the_script(verb, script):
-    done = CliRunner().invoke(app, ["cluster", verb, "job.yaml", "--run", "--logs", "none"])
-    assert isinstance(done.exception, ConfigError) and f"bash DIR/{script}" in str(done.exception)
-    assert "cluster render JOB -o DIR" in str(done.exception) and "\n" not in str(done.exception)
-
-
 def test_render_says_what_starts_the_job_and_writes_over_no_other_files(tmp_path):
     words = ["cluster", "render", str(CONFIGS_DIR / "cluster_256die.yaml"), "-o", str(tmp_path / "made"), "--json"]
     for _ in range(2):

@@ -212,6 +212,22 @@ def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
+def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
+    make(tmp_path, MATHS)
+    before, rename = contents(tmp_path / "out"), Path.rename
+
+    def fails(path, target):
+        if path == tmp_path / ".out.partial" / "scratch" / "out":
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)):
+        make(tmp_path, MATHS[:20], overwrite=True)
+    assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
     """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""

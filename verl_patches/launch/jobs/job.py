@@ -30,7 +30,9 @@ def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
 
 
 # of a command, or a variable's value: may have several lines
-Word = Annotated[str, _expect(lambda text: "\0" not in text, "text without NUL")]
+Word = Annotated[
+    str, _expect(lambda text: text.replace("\n", "").replace("\t", "").isprintable(), "text without control characters")
+]
 Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
 PlainText = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
@@ -152,6 +154,14 @@ class Job(_Strict):
             raise ValueError("secrets of env_file do not reach Slurm: export them where sbatch is called")
         if self.volumes and not self.image:
             raise ValueError("volumes are folders of containers, but the job has no image")
+        if len(set(self.volumes.values())) != len(self.volumes):
+            raise ValueError("volumes has a folder of the container twice")
+        if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
+            raise ValueError("uploads has a target twice")
+        spans = sorted((span, name) for name, span in self.port_plan.spans().items())
+        for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
+            if first <= last:
+                raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
         known = set(self.env) & set(self.secrets)
         shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
         if known or shown:

@@ -70,10 +70,10 @@ def prepare(section: Any) -> None:
 def start(section: Any) -> Namespace:
     """Make this rank's training engine as `section` (verl's actor_rollout_ref with the facts of the run) says.
 
-    Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. Idempotent
-    for one configuration. Returns Megatron's arguments. Raises ConfigError with upstream's own message where a parser
-    or validator refuses, or where a validator changes a value of the configuration, and PatchError where patches of
-    MindSpeed replaced one of ours.
+    Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. A process has
+    one configuration: a second call changes nothing. Returns Megatron's arguments. Raises ConfigError with upstream's
+    own message where a parser or validator refuses, or where a validator changes a value of the configuration, and
+    PatchError where patches of MindSpeed replaced one of ours.
     """
     prepare(section)
     recipe = run_of(section).recipe

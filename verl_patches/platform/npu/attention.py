@@ -11,6 +11,8 @@ import functools
 
 import torch
 
+from verl_patches.errors import ConfigError
+
 _MASK_SIDE = 2048  # whatever the lengths
 _RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
 
@@ -27,8 +29,10 @@ def fused_attention(
     """softmax(scale * q k^T, causal) v in the layout of query (aclnnFlashAttentionScore).
 
     Without `ends` query, key and value are [S, B, N * D] (SBH); with the cumulative ends of packed sequences they are
-    [T, N, D] (TND).
+    [T, N, D] (TND). Raises ConfigError where the last end is not T, which torch_npu finds on a device alone.
     """
+    if ends is not None and ends[-1:] != [query.shape[0]]:
+        raise ConfigError(f"fused_attention: expected ends up to the {query.shape[0]} tokens, found {ends}")
     import torch_npu
 
     more = {"atten_mask": _causal_mask(query.device), "scale": scale, "sparse_mode": _RIGHT_DOWN_CAUSAL}

@@ -153,11 +153,12 @@ def exchange(
 ) -> dict[str, Ragged]:
     """Tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
 
-    `held()`: the same tensors of the samples plan.held[rank]. Where it raises on a rank, or a rank's tensors are not
-    those of `specs`, all ranks raise the same ExchangeError.
+    `held()`: the same tensors of the samples plan.held[rank]. Where it raises on a rank, a rank's tensors are not
+    those of `specs`, or it has no memory for what arrives, all ranks raise the same ExchangeError. The plan and the
+    specs must be equal on all ranks: they follow from one payload.
     """
     sends, receives = plan.sends(rank), plan.receives(rank)
-    samples_held, packed = plan.held[rank], {}
+    samples_held, packed, arriving = plan.held[rank], {}, {}
 
     def pack() -> list[str]:
         tensors = held()
@@ -171,6 +172,8 @@ def exchange(
                     f"{len(expected)}; (sample, values, expected) {wrong[:4]}"
                 ]
             packed[name] = found.take([sample - samples_held.start for sample in chain(*sends)]).values
+            size = sum(_values(spec, samples) for samples in receives)
+            arriving[name] = torch.empty(size, dtype=spec.dtype, device=device)
         return []
 
     raise_on_any_rank(catch_errors(pack), None, device, "responses cannot be sent as planned", ExchangeError)
@@ -178,9 +181,8 @@ def exchange(
     place_of = {sample: place for place, sample in enumerate(order)}
     for name, spec in specs.items():
         to_send, to_receive = ([_values(spec, samples) for samples in side] for side in (sends, receives))
-        values = torch.empty(sum(to_receive), dtype=spec.dtype, device=device)
-        dist.all_to_all_single(values, packed[name], to_receive, to_send)
-        found = Ragged(values, tuple(spec.lengths[sample] for sample in order))
+        dist.all_to_all_single(arriving[name], packed[name], to_receive, to_send)
+        found = Ragged(arriving[name], tuple(spec.lengths[sample] for sample in order))
         arrived[name] = found.take([place_of[sample] for sample in plan.placed[plan.replica_of[rank]]])
     return arrived
 

@@ -35,9 +35,11 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     if target.name in ("", "..") or not target.name.isprintable():
         raise wrong("expected the path of a folder to make")
     work = target.with_name(f".{target.name}{PARTIAL}")
-    scratch = work / "scratch"
+    scratch, old = work / "scratch", work / "scratch" / "old"
     with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), wrong):
         try:
+            if old.exists() and not target.exists():  # a call was killed between its two renames
+                old.rename(target)
             if target.is_symlink() or (target.exists() and not target.is_dir()):
                 raise wrong("expected a folder or nothing")
             there = {path.name for path in target.iterdir()} if target.exists() else set()
@@ -51,11 +53,14 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             if files := list((scratch / "out").iterdir()):
                 for file in files:
                     sync(file)
-                shutil.rmtree(target, ignore_errors=True)  # with `overwrite`
+                if target.exists():
+                    target.rename(old)
                 (scratch / "out").rename(target)
         except OSError as error:
             raise wrong(error) from error
         finally:
+            if old.exists() and not target.exists():  # the second rename failed
+                old.rename(target)
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):
                 (work / LOCK).unlink()

@@ -108,7 +108,11 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
         config.merge_with_dotlist(list(overrides))
-        check_recipe(OmegaConf.to_container(config.recipe))
+        try:
+            check_recipe(OmegaConf.to_container(config.recipe))
+        except ConfigError as error:
+            text = "a key that is unknown here was recorded by another version: remove it from the file"
+            raise ConfigError(f"{run / COMPOSED}: {error}\n        ({text})") from error
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         keys = keys_of(overrides)
