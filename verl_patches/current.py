@@ -12,11 +12,11 @@ T = TypeVar("T")
 class Current(Generic[T]):
     """`value` is the same on every thread: autograd recomputes layers on its own, where a ContextVar would be empty."""
 
-    def __init__(self, value: T | None = None):
+    def __init__(self, value: T):
         self.value = value
 
     @contextmanager
-    def set(self, value: T | None) -> Iterator[T | None]:
+    def set(self, value: T) -> Iterator[T]:
         """`value` inside, the one before it afterwards, after an error too."""
         before, self.value = self.value, value
         try:

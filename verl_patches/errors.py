@@ -68,8 +68,9 @@ def fault_of(function: Callable, *arguments: Any) -> str | None:
 
 def interrupted(number: int) -> str:
     """ "interrupted by SIGINT (Ctrl-C)", or by another signal."""
-    cause = {signal.SIGINT: " (Ctrl-C)", signal.SIGHUP: " (its terminal closed)"}.get(number, "")
-    return f"{INTERRUPTED}{signal.Signals(number).name}{cause}"
+    sent = signal.Signals(number)
+    cause = {signal.SIGINT: " (Ctrl-C)", signal.SIGHUP: " (its terminal closed)"}.get(sent, "")
+    return f"{INTERRUPTED}{sent.name}{cause}"
 
 
 def place_in(text: str, file: str | None) -> str:

@@ -166,7 +166,7 @@ def started_at(pid: int) -> int:
 
     With its pid it names one process. psutil's create_time does not: it moves when the machine's clock is set.
     """
-    return int((_stat(pid) or [0] * 20)[19])
+    return int((_stat(pid) or ["0"] * 20)[19])
 
 
 def state_of(pid: int, started: int) -> str:

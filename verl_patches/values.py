@@ -144,7 +144,7 @@ def _words(node: Mapping[str, Any]) -> str:
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
     if "minimum" in node and "maximum" in node:
         bounds = [f"from {node['minimum']} to {node['maximum']}"]
-    return " ".join([_TYPES.get(node.get("type"), "a value"), " and ".join(bounds)]).strip()
+    return " ".join([_TYPES.get(node.get("type", ""), "a value"), " and ".join(bounds)]).strip()
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

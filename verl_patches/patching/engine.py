@@ -312,7 +312,7 @@ class Engine:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-of_process: Current[Engine] = Current()  # set by the import of the prelude, which Python runs once
+of_process: Current[Engine | None] = Current(None)  # set by the import of the prelude, which Python runs once
 
 
 def start(specs: Iterable[PatchSpec], switches: Switches) -> Engine:

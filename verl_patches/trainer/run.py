@@ -44,7 +44,7 @@ from verl_patches.trainer.validation import validation_of
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
-active_run: Current[Run] = Current()
+active_run: Current[Run | None] = Current(None)
 
 
 class WorkerDiedError(RuntimeError):

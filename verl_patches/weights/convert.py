@@ -54,7 +54,7 @@ class _Job(NamedTuple):
     folder: Path
 
 
-_job: Current[_Job] = Current()
+_job: Current[_Job | None] = Current(None)
 
 
 def convert(

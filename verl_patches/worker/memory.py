@@ -25,7 +25,7 @@ from verl_patches.spec import RunSpec
 from verl_patches.worker.context import context
 
 # torch.npu, whose free memory is checked after the rollout's sleep; None on a CPU and with recipe.memory.ledger=off
-checked_device: Current[ModuleType] = Current()
+checked_device: Current[ModuleType | None] = Current(None)
 
 
 class Trained(NamedTuple):

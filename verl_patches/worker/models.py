@@ -38,7 +38,7 @@ log = logging.getLogger("verl_patches.weights")
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 reads: Current[int] = Current(0)  # how often this process has read a model's folder
 # folder and chunks of the model whose parameters others copy, and whether it is a value model
-reference_weights: Current[tuple[str, Sequence[torch.nn.Module], bool]] = Current()
+reference_weights: Current[tuple[str, Sequence[torch.nn.Module], bool] | None] = Current(None)
 
 
 def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:

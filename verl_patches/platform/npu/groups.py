@@ -24,7 +24,7 @@ EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), "ep"
 
 
 # MiB of a small group's buffer in this process; None: groups get no options, and HCCL_BUFFSIZE holds for all
-small_groups_mib: Current[int] = Current()
+small_groups_mib: Current[int | None] = Current(None)
 
 
 def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:

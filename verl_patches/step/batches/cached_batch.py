@@ -178,7 +178,7 @@ class CachedBatch:
         return to_padded(ragged.take(self.samples), mask.shape[1]).to(mask.device)
 
 
-cached_batch: Current[CachedBatch] = Current()  # None before the first stage, and without recipe.tensor_cache
+cached_batch: Current[CachedBatch | None] = Current(None)  # None before the first stage, or without recipe.tensor_cache
 
 
 def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataProto:

@@ -110,7 +110,7 @@ class OnPolicyUpdate:
         return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
 
 
-current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it changes the loss
+current_update: Current[OnPolicyUpdate | None] = Current(None)  # in progress, where it changes the loss
 
 
 def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:

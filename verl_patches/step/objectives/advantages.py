@@ -116,7 +116,7 @@ class FixedData:
         return {f"{PREFIX}loss": -float(metrics[MEAN_LOG_PROB])}
 
 
-current_fixed_data: Current[FixedData] = Current()  # of the trainer's run; None where responses are sampled
+current_fixed_data: Current[FixedData | None] = Current(None)  # of the trainer's run; None where responses are sampled
 
 
 def pairs_of(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:

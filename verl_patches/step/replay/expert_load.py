@@ -55,7 +55,7 @@ class ExpertLoad:
 
 
 # counts tokens of the rollout engine's experts, with the number of each layer by the id() of its weight
-rollout_load: Current[tuple[ExpertLoad, dict[int, int]]] = Current()
+rollout_load: Current[tuple[ExpertLoad, dict[int, int]] | None] = Current(None)
 
 
 def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:

@@ -205,7 +205,7 @@ class RoutingReplay:
         self._counts = counts if self._counts is None else self._counts + counts
 
 
-current_replay: Current[RoutingReplay] = Current()  # whose pass is in progress
+current_replay: Current[RoutingReplay | None] = Current(None)  # whose pass is in progress
 
 
 def sample_key(ids: torch.Tensor) -> bytes:
