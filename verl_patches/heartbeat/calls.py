@@ -65,7 +65,8 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
     if getattr(_thread, "running", False):
         return method(*args, **kwargs)
-    name = _name(method, type(args[0]) if args else None)
+    cls: Any = type(args[0]) if args else None  # Any: mypy does not take a class for Hashable
+    name = _name(method, cls)
     recent.value.append((name, time.time()))
     _thread.running = True
     try:

@@ -44,7 +44,8 @@ def reward_model_checks(run: RunSpec) -> Iterator[Check]:
     models, section, rollout = run.reward_models, run.verl.reward_model, run.verl.actor_rollout_ref.rollout
     if not models:
         return
-    expected = {"use_dynamic_bsz": False, "load_weight": True, "megatron.use_dist_checkpointing": False}
+    expected: dict[str, bool | None] = {"use_dynamic_bsz": False, "load_weight": True}
+    expected |= {"megatron.use_dist_checkpointing": False}
     expected |= {"megatron.param_offload": True, "model.rm_tokenizer": None, "micro_batch_size": None}
     found = {key: OmegaConf.select(section, key) for key in expected}
     faults = [

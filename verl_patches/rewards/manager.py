@@ -28,7 +28,7 @@ _FUNCTIONS = {
     "format": maths.format_score,
 }
 # (verl's keywords of a response, its tokens) -> a number, or a dict with `score` and other values; None: a reward model
-Score = Callable[[dict[str, Any], int], Any] | None
+Score = Callable[[dict[str, Any], int], Any]
 
 
 class RewardError(RecipeError):
@@ -42,7 +42,7 @@ class RewardManager:
     validates: for verl's validation, which runs no reward model, so that its part is left out.
     """
 
-    parts: Sequence[tuple[Part, Score]]
+    parts: Sequence[tuple[Part, Score | None]]
     tokenizer: Any
     reward_fn_key: str
     validates: bool = False
@@ -69,7 +69,8 @@ class RewardManager:
     def _add_up(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         responses = data.batch["responses"]
         lengths = data.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
-        rewards, columns = torch.zeros(responses.shape), {}
+        rewards = torch.zeros(responses.shape)
+        columns: dict[str, list[Any]] = {}
         totals = torch.zeros(len(responses), dtype=torch.float64)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
         uids, models = data.non_tensor_batch.get("uid"), 0
@@ -150,7 +151,7 @@ def load_parts(original: Callable) -> Callable:
     return load
 
 
-def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score:
+def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
     from verl.trainer.ppo.reward import get_custom_reward_fn  # whose import applies this row
 
     entry, options = part.entry, {}
