@@ -19,6 +19,8 @@ PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, StringConstraints(min_length=1)]  # of a package: exact, or a pattern such as 0.1*
+LineName = Annotated[str, StringConstraints(pattern="^(pypi|a3)$")]
+LineOrBoth = Annotated[str, StringConstraints(pattern="^(both|pypi|a3)$")]  # both: the same on both lines
 Kind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
 
 
@@ -57,7 +59,7 @@ class Variable(_Strict):
     allowed: the values, or int, A..B, path (absolute), text.
     """
 
-    read_by: Mapping[Literal["both", "pypi", "a3"], tuple[str, ...]]
+    read_by: Mapping[LineOrBoth, tuple[str, ...]]
     allowed: Kind | tuple[str, ...]
     note: str = ""
 
@@ -89,7 +91,7 @@ class Unsupported(_Strict):
     """
 
     key: str
-    lines: tuple[Literal["pypi", "a3"], ...]
+    lines: tuple[LineName, ...]
     neutral: tuple[Any, ...]
     why: str
     instead: str
@@ -99,7 +101,7 @@ class Unsupported(_Strict):
 class GivenByVerl(_Strict):
     """Keywords that verl passes to vLLM's LLM, `at` a symbol by line: the key that decides each, or its value."""
 
-    at: Mapping[Literal["pypi", "a3"], str]
+    at: Mapping[LineName, str]
     keywords: Mapping[str, str]
 
 
@@ -144,7 +146,7 @@ class Pins(_Strict):
     lines: Mapping[str, Line]
     environment: Mapping[str, Variable]
     read_nowhere: Mapping[str, str]
-    added_keys: Mapping[Literal["both", "pypi", "a3"], tuple[str, ...]]
+    added_keys: Mapping[LineOrBoth, tuple[str, ...]]
     given_by_verl: GivenByVerl
     unsupported: tuple[Unsupported, ...]
 

@@ -65,13 +65,15 @@ def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str
 @functools.cache
 def engine_arguments() -> dict[str, None]:
     """Names of what vLLM's LLM takes, itself or for its EngineArgs, from the installed source; none without vLLM."""
-    spec, names = importlib.util.find_spec("vllm"), {}
+    spec = importlib.util.find_spec("vllm")
+    names: dict[str, None] = {}
     for folder in (spec and spec.submodule_search_locations) or ():
         for file, name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
             tree = ast.parse(Path(folder, file).read_text())
             body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
             init = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
-            fields = (node.target.id for node in body if isinstance(node, ast.AnnAssign))
+            targets = (node.target for node in body if isinstance(node, ast.AnnAssign))
+            fields = (target.id for target in targets if isinstance(target, ast.Name))
             names |= dict.fromkeys(fields if init is None else (word.arg for word in init.args.args[1:]))
     return names
 

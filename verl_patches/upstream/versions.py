@@ -122,7 +122,7 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
             lines = Path(file).read_text(errors="replace").splitlines()
         except OSError:
             continue
-        values = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
+        values = {match[1]: match[2] for line in lines if (match := _VERSION_LINE.match(line))}
         version = next((values[key] for key in keys if key in values), None)
         if version:
             return version.strip('"'), file
