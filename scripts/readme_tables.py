@@ -63,8 +63,8 @@ WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
     (): "-",
 }
 IN_README = ("use", "state", "engine", "Python", "verl")
-IN_SUPPORT = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend", "torch", "torch_npu")
-IN_SUPPORT += ("driver", "cann")
+IN_SUPPORT: tuple[str, ...] = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend")
+IN_SUPPORT += ("torch", "torch_npu", "driver", "cann")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
 SAME_ROW = {
     "Megatron": ("Megatron-LM", "megatron-core"),
@@ -111,10 +111,11 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
 
     ValueError where a key has no description, or a description no key.
     """
-    sections = {item.name: item.default_factory for item in fields(schema) if is_dataclass(item.default_factory)}
+    sections = {name: kind for name, kind in types_of(schema).items() if isinstance(kind, type) and is_dataclass(kind)}
     own = [item for item in fields(schema) if item.name not in sections]
-    head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema))
-    text, described = [f"## `{prefix}`", "", head, ""], set()
+    head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema) or "")
+    text = [f"## `{prefix}`", "", head, ""]
+    described: set[str] = set()
     for paragraph in paragraphs:
         entries = _entries(paragraph, [item.name for item in own])
         if not entries:
@@ -155,13 +156,14 @@ def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
     values = value_words(types_of(schema)[item.name])
     values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
-    return tuple(cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
+    value, text = (cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
+    return value, text
 
 
 def machines_table() -> str:
     """One column a kind of machine."""
     machines = HARDWARE.values()
-    rows = {
+    rows: dict[str, list] = {
         "`recipe.hardware`": [f"`{name}`" for name in HARDWARE],
         "dies of a node": [machine.node_dies for machine in machines],
         "dies of a run on a part of a node": [

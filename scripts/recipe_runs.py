@@ -141,7 +141,7 @@ def run_chain(name: str) -> dict[str, Any]:
     """Run the commands of a chain up to the first that fails, and say how it ended."""
     folder, start = ROOT / "outputs" / f"chain_{name}", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
-    made = {"chain": name, "command": f"bash scripts/recipes.sh --where chains --only {name}"}
+    made: dict[str, Any] = {"chain": name, "command": f"bash scripts/recipes.sh --where chains --only {name}"}
     made |= {"date": datetime.date.today().isoformat(), "exit": 0, "figures": [], "reason": ""}
     for words in CHAINS[name].commands(folder):
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
