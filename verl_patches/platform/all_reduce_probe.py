@@ -69,7 +69,7 @@ def main(settings: dict[str, Any]) -> int:
 
 
 def _measure(
-    backend: str, rank: int, device: int, world: int, address: str, mib: int, repeat: int, **_: Any
+    backend: str, rank: int, device: int, world: int, address: str, mib: int, repeat: int, **others: Any
 ) -> dict[str, float]:
     import torch
     from torch import distributed

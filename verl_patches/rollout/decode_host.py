@@ -28,7 +28,8 @@ def at_the_end(update_from_output: Callable) -> Callable:
     def update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         running, made = self.running, model_runner_output
         if _one_token_each(self, scheduler_output, made):
-            ids, log_probs, ranks = made.logprobs or (None, None, None)
+            rows: tuple[Any, Any, Any] = made.logprobs or (None, None, None)
+            ids, log_probs, ranks = rows
             left = []
             for request in running:
                 index = made.req_id_to_index[request.request_id]

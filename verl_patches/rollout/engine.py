@@ -145,9 +145,9 @@ def set_dp_rank_in_launcher(original: Callable) -> Callable:
 def _set_dp_rank(parallel_config) -> None:
     import torch.distributed as dist
 
-    if port := os.environ.get(_DP_PORT):
+    if set_to := os.environ.get(_DP_PORT):
         raise ConfigError(
-            f"rollout: {_DP_PORT} is {port}, expected unset: vllm-ascend takes it for the DP group of every TP rank of "
+            f"rollout: {_DP_PORT} is {set_to}, expected unset: vllm-ascend takes it for the DP group of every TP rank of "
             "this engine (vllm_ascend.patch.platform.patch_common.patch_distributed.parallel_config_get_dp_port), "
             "which need a port each; unset it where Ray was started"
         )

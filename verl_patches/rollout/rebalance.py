@@ -121,7 +121,7 @@ def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: in
         receivers = _place_level(-(-(items.tokens + reserve_tokens) // block_size), loads, free, tier)
         if receivers is None:
             continue
-        held = -(-items.tokens // block_size)
+        held: np.ndarray = -(-items.tokens // block_size)
         busiest = max(np.bincount(side, held).max() for side in (items.donors, receivers))
         if cost.gain_s(before, tier) > cost.moves_s(busiest):
             return MovePlan(_moves(items, receivers), before, tier, int(held.sum()))

@@ -86,7 +86,7 @@ class Rebalancer:
         self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
         self.guests: dict[str, Result] = {}  # by local id: requests of other ranks, and what they have not got back yet
         self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
         engine.rebalancer = self
 
@@ -262,7 +262,9 @@ class Rebalancer:
         self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[Moved, Any]]
     ) -> None:
         """Results go to this rank's output processor; requests, of `expected` tokens in KV, get blocks."""
-        results, moved = (sum(lists, []) for lists in zip(*map(unpack, received), strict=True))
+        segments = [unpack(segment) for segment in received]
+        results = [result for of_segment, _ in segments for result in of_segment]
+        moved = [each for _, of_segment in segments for each in of_segment]
         if [each.computed for each in moved] != expected:
             found = [each.computed for each in moved]
             raise RebalanceError(f"requests of {found} tokens in KV came, the plan has {expected}")

@@ -70,12 +70,13 @@ def core_sets(
     """
     if len(allowed) < len(nodes):
         raise ValueError(f"{len(allowed)} cores for {len(nodes)} dies")
-    near = {node: sorted(set(cores.get(node, ())) & set(allowed)) for node in set(nodes)}
+    known = [node for node in nodes if node is not None]
+    near = {node: sorted(set(cores.get(node, ())) & set(allowed)) for node in known}
     least = max(1, len(allowed) // len(nodes) // 2)
-    if any(node is None or len(near[node]) < least * nodes.count(node) for node in nodes):
+    if len(known) < len(nodes) or any(len(near[node]) < least * known.count(node) for node in near):
         return _parts(sorted(allowed), len(nodes)), "an equal part, as not every die has a NUMA node with enough cores"
-    left = {node: iter(_parts(near[node], nodes.count(node))) for node in near}
-    return [next(left[node]) for node in nodes], "of its NUMA node"
+    left = {node: iter(_parts(near[node], known.count(node))) for node in near}
+    return [next(left[node]) for node in known], "of its NUMA node"
 
 
 def _parts(cores: list[int], count: int) -> list[list[int]]:
