@@ -25,6 +25,7 @@ from verl_patches.weights.run_folders import (
     remove,
     require_same_data,
     size_bytes,
+    start_in,
     starts_in,
     steps_in_chain,
     take_start,
@@ -52,6 +53,9 @@ def test_starts_are_numbered_over_both_roots_and_latest_is_the_newest(tmp_path):
     assert [start.name for start in starts_in(other)] == ["0005", "0006"]
     assert read_start(home / "0007").parent == ("0006", 3) and read_start(home / "0006").saves_in == other / "0006"
     assert read_start(other / "0004") is None and read_start(tmp_path / "absent") is None
+    assert start_in(home / "0007").parent == ("0006", 3)
+    with pytest.raises(ConfigError, match="absent: expected the folder of a start, with start.json, found none"):
+        start_in(tmp_path / "absent")
 
 
 def _take(home, count):

@@ -43,7 +43,7 @@ from verl_patches.upstream.checkouts import require_trees, require_verl, trees_o
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import chain_of_start, find_start, read_start
+from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
@@ -420,7 +420,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
             return [f"nothing was saved: the same command goes on from {run.verl.trainer.resume_from_path} again"]
-        checkpoint = chain_of_start(read_start(record)).newest()
+        checkpoint = chain_of_start(start_in(record)).newest()
         if last_step_is_saved(run, record):
             return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
     except (ConfigError, OSError) as error:  # the first says what to go on from instead

@@ -26,7 +26,7 @@ from verl_patches.weights.manifest import (
 )
 from verl_patches.weights.megatron import folder_problems as folder_problems_of_megatron
 from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, plan_conversion
-from verl_patches.weights.run_folders import chain_of_start, find_start, read_start
+from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
@@ -116,7 +116,7 @@ def _newest_of_run(given: Path) -> Path:
     if SAVED.fullmatch(given.name):
         raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
     run = find_start(given, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
-    if (newest := chain_of_start(read_start(run)).newest()) is None:
+    if (newest := chain_of_start(start_in(run)).newest()) is None:
         raise ConfigError(f"weights export: {run} and the starts that it came from have no complete checkpoint")
     return newest
 

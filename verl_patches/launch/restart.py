@@ -20,7 +20,7 @@ from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed
 from verl_patches.spec import RunSpec
 from verl_patches.trainer.record import NOW
-from verl_patches.weights.run_folders import chain_of_start, read_start
+from verl_patches.weights.run_folders import chain_of_start, start_in
 
 _NO_USE = re.compile(
     r"^interrupted by|^still running after"
@@ -48,7 +48,7 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
         doing = read_object(folder / NOW)
     total = doing.get("steps") or steps_of(run)
     try:
-        saved = chain_of_start(read_start(folder)).checkpoints()
+        saved = chain_of_start(start_in(folder)).checkpoints()
     except OSError:  # a disk that fails: the look for the next start's checkpoint says so
         return False
     return total is not None and max(saved, default=0) >= total

@@ -42,7 +42,7 @@ def homes_of(run: RunSpec) -> list[Path]:
 
 def home_of_checkpoints(run: RunSpec) -> Path:
     """Return the folder of the run's name that holds its checkpoints."""
-    return checkpoints_home(run.recipe.output_root, run.recipe.run, run.verl.trainer.default_local_dir)
+    return checkpoints_home(run.home, run.verl.trainer.default_local_dir)
 
 
 def checkpoints_of(run: RunSpec) -> Path:

@@ -350,7 +350,7 @@ def chain_in(run: RunSpec) -> Chain:
     """Return the checkpoints that belong to the run: of a start of the launcher its chain's."""
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.start.by_launcher:
-        home = checkpoints_home(run.recipe.output_root, run.recipe.run, str(saved))
+        home = checkpoints_home(run.home, str(saved))
         if start := read_start(home / run.start.name):
             return chain_of_start(start)
     return Chain((Link(saved),))

@@ -76,10 +76,10 @@ class Link:
         return Link(self.folder, step if self.last is None else min(step, self.last))
 
 
-def checkpoints_home(output_root: str, name: str, default_local_dir: str) -> Path:
-    """Return the folder NAME whose starts hold the checkpoints: that of the run, or NAME in an explicit DIR."""
-    folder, saved = Path(output_root, name), Path(default_local_dir).absolute()
-    return folder if saved.resolve().is_relative_to(folder.resolve()) else saved / name
+def checkpoints_home(home: Path, default_local_dir: str) -> Path:
+    """Return the folder whose starts hold the checkpoints: the run's home, or its name in an explicit DIR."""
+    saved = Path(default_local_dir).absolute()
+    return home if saved.resolve().is_relative_to(home.resolve()) else saved / home.name
 
 
 def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: str | None) -> str:
@@ -125,6 +125,13 @@ def read_start(folder: Path) -> Start | None:
         raise ConfigError(
             f"{path}: expected the record of a start, found {type(error).__name__}: {error}; copy the folder again"
         ) from None
+
+
+def start_in(folder: Path) -> Start:
+    """Return the start whose folder this is; ConfigError for any other folder, and for a damaged record."""
+    if (start := read_start(folder)) is None:
+        raise ConfigError(f"{folder}: expected the folder of a start, with {START}, found none; name another run")
+    return start
 
 
 def starts_in(home: Path) -> list[Start]:
@@ -288,7 +295,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def resume_from(path: Path) -> str:
+def resume_from(path: Path | str) -> str:
     """Return the overrides that go on from a checkpoint."""
     return f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
 

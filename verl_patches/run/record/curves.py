@@ -25,7 +25,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.values import load
-from verl_patches.weights.run_folders import chain_of, find_start, read_start, starts_in
+from verl_patches.weights.run_folders import chain_of, find_start, read_start, start_in, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
 FIXED = "objective/loss"  # of a run of ours on fixed data, whose reward has no meaning
@@ -140,7 +140,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _of_run(folder: Path) -> Iterator[Row]:
     """Yield the rows of metrics.jsonl of a start and of those that it came from; one without a step may have none."""
-    files = {link.folder / "metrics.jsonl": link for link in chain_of(read_start(folder))}
+    files = {link.folder / "metrics.jsonl": link for link in chain_of(start_in(folder))}
     for path in [path for path in files if path.exists()] or [*files][-1:]:
         yield from (row for row in _jsonl(path) if row[0] is None or files[path].holds(row[0]))
 

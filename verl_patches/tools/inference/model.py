@@ -30,7 +30,7 @@ from verl_patches.spec import OF_VALUES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
 from verl_patches.values import load, read_yaml
 from verl_patches.weights.manifest import SAVED, has_manifest
-from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
+from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, start_in
 from verl_patches.weights.source import Source, open_source
 
 
@@ -78,7 +78,7 @@ def find_model(
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
     spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
-    if not folders and not (folders := chain_of_start(read_start(run)).checkpoints()):
+    if not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
             "(trainer.save_freq=N writes them)"
