@@ -567,5 +567,11 @@ class Part(NamedTuple):
     label: str
     entry: Reward
 
+    @property
+    def path(self) -> str:
+        """The path of an entry of name python or reward_model, which rewards/parts.py requires."""
+        assert self.entry.path is not None
+        return self.entry.path
+
     def __str__(self) -> str:
         return f"{self.where} ({self.entry.name})"

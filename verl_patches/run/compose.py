@@ -190,14 +190,15 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     if isinstance(error, UnicodeDecodeError):
         for file in CONFIGS_DIR.rglob("*.yaml"):
             read_yaml(file)  # its ConfigError names the file
-    texts, cause = [], error
+    texts: list[str] = []
+    cause: BaseException | None = error
     while cause is not None:
         texts += [str(cause).strip()] if str(cause).strip() else []
         cause = cause.__cause__ or cause.__context__
     override = re.search(r"Could not override '([^']+)'", texts[0])
     missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
-    if override or (missing and missing[2].startswith("recipe")):
-        key = override[1] if override else missing[2]
+    key = override[1] if override else missing[2] if missing else ""
+    if override or key.startswith("recipe"):
         if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
         return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)), "verl has no such key")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_patches.errors import Check
@@ -50,7 +50,7 @@ def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
 
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
     """
-    variables = {
+    variables: dict[str, tuple[str, ...]] = {
         VARIABLE: (run.process_switches.text(), "line, platform and rows of the patch catalogue"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
@@ -70,7 +70,8 @@ def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
         variables |= _emulated(run)
     variables |= _driver(run, temp_dir)
     pins, line = load_pins(), run.recipe.line
-    return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in variables.items()]
+    made = (Variable(name, *entry) for name, entry in variables.items())
+    return [replace(each, read_by=pins.read_by(each.name, line)) for each in made]
 
 
 _ON_CPU = {

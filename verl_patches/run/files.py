@@ -95,7 +95,7 @@ def _weights_check(run: RunSpec, folder: Path) -> Check:
 def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
     """Check that each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
     for part in (part for part in run.rewards if part.entry.name == "reward_model"):
-        folder, key = value_model_in(part.entry.path), f"{part.where}.path"
+        folder, key = value_model_in(part.path), f"{part.where}.path"
         if not folder.exists():
             here = {"recipe.rewards", _MODEL} <= run.given  # else a plan for another machine
             yield _absent("reward model", [folder], key, here, _A_REWARD_MODEL)
@@ -246,7 +246,7 @@ def hooks_of(run: RunSpec) -> Iterator[Hook]:
     """Return the user's code that a run names."""
     for part in run.rewards:
         if part.entry.name == "python":
-            yield Hook(part.entry.path, part.entry.function, part.where)
+            yield Hook(part.path, part.entry.function, part.where)
     if has_own_dataset((dataset := run.verl.data.custom_cls).path):
         yield Hook(dataset.path, dataset.name, "data.custom_cls")
     if hook := run.recipe.worker_process_setup_hook:
@@ -287,9 +287,9 @@ def _import(
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
-        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        null, env = subprocess.DEVNULL, dict(environment)
         try:
-            subprocess.run(command, env=dict(environment), timeout=IMPORT_S, **silent)
+            subprocess.run(command, env=env, timeout=IMPORT_S, stdin=null, stdout=null, stderr=null)
         except subprocess.TimeoutExpired:
             return None, f"its import took more than {IMPORT_S} s"
         if not answer.exists():

@@ -178,7 +178,8 @@ def groups(run: RunSpec) -> list[Group]:
 
 def group_buffer_mib(run: RunSpec, group: Group) -> int:
     """MiB of each of a group's buffers."""
-    return run.recipe.hccl.small_groups_mib if group.small else buffer_mib(run)
+    small = run.recipe.hccl.small_groups_mib
+    return buffer_mib(run) if small is None or not group.small else small
 
 
 def buffer_bytes(run: RunSpec) -> dict[str, int]:

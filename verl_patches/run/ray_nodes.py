@@ -308,7 +308,7 @@ def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None
 
 
 def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled; its stub has other names
 
     client, end = GcsClient(address=address), time.monotonic() + limit_s
     while True:
@@ -367,8 +367,8 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
         calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
     for (node, _), result in zip(answered, _results(calls, limit_s), strict=True):
         if result is None or result["code"]:
-            error = "no answer" if result is None else (result["error"].strip().splitlines() or ["no message"])[-1]
-            return {"error": f"{node['address']}: {error}"}
+            fault = "no answer" if result is None else (result["error"].strip().splitlines() or ["no message"])[-1]
+            return {"error": f"{node['address']}: {fault}"}
         if node is first[0]:
             measured = json.loads(result["output"].strip().splitlines()[-1])
     return {"measured": measured, "world": world}

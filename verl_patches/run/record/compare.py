@@ -60,8 +60,8 @@ def errors_of(a: Curves, b: Curves) -> list[Error]:
     common = {metric: sorted(of.keys() & b.values.get(metric, {}).keys()) for metric, of in a.values.items()}
     found = [_error(metric, steps, a, b) for metric, steps in common.items() if steps]
     if not found:
-        has = ((of.name, f"{m} at steps {min(c)} to {max(c)}") for of in (a, b) for m, c in of.values.items())
-        has = "; ".join(f"{name}: {text}" for name, text in has)
+        ranges = ((of.name, f"{m} at steps {min(c)} to {max(c)}") for of in (a, b) for m, c in of.values.items())
+        has = "; ".join(f"{name}: {text}" for name, text in ranges)
         raise ConfigError(
             f"compare: expected a metric that both have at the same steps, found {has}; give other sources"
         )
@@ -117,6 +117,7 @@ def _check(error: Error, limit: float, formula: str) -> Check:
         return Check(error.metric, False, f"{over}: expected step {error.ends[1]}, found a's end at {error.ends[0]}")
     if error.not_finite is not None:
         return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
+    assert value is not None  # as it is finite at all steps
     largest = f"the largest is {error.largest:.4g} at step {error.at}"
     fault = f"expected at most {percent(limit)}, found {percent(value)}; {largest}"
     held = f"{over} is {percent(value)}, at most {percent(limit)}"

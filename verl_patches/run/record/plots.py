@@ -64,7 +64,7 @@ def _label_steps(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     for after in (step["resumed_after"] for step in steps if step.get("resumed_after")):
         axes.axvline(after + 0.5, color="0.4", linestyle="--", linewidth=1)
-        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
         axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
 
 
@@ -116,11 +116,12 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
     highest = {number: max(found.values(), key=_peak, default=None) for number, found in phases.items()}
     figure = _figure(12, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
-    if not any(highest.values()):
+    present = {number: moment for number, moment in highest.items() if moment}
+    if not present:
         figure.suptitle(f"{name}: no step has a memory ledger")
         return figure
-    shown = max((number for number in phases if highest[number]), key=lambda number: (_peak(highest[number]), number))
-    unit, scale = ("GB", 1e9) if _peak(highest[shown]) >= 1e9 else ("MB", 1e6)
+    shown = max(present, key=lambda number: (_peak(present[number]), number))
+    unit, scale = ("GB", 1e9) if _peak(present[shown]) >= 1e9 else ("MB", 1e6)
     sizes = [moment["bytes"] for found in phases.values() for moment in found.values()]
     groups = [group for group in MEMORY_GROUPS if any(size.get(group) for size in sizes)]
     _draw_moments(left, _edges([*phases]), [*highest.values()], groups, scale)
@@ -139,7 +140,7 @@ def _draw_moments(
 ) -> None:
     """Draw stacked areas of the groups' bytes, and peaks and measured lines over them. None: a gap."""
 
-    def sizes(of: Callable[[Mapping[str, Any]], float]) -> list[float]:
+    def sizes(of: Callable[..., float]) -> list[float]:
         return [NAN if moment is None else of(moment) / scale for moment in moments]
 
     _stack(axes, edges, {group: sizes(lambda moment, group=group: moment["bytes"].get(group, 0)) for group in groups})
