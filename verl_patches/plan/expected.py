@@ -113,23 +113,24 @@ def served_bytes(inventory: Inventory, rollout: ParallelLayout, rank: int, libra
 def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:
     """Bytes of the groups of one trained model."""
     static, dtype = static_bytes(inventory, setting.train, rank, setting.train_library), inventory.model.torch_dtype
-    per_value, swapped = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces is not None
+    per_value, pieces = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces
     states = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
     return {
         groups.params: static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype],
         groups.grads: static.grad_bytes,
-        groups.optimizer: 0 if swapped else states,
-        groups.window: _window(setting, rank, per_value) if swapped else 0,
+        groups.optimizer: states if pieces is None else 0,
+        groups.window: 0 if pieces is None else _window(setting, rank, per_value, pieces),
     }
 
 
-def _window(setting: Setting, rank: int, per_value: int) -> int:
-    """Bytes of one swapped piece: the rank's share in `swap_pieces` parts, but at least one tensor.
+def _window(setting: Setting, rank: int, per_value: int, pieces: int) -> int:
+    """Bytes of one swapped piece: the rank's share in `pieces` parts, but at least one tensor.
 
     As mindspeed/core/optimizer/swap_optimizer.py, swap_adamw_step: a piece is whole tensors, and one piece at a time is
     on the device. MindSpeed stacks all local experts of a layer into two tensors, gate and up being the larger.
     """
-    train, largest, total, stacks = setting.train, 0, 0, {}
+    train, largest, total = setting.train, 0, 0
+    stacks: dict[tuple[int | None, int | None], int] = {}  # by layer and, but for MindSpeed, expert
     for shard in local_parameters(setting.inventory, train, rank, setting.train_library).shards.values():
         parameter = shard.parameter
         if not parameter.trainable:
@@ -141,7 +142,7 @@ def _window(setting: Setting, rank: int, per_value: int) -> int:
             key = parameter.layer, None if stacked else parameter.expert
             stacks[key] = stacks.get(key, 0) + share
         largest = max(largest, share)
-    return per_value * max(largest, max(stacks.values(), default=0), -(-total // setting.swap_pieces))
+    return per_value * max(largest, max(stacks.values(), default=0), -(-total // pieces))
 
 
 def _gathered(inventory: Inventory, train: ParallelLayout) -> int:

@@ -116,13 +116,14 @@ def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> P
 
     One number where all stages have the same. All layers of a stage where even these are not enough.
     """
-    train, found = setting.train, []
+    train, given, found = setting.train, setting.passes, []
+    assert given is not None  # of line a3
     for stage in range(train.pp):
         ranks = [each for each in step if train.coordinates(each.ranks[0]).pp == stage]
         updates = [phase for phase in ranks[0].moments if phase in ("update", "update_critic")]
 
         def fits(layers: int, ranks: list[Alike] = ranks, updates: list[str] = updates) -> bool:
-            passes = replace(setting.passes, recompute_layers=layers, recompute_together=1)
+            passes = replace(given, recompute_layers=layers, recompute_together=1)
             tried = replace(setting, passes=passes)
             return all(phase_peak(phase, ranks, tried)["peak_bytes"] <= room for phase in updates)
 
@@ -150,7 +151,8 @@ def with_recompute(run: RunSpec) -> RunSpec:
         return run
     if run.line != A3:
         raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
-    given, layers = run.verl.actor_rollout_ref.model.enable_gradient_checkpointing, 0
+    given = run.verl.actor_rollout_ref.model.enable_gradient_checkpointing
+    layers: PerStage = 0
     for key, value in recompute_keys(0).items():
         found = OmegaConf.select(run.verl, key)
         if key not in (LAYERS, CHECKPOINTING) and found not in (None, value):
@@ -220,7 +222,7 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
     given = model.get("gradient_checkpointing_kwargs") or {}
     if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
         return 0, 1
-    number = given.get("activations_checkpoint_num_layers")
+    number: Any = given.get("activations_checkpoint_num_layers")
     if given.get("activations_checkpoint_method") != "block":
         return (run.model.num_hidden_layers, number) if number else (0, 1)
     if not OmegaConf.is_list(number):
@@ -291,9 +293,10 @@ def node_host_bytes(run: RunSpec) -> int:
     return max(sum(node.values()) for node in nodes)
 
 
-def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[dict[str, int]]:
+def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
     """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
-    dies, of_stage, nodes = run.verl.trainer.n_gpus_per_node, {}, []
+    dies, of_stage = run.verl.trainer.n_gpus_per_node, {}
+    nodes: list[Counter[str]] = []
     for rank in range(train.world_size):
         stage = train.coordinates(rank).pp
         if stage not in of_stage:

@@ -122,7 +122,7 @@ def _verdict(
     for check in checks:
         if check.detail.startswith("a start is refused"):
             text += f", but a start is refused until the note on {check.name} is mended"
-        elif check.note and check.name == "host memory":
+        elif memory and check.note and check.name == "host memory":
             need = memory["host"]["node_bytes"] / 2**30
             text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
     typed = [each for each in todo if "not to be typed" not in each["where"]]

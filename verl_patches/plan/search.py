@@ -37,7 +37,8 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     Best first, with total_s, tokens_per_s_per_die and phases of None on machines without seconds. Raises ConfigError
     for another platform than npu, dies that are no whole nodes, and where nothing fits, with the reason.
     """
-    node, listed, refused = run.hardware.node_dies, [], Counter()
+    node, listed = run.hardware.node_dies, []
+    refused: Counter[str] = Counter()
     if dies % node or not node <= dies <= _MOST_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
     if run.platform != "npu" or run.recipe.train.expert_split != "tp_extend_ep":
@@ -74,23 +75,27 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
     (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
     most = max(splits, default=1)
     setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # in no update
+    given = setting.passes
+    assert given is not None  # of line a3
     update = "update" if run.trains_actor else "update_critic"
     stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
     for tp, pp, ep in itertools.product(_TP, stages, splits):
         batches, rest = divmod(step.responses * tp * pp, run.world_size * step.mini_batches * step.micro_batch)
         if run.world_size % (tp * pp) or run.world_size % (ep * pp) or ep % tp or rest:
             continue
-        layout = ParallelLayout(run.world_size, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=balanced_layers(model, pp))
+        layers = tuple(balanced_layers(model, pp))
+        layout = ParallelLayout(run.world_size, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=layers)
         if 4 * max(sum(step_model.stage_elements(model, layout, stage, "mindspeed")) for stage in range(pp)) > room:
             continue  # gradients alone exceed a die
-        tried = replace(setting, train=layout, passes=replace(setting.passes, micro_batches=batches))
+        passes = replace(given, micro_batches=batches)
+        tried = replace(setting, train=layout, passes=passes)
         ranks = expected.simulated(schedule, tried, stays)
         again = memory_plan.fewest_recomputed(tried, ranks, room - memory_plan.MARGIN_BYTES)
-        tried = replace(tried, passes=replace(tried.passes, recompute_layers=again))
+        tried = replace(tried, passes=replace(passes, recompute_layers=again))
         if expected.phase_peak(update, ranks, tried)["peak_bytes"] <= room:
             one = replace(step, train=layout, recompute_layers=again)
             cost = step_model.train_s(one, calibration.FITTED) if run.hardware.timed else step_model.train_bytes(one)
-            yield cost, train_keys(tp, pp, ep, layout.layers_per_stage)
+            yield cost, train_keys(tp, pp, ep, layers)
 
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
@@ -108,13 +113,14 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
             keys["recipe.logprob_check.sequences"] = None  # one a replica
         one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
-        one = replace(one, kv_bytes=share - sync.received_bytes)  # what the weights leave
-        if one.kv_bytes >= run.longest_tokens * one.model.kv_bytes:
+        kv_bytes = share - sync.received_bytes  # what the weights leave
+        one = replace(one, kv_bytes=kv_bytes)
+        if kv_bytes >= run.longest_tokens * one.model.kv_bytes:
             seconds = step_model.rollout_s(one, calibration.FITTED) + step_model.reshard_s(sync, calibration.FITTED)
             yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
 
 
-def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
     """Return the row of one candidate; ConfigError for what its plan refuses."""
     run = memory_plan.with_recompute(changed(run, memory_plan.recompute_keys("auto") | keys))
     checks, figures = plan.figures_of(run, (check for rule in rules for check in rule(run)), workload)

@@ -104,12 +104,10 @@ class Lengths:
             return 0.0
         if self.recorded:
             return 1 - bisect.bisect_right(self.recorded, tokens) / len(self.recorded)
-        return 1.0 if self.mean is None or tokens <= 0 else 1 - self._normal.cdf(math.log(tokens))
-
-    @property
-    def _normal(self) -> NormalDist:
+        if self.mean is None or tokens <= 0:
+            return 1.0
         sigma = math.sqrt(math.log(1 + self.cv**2))
-        return NormalDist(math.log(self.mean) - sigma**2 / 2, sigma)
+        return 1 - NormalDist(math.log(self.mean) - sigma**2 / 2, sigma).cdf(math.log(tokens))
 
     def mean_of_longest(self, draws: int = 1) -> float:
         """Expected tokens of the longest of `draws` responses; of one: the mean after the cut."""

@@ -80,7 +80,7 @@ class Workload:
     @property
     def option(self) -> tuple[str, ...]:
         """The words of the command line that give it; none for the defaults."""
-        given = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
+        given: dict[str, Any] = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
         given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
         given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
         given["--disk-gb-s"] = None if self.disk_gb_s == DISK_GB_S else self.disk_gb_s
@@ -168,7 +168,8 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
     sync do not fit.
     """
-    sync, spread = verl_sync(run.trained_model, run.train), {}
+    sync = verl_sync(run.trained_model, run.train)
+    spread: dict[str, int] = {}
     if not run.samples:
         sync = SyncTraffic(0, 0, 0)
     elif direct_sync(run.rows):
@@ -203,7 +204,8 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
 
 def sent_bytes(run: StepInput) -> dict[str, int]:
     """Return {train, rollout, weight_sync}: bytes of a step that the busiest die of each sends to others."""
-    sampled = {"rollout": rollout_bytes(run), "weight_sync": run.sync.sent_bytes} if run.sampled else {}
+    sync = run.sync or verl_sync(run.model, run.train)
+    sampled = {"rollout": rollout_bytes(run), "weight_sync": sync.sent_bytes} if run.sampled else {}
     return {side: round(size) for side, size in {"train": train_bytes(run), **sampled}.items()}
 
 
@@ -256,7 +258,8 @@ def direct_traffic(
 
     What must arrive is exact; what a rank sends is its stage's mean, which routes miss by 0.1 % (docs/weight-sync.md).
     """
-    received, sent = [0] * train.world_size, defaultdict(int)
+    received = [0] * train.world_size
+    sent: defaultdict[int, int] = defaultdict(int)
     for block in blocks:
         missing, size = set(block.receivers).difference(block.holders), block.raw_bytes
         for rank in missing:
