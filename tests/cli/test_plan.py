@@ -65,6 +65,7 @@ def test_no_layout_is_searched_where_none_would_help():
     [
         ((TINY, "--search"), "--dies is 2; expected a multiple of 16"),
         ((TINY, "--search", "--dies", "16"), "expected recipe.platform=npu"),
+        ((NODE, "--search", "recipe.line=pypi", "recipe.train.balanced_routing=false"), "recipe.line=a3"),
         ((TINY, "--dp-sync", "mpi"), "--dp-sync is 'mpi'; expected one of hccl, gloo"),
     ],
 )

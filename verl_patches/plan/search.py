@@ -22,7 +22,7 @@ from verl_patches.plan import calibration, expected, memory_plan, plan, step_mod
 from verl_patches.plan.step_plan import Workload, step_input
 from verl_patches.run import hccl
 from verl_patches.run.resolve import changed
-from verl_patches.spec import Rule, RunSpec
+from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # cost and keys of each
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
@@ -35,14 +35,15 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     """Return the `top` best layouts of the run's model and batch on `dies` that keep `rules` and pass a plan.
 
     Best first, with total_s, tokens_per_s_per_die and phases of None on machines without seconds. Raises ConfigError
-    for another platform than npu, dies that are no whole nodes, and where nothing fits, with the reason.
+    for another platform than npu, another line than a3, dies that are no whole nodes, and where nothing fits.
     """
     node, listed = run.hardware.node_dies, []
     refused: Counter[str] = Counter()
     if dies % node or not node <= dies <= _MOST_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
-    if run.platform != "npu" or run.recipe.train.expert_split != "tp_extend_ep":
-        raise ConfigError("plan --search: expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep")
+    if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":
+        needs = "recipe.platform=npu, recipe.line=a3 and recipe.train.expert_split=tp_extend_ep"
+        raise ConfigError(f"plan --search: expected {needs}")
     given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
     batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:  # take the nearest that they divide
