@@ -1,5 +1,6 @@
 """Reading: three kinds of file, folders, HF datasets and remote files; bad rows by line."""
 
+import hashlib
 import json
 import sys
 
@@ -137,3 +138,10 @@ def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
     with pytest.raises(ConfigError, match="from the environment alone") as error:
         of_url("s3://user:word@bucket/x.json", tmp_path)
     assert "bucket" not in str(error.value)
+
+
+def test_facts_of_a_file_need_nothing_that_python_3_10_lacks(tmp_path, monkeypatch):
+    monkeypatch.delattr(hashlib, "file_digest", raising=False)
+    text = "a" * (3 << 19)  # more than one block
+    expected = {"name": "rows.json", "bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    assert sources.file_facts(write(tmp_path, text)) == expected

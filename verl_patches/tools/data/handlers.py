@@ -257,7 +257,7 @@ def make_row(
 
 def digest_of(value: Any) -> int:
     """64 bits of a value of JSON; among a million values two have the same once in 37 million."""
-    return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=8).digest(), signed=True)
+    return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def schema_of(columns: Iterable[str], additional: Iterable[str] = ()) -> pyarrow.Schema:

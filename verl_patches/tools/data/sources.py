@@ -67,9 +67,11 @@ def _file(path: Path) -> Source:
 
 def file_facts(path: Path) -> dict[str, Any]:
     """Name, bytes and sha256 of a file."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _dataset(given: str, split: str, local: bool) -> Source:
