@@ -248,7 +248,7 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
-    ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected 'maths' or 'gsm8k'"),
+    ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected one of maths, gsm8k"),
     ({"seq_length": 10}, "seq_length is in tokens; expected tokenizer_name_or_path"),
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
     ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),

@@ -137,8 +137,8 @@ def _end_signals_held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for sent in came:
+            signal.raise_signal(sent)
 
 
 def _begin_worker() -> None:
@@ -222,7 +222,7 @@ def _split(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str,
         raise ConfigError(f"{size} of {report['read']} rows are left ({out_of or 'no more'}); expected 2 or more")
     if settings.shuffle:
         Random(settings.seed).shuffle(kept)
-    count = settings.test_size if settings.test_size >= 1 else max(1, round(settings.test_size * size))
+    count = int(settings.test_size) if settings.test_size >= 1 else max(1, round(settings.test_size * size))
     prompts = {prompt for _, prompt in kept[:count]}
     test = [number for number, prompt in kept if prompt in prompts]
     train = [number for number, prompt in kept if prompt not in prompts]

@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.recipe import one_of
 from verl_patches.run.environment import COMPOSED, FACTS
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
@@ -48,7 +49,7 @@ class Choice:
     margin: the least difference of a pair's rewards, which differ in any case.
     """
 
-    kind: Literal[tuple(COLUMNS)] = "best"
+    kind: Annotated[str, one_of(*COLUMNS)] = "best"
     best: Count = 1
     threshold: FiniteFloat | None = None
     margin: NotNegative = 0.0
@@ -138,7 +139,8 @@ def _tokenizer(spec: RunSpec) -> Any:
 
 def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
     """Return {digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (rl_dataset.py)."""
-    data, found, most = spec.verl.data, {}, spec.verl.data.max_prompt_length
+    data, most = spec.verl.data, spec.verl.data.max_prompt_length
+    found: dict[int, Any] = {}
     head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:

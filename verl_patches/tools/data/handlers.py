@@ -148,7 +148,8 @@ def _prompt(record: Record, value: Any, template: Template | None) -> list[dict[
         messages[-1]["content"] += f"\n{query}"
     if template is not None:
         text = template.render({**record.values, "prompt": messages[-1]["content"]})
-        messages[-1]["content"], system = text_of(text, "what prompt_type makes").strip(), system or template.system
+        messages[-1]["content"] = text_of(text, "what prompt_type makes").strip()
+        system = system or template.system or ""
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages

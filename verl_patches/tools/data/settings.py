@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
+from verl_patches.recipe import one_of
 from verl_patches.tools.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
 from verl_patches.values import Count, Seed, Share, Text, parse_yaml, read_yaml, types_of, unknown_key, value_faults
 
@@ -22,7 +23,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     input: Text | Annotated[list[Text], Field(min_length=1)]
-    handler_name: Literal[tuple(HANDLERS)]
+    handler_name: Annotated[str, one_of(*HANDLERS)]
     output_prefix: Text
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
     tokenizer_name_or_path: Text | None = None
@@ -38,7 +39,7 @@ class Settings(BaseModel):
     shuffle: bool = True
     seed: Seed = 0
     test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
-    refuse_above: dict[Literal[tuple(REASONS)], Share] = {}
+    refuse_above: dict[Annotated[str, one_of(*REASONS)], Share] = {}
 
     @property
     def inputs(self) -> list[str]:

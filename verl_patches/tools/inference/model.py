@@ -78,7 +78,7 @@ def find_model(
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
     spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
-    if not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
+    if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
             "(trainer.save_freq=N writes them)"
@@ -95,7 +95,7 @@ def find_model(
             )
         if spec.platform == "npu":
             require(instance_checks(replace(spec, model=source.inventory.model)))
-        length = source.config.get("max_position_embeddings")
+        length: Any = source.config.get("max_position_embeddings")
         if type(length) is not int or length < 2:
             where = source.folder / "config.json"
             raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")

@@ -32,7 +32,8 @@ def read_prompts(
     prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. columns:
     others that are read. ConfigError, with file and row, for what cannot be used.
     """
-    prompts, left_out = [], 0
+    prompts: list[Prompt] = []
+    left_out = 0
     for file in files:
         for line, row in _rows(file, (key, *columns)):
             try:
@@ -57,7 +58,7 @@ def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, A
         raise ConfigError(f"{file}: expected a file that ends in {', '.join(ENDINGS)}, found {found}")
     for line, row in read_rows(file, columns):
         if not isinstance(row, dict):
-            found = row if isinstance(row, ValueError) else type(row).__name__
+            found = str(row) if isinstance(row, ValueError) else type(row).__name__
             raise ConfigError(f"{file}:{line}: expected a JSON object, found {found}")
         yield line, {name: row[name] for name in columns if name in row}
 

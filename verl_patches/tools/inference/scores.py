@@ -40,7 +40,7 @@ def scored_by(run: RunSpec) -> tuple[list[Any], list[str]]:
             "give 'recipe.rewards=[{name: maths}]' and data.val_files with gold answers"
         )
     with load("recipe.rewards: expected Python files that can be read"):
-        files = [file_facts(Path(part.entry.path)) for part in parts if part.entry.name == "python"]
+        files = [file_facts(Path(part.path)) for part in parts if part.entry.name == "python"]
     return [*(asdict(part.entry) for part in parts), *files], models
 
 
@@ -71,7 +71,7 @@ def scorer(
         found = manager(DataProto.from_dict(tensors, of_row), return_dict=True)
         columns = {"reward": found["reward_tensor"].sum(-1).tolist(), **found["reward_extra_info"]}
         scores = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [{"value": float(each.get("acc", each["reward"])), **each} for each in scores]
+        return [{"value": float(each["acc"] if "acc" in each else each["reward"]), **each} for each in scores]
 
     score(row, [[tokenizer.eos_token_id]])
     return score
@@ -81,7 +81,8 @@ def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each checkpoint of a responses.jsonl: step, score (the mean over sources), sources (`measure`), wrong."""
     steps = []
     for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
-        values, wrong = {}, []
+        values: dict[str, list[Any]] = {}
+        wrong = []
         for line in of_step:
             found = [response["value"] for response in line["responses"]]
             values.setdefault(line["data_source"], []).append(found)
@@ -113,7 +114,8 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
     """Wilson's interval for a share, at CONFIDENCE."""
     from scipy.stats import binomtest
 
-    return tuple(map(float, binomtest(correct, count).proportion_ci(CONFIDENCE, "wilson")))
+    interval = binomtest(correct, count).proportion_ci(CONFIDENCE, "wilson")
+    return float(interval.low), float(interval.high)
 
 
 def bootstrap(means: Sequence[float]) -> tuple[float, float]:
@@ -122,8 +124,8 @@ def bootstrap(means: Sequence[float]) -> tuple[float, float]:
 
     generator, given = np.random.default_rng(0), np.array(means)
     drawn = [given[generator.integers(len(given), size=len(given))].mean() for _ in range(DRAWS)]
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(low), float(high)
+    low, high = (float(np.quantile(drawn, side)) for side in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return low, high
 
 
 def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
