@@ -77,9 +77,10 @@ def run(
     with held_run(run):
         restarts, start, began = Restarts(run), next_start(run), time.monotonic()
         while True:
-            outcome, start = _run_start(restarts, start, on_line, dirty or {}, began)
-            if start is None:
+            outcome, again = _run_start(restarts, start, on_line, dirty or {}, began)
+            if again is None:
                 return outcome
+            start = again
 
 
 def _run_start(
@@ -101,7 +102,7 @@ def _run_start(
         Progress(folder).say(line)
     progress, again = _NewLines(folder / "progress.log", on_line), None
     code, reason = _run_driver(run, watch, progress, run_began)
-    if restarts.another(code, reason, folder):
+    if reason is not None and restarts.another(code, reason, folder):
         try:
             again = next_start(restarts.given)
             Progress(folder).say(f"| {restarts.after(code, reason, folder)}")
@@ -131,7 +132,7 @@ def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: fl
             descendants = Descendants()
             try:
                 with (folder / "driver.log").open("ab") as out:
-                    streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+                    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
                     # a session of its own, so that a terminal's Ctrl-C reaches only the launcher
                     driver = subprocess.Popen(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
@@ -349,7 +350,7 @@ def write_summary(
         code, reason = 1, _reason_of_driver(summary) or "the driver ended without finishing its summary"
     elif reason is None:
         reason = f"the driver exited with {code}; its log shows no error"
-    minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
+    minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}  # a driver may end before
     write_json(folder / "summary.json", {**head, **minimal, **summary, **known})
     return code, reason

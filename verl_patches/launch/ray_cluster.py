@@ -51,7 +51,8 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
     if recipe.ray_address is not None:
         return {**options, "address": ray_nodes.answering_address(recipe.ray_address)}
     workers = run.verl.trainer.n_gpus_per_node
-    devices = {"resources": {"NPU": workers}} if run.verl.trainer.device == "npu" else {"num_gpus": workers}
+    npu = run.verl.trainer.device == "npu"
+    devices: dict[str, Any] = {"resources": {"NPU": workers}} if npu else {"num_gpus": workers}
     if recipe.platform in NO_DEVICE:
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
     return {

@@ -172,8 +172,8 @@ def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
-    folders = ("data/*.py", "data/*.yaml", "verl_patches/tools/data/*.py", "verl_patches/rewards/*.py")
-    sources += [SAMPLE, *(file for folder in folders for file in sorted(REPOSITORY.glob(folder)))]
+    patterns = ("data/*.py", "data/*.yaml", "verl_patches/tools/data/*.py", "verl_patches/rewards/*.py")
+    sources += [SAMPLE, *(file for pattern in patterns for file in sorted(REPOSITORY.glob(pattern)))]
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
     return Inputs(options, model, folders)
 

@@ -48,8 +48,9 @@ RATE_BYTES = {True: GIB, False: GIB // 16}  # of the file by which a disk is mea
 
 def run_tool(command: Sequence[str]) -> str:
     """Return output and errors of a command; FileNotFoundError where it is not installed, TimeoutExpired in time."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, **streams, text=True, errors="replace")
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     try:
         return process.communicate(timeout=TOOL_S)[0]
     except subprocess.TimeoutExpired:
@@ -182,7 +183,8 @@ def _versions(node: Node) -> Iterator[Result]:
             todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "bash scripts/setup.sh"
             yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"leave them: {todo}")
             return
-        findings = [one for one in findings if one.name in load_pins().line(line).repositories]  # --upstream, on a CPU
+        own = load_pins().line(line).repositories  # --upstream, on a CPU
+        findings = tuple(one for one in findings if one.name in own)
     for one in findings:
         if one.state != "fine" and one.name != "not supported" and one.where != "config":
             yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.state)
@@ -276,9 +278,11 @@ def _interface(node: Node) -> Iterator[Result]:
     own = {part: of for of in SOCKETS for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
     faults = (fault_of(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
     fault = next(filter(None, faults), None) or fault_of(require_interface, name, why)
-    state = None if fault else psutil.net_if_stats()[name]
-    found = fault or f"{name}, by {why}, MTU {state.mtu}" + ("" if state.isup else ", which is down")
-    yield Result(bool(state and state.isup), found)
+    if fault:
+        yield Result(False, fault)
+        return
+    state = psutil.net_if_stats()[name]
+    yield Result(state.isup, f"{name}, by {why}, MTU {state.mtu}" + ("" if state.isup else ", which is down"))
 
 
 def _ports(node: Node) -> Iterator[Result]:

@@ -222,7 +222,8 @@ def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) 
     """
     if "nodes" not in given and "replica_count" in given:
         given["nodes"] = given.pop("replica_count")  # else it is refused as an unknown key
-    secrets = given.get("secrets") if isinstance(given.get("secrets"), list) else []
+    listed = given.get("secrets")
+    secrets = listed if isinstance(listed, list) else []
 
     def put(node: Any, where: str) -> Any:
         if isinstance(node, dict):

@@ -36,6 +36,8 @@ from verl_patches.values import size_text
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
 SILENT_S = 20.0
+# {rank: {rank that waits for it: (group, its number, the other's)}}; ranks as of a Beat
+Awaited = dict[int | None, dict[int | None, tuple[str, int, int]]]
 # They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
 WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest (216 s of 18 min) is left to collect stacks
@@ -207,13 +209,13 @@ def _culprits(ranks: Sequence[Seen], overdue: Sequence[Seen]) -> tuple[list[Seen
     return list(overdue), f"{_verb(overdue)} overdue"
 
 
-def awaited_by(ranks: Iterable[Seen]) -> dict[int, dict[int, tuple[str, int, int]]]:
-    """{rank: {rank that waits for it: (group, its number, the other's)}} by numbers of begun operations."""
+def awaited_by(ranks: Iterable[Seen]) -> Awaited:
+    """Return which ranks wait for which, by their numbers of begun operations."""
     members: defaultdict[str, list[Seen]] = defaultdict(list)
     for seen in ranks:
         for group in seen.beat.groups:
             members[group].append(seen)
-    waiting: defaultdict[int, dict[int, tuple[str, int, int]]] = defaultdict(dict)
+    waiting: defaultdict[int | None, dict[int | None, tuple[str, int, int]]] = defaultdict(dict)
     for group, of_group in members.items():
         if len({_before(seen, group) for seen in of_group}) != 1 or not _before(of_group[0], group):
             continue
@@ -229,7 +231,7 @@ def _before(seen: Seen, group: str) -> int:
     return (beat.groups_before if beat.call else beat.groups).get(group, 0)
 
 
-def _waits(seen: Seen, awaited: dict[int, dict[int, tuple[str, int, int]]]) -> bool:
+def _waits(seen: Seen, awaited: Awaited) -> bool:
     return any(seen.beat.rank in waiting for waiting in awaited.values())
 
 

@@ -167,8 +167,8 @@ class Watcher:
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
         here = [seen for seen in self._here() if seen.beat.rank is not None]
-        if own and here and (how := _raylets_end()):
-            yield self._address, here, how
+        if own and here and (ended := _raylets_end()):
+            yield self._address, here, ended
 
     def _end_at(self, stall: Stall) -> None:
         asked = [*stall.culprits, *stall.waiting]  # to be asked, a stopped one is continued
@@ -198,8 +198,8 @@ class Watcher:
         entries = [
             {"name": seen.beat.name, "pid": seen.beat.pid, "host": seen.host, "node": seen.node} for seen in culprits
         ]
-        record = {"sentence": sentence, "culprits": entries, "stacks": list(files), "watched_on": socket.gethostname()}
-        record["raised"] = kind
+        record: dict[str, Any] = {"sentence": sentence, "culprits": entries, "stacks": list(files)}
+        record |= {"watched_on": socket.gethostname(), "raised": kind}
         _written(self._to / RECORD, json.dumps(record, indent=1) + "\n")
 
 
@@ -242,7 +242,8 @@ class _Other:
     """A node that is not the driver's: its agent, and what it answered last."""
 
     def __init__(self, name: str, address: str):
-        self.name, self.address, self.lost, self.seen = name, address, False, []
+        self.name, self.address, self.lost = name, address, False
+        self.seen: list[Seen] = []
         self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
         self._next_call = 0.0
 
