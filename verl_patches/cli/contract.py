@@ -149,14 +149,17 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     given = _roots(upstream, line, part=True).get(package)
     here = given if commit else None
     with tempfile.TemporaryDirectory() as folder:
-        pinned = Path(folder) if commit and given else given
-        for module in fp.files_read(target, given) if commit and given else ():
-            file = fp.source_file(module, given)
-            path = file.relative_to(given)
-            (pinned / path).parent.mkdir(parents=True, exist_ok=True)
-            (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
-        bodies = [fp.source(target, root) for root in (pinned, here)]
-        diff = list(difflib.unified_diff(*bodies, f"{target} as pinned", f"{target} here", lineterm=""))
+        pinned = given
+        if commit and given:
+            pinned = Path(folder)
+            for module in fp.files_read(target, given):
+                file = fp.source_file(module, given)
+                assert file is not None  # files_read has read it
+                path = file.relative_to(given)
+                (pinned / path).parent.mkdir(parents=True, exist_ok=True)
+                (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
+        before, after = (fp.source(target, root) for root in (pinned, here))
+        diff = list(difflib.unified_diff(before, after, f"{target} as pinned", f"{target} here", lineterm=""))
     return fp.fingerprint(target, here), diff
 
 

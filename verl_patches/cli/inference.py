@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -100,8 +101,10 @@ def chat_command(
         engine = context.with_resource(_engine(chosen.run, source.folder, length))
     if not as_json:
         say(f"template: {template}", "dim")
-    sys.stdin.reconfigure(errors="replace")
-    asks, said = not as_json and sys.stdin.isatty(), []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    asks = not as_json and sys.stdin.isatty()
+    said: list[dict[str, str]] = []
     while True:
         typer.echo("> " if asks else "", nl=False)
         if not (line := sys.stdin.readline()):
@@ -151,10 +154,10 @@ def eval_command(
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
         with rows.resumable(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
-            report = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
+            report: dict[str, Any] = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
             report["steps"] = scores.steps_of(lines.read())
             if len(report["steps"]) > 1:
-                save(scores.accuracy_figure(run.recipe.run, report["steps"]), output / "accuracy.png")
+                save(scores.accuracy_figure(run.home.name, report["steps"]), output / "accuracy.png")
             write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
     if as_json:
         print_json(report)

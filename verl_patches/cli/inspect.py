@@ -47,8 +47,8 @@ BASELINE_HELP = "A file that --write makes of A's curves; without --write A is c
 
 
 def config_command(
+    config_name: ConfigName,
     overrides: Overrides = None,
-    config_name: ConfigName = ...,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)] = False,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
@@ -113,7 +113,7 @@ def reshard_plan_command(
         raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
     plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
     seconds = time.perf_counter() - start
-    if param is not None:
+    if param is not None and rank is not None:
         path = path_of(plan, param, rank)
         if as_json:
             print_json(path)
@@ -235,17 +235,20 @@ def compare_command(
     limits = dict(map(_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
     of_a = read_curves(a, output_root(), metrics)
-    if write:
+    if write and baseline is not None:
         compare.write_baseline(baseline, of_a)
-        result = {"baseline": str(baseline), "of": of_a.name, "steps": {m: len(of) for m, of in of_a.values.items()}}
+        steps = {name: len(of) for name, of in of_a.values.items()}
+        result: dict[str, Any] = {"baseline": str(baseline), "of": of_a.name, "steps": steps}
         if as_json:
             print_json(result)
         else:
-            say(f"baseline: {baseline}: {', '.join(f'{n} steps of {m}' for m, n in result['steps'].items())}")
+            say(f"baseline: {baseline}: {', '.join(f'{count} steps of {name}' for name, count in steps.items())}")
         return
     if baseline is not None and not baseline.exists():
         raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")
-    of_b = read_curves(b or baseline, output_root(), metrics)
+    other = b or baseline
+    assert other is not None  # one of them is given
+    of_b = read_curves(other, output_root(), metrics)
     errors = compare.errors_of(of_a, of_b)
     limits = limits or compare.limits_for(errors)
     checks = compare.judge(errors, limits, formula)

@@ -130,8 +130,8 @@ def smoke_command(
 
 
 def train_command(
+    config_name: ConfigName,
     overrides: Overrides = None,
-    config_name: ConfigName = ...,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
