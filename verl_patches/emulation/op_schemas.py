@@ -179,7 +179,7 @@ def _bound(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    call.schemas, call.__signature__ = schemas, signature
+    vars(call).update(schemas=schemas, __signature__=signature)
     return call
 
 

@@ -17,7 +17,7 @@ from verl_patches.emulation.cpu import torch_on_cpu
 from verl_patches.emulation.op_schemas import VERSION, WITH_REFERENCE
 
 
-def stand_in(real: str, doc: str, **names: Any) -> ModuleType:
+def stand_in(real: str, doc: str | None, **names: Any) -> ModuleType:
     """A module object that stands for module `real`: it has `names`, modules inside it among them, and no others."""
     module = ModuleType(real, doc)
     vars(module).update(names, __getattr__=refuse_unknown(real))

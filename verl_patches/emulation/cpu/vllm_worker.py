@@ -59,6 +59,7 @@ class RolloutCpuWorker(CPUWorker):
 
     def keep_stepping(self) -> None:
         """Take part in the other DP ranks' steps, with a batch of one unused token, until all of them have finished."""
+        assert self.lockstep is not None  # _run_engine looks first
         steps = 0
         while self.lockstep.someone_works(here=False):
             super().execute_model(self._dummy_request())

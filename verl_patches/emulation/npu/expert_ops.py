@@ -235,7 +235,7 @@ def npu_moe_distribute_combine(
     shapes = f"expert_scales {list(expert_scales.shape)} and expert_ids {list(expert_ids.shape)}"
     demand(expert_scales.shape == expert_ids.shape, f"{shapes} must be of one shape")
     group = hccl.group_of_mc2(group_ep)
-    of: Dispatch | None = group.dispatched
+    of = group.dispatched
     demand(of is not None, f"{group_ep} has dispatched nothing: call npu_moe_distribute_dispatch first")
     found = {"ep_world_size": ep_world_size, "ep_rank_id": ep_rank_id, "moe_expert_num": moe_expert_num}
     found["global_bs"] = global_bs

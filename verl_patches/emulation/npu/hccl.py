@@ -33,7 +33,8 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
         self.config = dict(options.hccl_config) if options is not None else {}
         self.name, self.ranks = f"hccl_group_{len(_GROUPS)}", list(ranks) or list(range(size))
         self.dispatched: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
-        self.mc2_exchanges, self.mc2_in_graphs = 0, None  # None: MC2 has not used the group
+        self.mc2_exchanges = 0
+        self.mc2_in_graphs: bool | None = None  # None: MC2 has not used the group
 
     def mc2_all_to_all(self, out: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> None:
         """One all-to-all of MC2; it is counted, so that other collectives show."""

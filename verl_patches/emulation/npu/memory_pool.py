@@ -77,6 +77,7 @@ def _report(storage: torch.UntypedStorage) -> None:
     address, size = storage.data_ptr(), storage.nbytes()
     if size and address not in _Pool.storages:
         _Pool.storages[address] = storage
+        assert _Pool.malloc is not None  # CaMemAllocator calls init_module before it opens a pool
         _Pool.malloc((0, size, address, address))
 
 
