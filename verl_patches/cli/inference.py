@@ -103,8 +103,7 @@ def chat_command(
         say(f"template: {template}", "dim")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    asks = not as_json and sys.stdin.isatty()
-    said: list[dict[str, str]] = []
+    asks, said = not as_json and sys.stdin.isatty(), list[dict[str, str]]()
     while True:
         typer.echo("> " if asks else "", nl=False)
         if not (line := sys.stdin.readline()):

@@ -129,8 +129,7 @@ def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]
 
 def _states_text(states: Mapping[str, str]) -> str:
     """{process: state} as "controller: active, workers 0-255: active"."""
-    texts = []
-    ranks: dict[str, list[int]] = {}
+    texts, ranks = [], dict[str, list[int]]()
     for process, state in states.items():
         kind, _, rank = process.partition(" ")
         if kind == "worker" and rank.isdecimal():

@@ -226,8 +226,7 @@ def _contents(folder: Path, source: Source) -> dict[str, Any]:
         head |= {name: getattr(read_manifest(folder), name) for name in ("layout", "dtype", "facts")}
     else:
         head["checksums"] = "CRC-32 of each record" if source.layout else "none"
-    model = source.inventory.model
-    sizes: dict[str, int] = {}
+    model, sizes = source.inventory.model, dict[str, int]()
     for tensor in source.tensors.values():
         for part in tensor.parts:
             sizes[part.file] = sizes.get(part.file, 0) + 1

@@ -295,8 +295,7 @@ def node_host_bytes(run: RunSpec) -> int:
 
 def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
     """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
-    dies, of_stage = run.verl.trainer.n_gpus_per_node, {}
-    nodes: list[Counter[str]] = []
+    dies, of_stage, nodes = run.verl.trainer.n_gpus_per_node, {}, list[Counter[str]]()
     for rank in range(train.world_size):
         stage = train.coordinates(rank).pp
         if stage not in of_stage:

@@ -37,8 +37,7 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     Best first, with total_s, tokens_per_s_per_die and phases of None on machines without seconds. Raises ConfigError
     for another platform than npu, another line than a3, dies that are no whole nodes, and where nothing fits.
     """
-    node, listed = run.hardware.node_dies, []
-    refused: Counter[str] = Counter()
+    node, listed, refused = run.hardware.node_dies, [], Counter[str]()
     if dies % node or not node <= dies <= _MOST_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
     if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":

@@ -168,8 +168,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
     sync do not fit.
     """
-    sync = verl_sync(run.trained_model, run.train)
-    spread: dict[str, int] = {}
+    sync, spread = verl_sync(run.trained_model, run.train), dict[str, int]()
     if not run.samples:
         sync = SyncTraffic(0, 0, 0)
     elif direct_sync(run.rows):
@@ -258,8 +257,7 @@ def direct_traffic(
 
     What must arrive is exact; what a rank sends is its stage's mean, which routes miss by 0.1 % (docs/weight-sync.md).
     """
-    received = [0] * train.world_size
-    sent: defaultdict[int, int] = defaultdict(int)
+    received, sent = [0] * train.world_size, defaultdict[int, int](int)
     for block in blocks:
         missing, size = set(block.receivers).difference(block.holders), block.raw_bytes
         for rank in missing:

@@ -44,9 +44,8 @@ def reward_model_checks(run: RunSpec) -> Iterator[Check]:
     models, section, rollout = run.reward_models, run.verl.reward_model, run.verl.actor_rollout_ref.rollout
     if not models:
         return
-    expected: dict[str, bool | None] = {"use_dynamic_bsz": False, "load_weight": True}
-    expected |= {"megatron.use_dist_checkpointing": False}
-    expected |= {"megatron.param_offload": True, "model.rm_tokenizer": None, "micro_batch_size": None}
+    expected: dict[str, bool | None] = {"use_dynamic_bsz": False, "load_weight": True, "micro_batch_size": None}
+    expected |= {"megatron.use_dist_checkpointing": False, "megatron.param_offload": True, "model.rm_tokenizer": None}
     found = {key: OmegaConf.select(section, key) for key in expected}
     faults = [
         f"reward_model.{key} is {found[key]}; expected {value}"

@@ -69,8 +69,7 @@ class RewardManager:
     def _add_up(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         responses = data.batch["responses"]
         lengths = data.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
-        rewards = torch.zeros(responses.shape)
-        columns: dict[str, list[Any]] = {}
+        rewards, columns = torch.zeros(responses.shape), dict[str, list[Any]]()
         totals = torch.zeros(len(responses), dtype=torch.float64)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
         uids, models = data.non_tensor_batch.get("uid"), 0

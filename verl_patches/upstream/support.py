@@ -65,8 +65,7 @@ def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str
 @functools.cache
 def engine_arguments() -> dict[str, None]:
     """Names of what vLLM's LLM takes, itself or for its EngineArgs, from the installed source; none without vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    names: dict[str, None] = {}
+    spec, names = importlib.util.find_spec("vllm"), dict[str, None]()
     for folder in (spec and spec.submodule_search_locations) or ():
         for file, name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
             tree = ast.parse(Path(folder, file).read_text())

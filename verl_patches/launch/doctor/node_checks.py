@@ -48,9 +48,8 @@ RATE_BYTES = {True: GIB, False: GIB // 16}  # of the file by which a disk is mea
 
 def run_tool(command: Sequence[str]) -> str:
     """Return output and errors of a command; FileNotFoundError where it is not installed, TimeoutExpired in time."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, **streams, text=True, errors="replace")
     try:
         return process.communicate(timeout=TOOL_S)[0]
     except subprocess.TimeoutExpired:

@@ -242,8 +242,7 @@ class _Other:
     """A node that is not the driver's: its agent, and what it answered last."""
 
     def __init__(self, name: str, address: str):
-        self.name, self.address, self.lost = name, address, False
-        self.seen: list[Seen] = []
+        self.name, self.address, self.lost, self.seen = name, address, False, list[Seen]()
         self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
         self._next_call = 0.0
 

@@ -139,8 +139,7 @@ def _tokenizer(spec: RunSpec) -> Any:
 
 def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
     """Return {digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (rl_dataset.py)."""
-    data, most = spec.verl.data, spec.verl.data.max_prompt_length
-    found: dict[int, Any] = {}
+    data, found, most = spec.verl.data, dict[int, Any](), spec.verl.data.max_prompt_length
     head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:

@@ -32,8 +32,7 @@ def read_prompts(
     prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. columns:
     others that are read. ConfigError, with file and row, for what cannot be used.
     """
-    prompts: list[Prompt] = []
-    left_out = 0
+    prompts, left_out = list[Prompt](), 0
     for file in files:
         for line, row in _rows(file, (key, *columns)):
             try:

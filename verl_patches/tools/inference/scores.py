@@ -81,8 +81,7 @@ def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each checkpoint of a responses.jsonl: step, score (the mean over sources), sources (`measure`), wrong."""
     steps = []
     for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
-        values: dict[str, list[Any]] = {}
-        wrong = []
+        values, wrong = dict[str, list[Any]](), []
         for line in of_step:
             found = [response["value"] for response in line["responses"]]
             values.setdefault(line["data_source"], []).append(found)
