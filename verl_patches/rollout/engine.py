@@ -147,8 +147,8 @@ def _set_dp_rank(parallel_config) -> None:
 
     if set_to := os.environ.get(_DP_PORT):
         raise ConfigError(
-            f"rollout: {_DP_PORT} is {set_to}, expected unset: vllm-ascend takes it for the DP group of every TP rank of "
-            "this engine (vllm_ascend.patch.platform.patch_common.patch_distributed.parallel_config_get_dp_port), "
+            f"rollout: {_DP_PORT} is {set_to}, expected unset: vllm-ascend takes it for the DP group of every TP rank "
+            "of this engine (vllm_ascend.patch.platform.patch_common.patch_distributed.parallel_config_get_dp_port), "
             "which need a port each; unset it where Ray was started"
         )
     rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
