@@ -1,10 +1,11 @@
 """Where a start of a run goes on, what it refuses with everything left as it is, and one live start a name.
 
-tests/weights/test_run_folders.py has folders that were moved, other output roots and damaged checkpoints.
+tests/weights/test_run_folders.py has folders that were copied and damaged checkpoints.
 """
 
 import errno
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -110,6 +111,19 @@ def test_a_checkpoint_of_another_run_begins_a_chain_that_auto_does_not_begin_ane
     assert (start.step, record.parent, record.source) == (5, None, str(other))
     with pytest.raises(ConfigError, match=f"went on from {other}; nothing was started"):
         required(configured())
+
+
+def test_checkpoints_elsewhere_have_the_same_starts(configured, tmp_path):
+    """Starts resume from trainer.default_local_dir, also where the run's outputs are lost."""
+    elsewhere = {"default_local_dir": str(tmp_path / "disk")}
+    started(configured(**elsewhere))
+    make_checkpoint(tmp_path / "disk/t/0001/checkpoints", 2)
+    start, record = started(configured(**elsewhere))
+    assert record.parent == ("0001", 2) == read_start(tmp_path / "disk/t/0002").parent
+    assert record.saves_in == tmp_path / "disk/t/0002"
+    shutil.rmtree(tmp_path / "t")
+    start, record = started(configured(**elsewhere))
+    assert start.resumed == tmp_path / "disk/t/0001/checkpoints/global_step_2" and record.name == "0003"
 
 
 def test_a_name_that_another_start_holds_is_refused(configured, tmp_path):

@@ -1,6 +1,6 @@
 """Folders of a run: how starts are numbered, chained and found, which checkpoints belong to a chain and which go.
 
-Folders that were moved, checkpoints elsewhere and totals: tests/run/test_run_folder.py.
+Checkpoints elsewhere and totals: tests/run/test_run_folder.py.
 """
 
 import json
@@ -108,6 +108,15 @@ def test_a_start_that_went_on_from_a_start_which_saved_nothing_has_the_same_ance
     make_start(tmp_path / "r", (1, 2))
     make_start(tmp_path / "r", (), ("0001", 2))
     assert saved(make_start(tmp_path / "r", (3,), ("0002", 2))) == {1: "0001", 2: "0001", 3: "0003"}
+
+
+def test_a_folder_that_was_copied_has_its_own_chain_and_checkpoints(tmp_path):
+    make_start(tmp_path / "r", (1, 2))
+    make_start(tmp_path / "r", (3,), ("0001", 2))
+    copied = shutil.copytree(tmp_path / "r", tmp_path / "elsewhere/other", symlinks=True)
+    chain = chain_of_start(read_start(find_start(copied, tmp_path)))
+    assert all(path.is_relative_to(copied) for path in chain.checkpoints().values()) and len(chain.checkpoints()) == 3
+    assert chain.newest() == copied / "0002/checkpoints/global_step_3"
 
 
 def test_a_run_a_start_and_a_path_are_found(tmp_path):
