@@ -78,6 +78,17 @@ def outcome_of_plan(lengths, free):
     return found
 
 
+@pytest.mark.parametrize(("free", "lowered"), [([0, 6, 6], True), ([0, 6, 5], False), ([0, 99, 6], True)])
+def test_scarce_blocks_and_seats_are_not_exceeded(free, lowered):
+    """Requests that need 3, 3, 2, 2 blocks fit into 5 and 5 free ones, not into 5 and 4; tier 4 has 3 seats a rank."""
+    lengths = [[8, 8, 4, 4, *[FIXED] * 4], [FIXED], [FIXED]]
+    made = plan(state_of(lengths, free), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST)
+    assert made.after == (4 if lowered else 16) and bool(made.moves) is lowered
+    for move in made.moves:
+        assert len(move.requests) <= 3
+        assert sum(blocks_of(lengths[0][at], RESERVE) for at in move.requests) <= free[move.receiver] - 1
+
+
 @given(st.integers(0, 2**32 - 1), st.floats(0.2, 2.0))
 @settings(max_examples=30)
 def test_every_plan_of_256_ranks_is_within_limits(seed, spread):
