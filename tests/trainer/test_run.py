@@ -107,6 +107,21 @@ def test_dead_workers_are_named_with_rank_pid_node_and_step(made):
     assert "rank 15 (" in (many := made.death_of(list(range(40)))) and "rank 16" not in many and "24 more" in many
 
 
+def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made):
+    """Without a dead worker the step's own error stays."""
+    made.places, made.prove, made.wrap_groups = {1: "pid 101 on here"}, lambda: None, lambda: None
+
+    def fit():
+        raise ValueError("no answer")
+
+    for dead, error in (([1], run.WorkerDiedError), ([], ValueError)):
+        made.dead_workers = lambda dead=dead: dead
+        with pytest.raises(error) as failed:
+            made.around(fit)
+        assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
+        assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
+
+
 def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
     lines = after_steps(made, 3, expert_load=1.4)
     assert "| step 3: alarm expert_collapse: train: the busiest expert gets 1.5 times" in "\n".join(lines)
