@@ -97,6 +97,12 @@ def test_a_chinese_page_has_the_commands_and_figures_of_the_english_one(page):
     assert not_in_english(text, original) == [] and english_links(page, text) == []
 
 
+def test_both_runbooks_name_the_same_commits():
+    pages = [(ROOT / "docs" / name).read_text() for name in ("256-die-runbook.md", "zh/256-die-runbook.md")]
+    commits, chinese = ({*re.findall(r"\b[0-9a-f]{40}\b", text)} for text in pages)
+    assert commits and commits == chinese
+
+
 def test_what_only_a_chinese_page_has_is_found():
     original = "```bash\npython a.py    # runs 3 times\n```\n`a.key` is 1.5\n"
     assert not_in_english("```bash\n# 三次\npython a.py    # 运行 3 次\n```\n`a.key` 为 1.5\n", original) == []
