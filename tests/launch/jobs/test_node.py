@@ -246,6 +246,17 @@ def test_logs_are_those_since_up_and_of_two_sessions_the_newest(stand_in, node, 
     assert (tmp_path / "to/ray/raylet.out").read_text() == "new" and done.stderr == b""
 
 
+@pytest.mark.slow
+def test_serve_runs_the_command_and_ends_with_its_code_its_logs_and_nothing_left(job, begin):
+    process = begin({**job, "secrets": ["TOKEN"]}, "serve", TOKEN="t")
+    assert process.stdout.readline() == "on t\n"
+    Path(job["env"]["GATE"]).touch()
+    code, out, err = ended(process)
+    assert (code, out) == (3, "off\n"), err
+    assert (Path(job["logs"]) / f"node-0-{HOST}" / "command-1.log").read_text() == "on t\noff\n"
+    assert marked(job) == [] and {path.name for path in Path(job["folder"]).iterdir()} == {".lock"}
+
+
 def first_named(job, name):
     """The oldest process of this name in a job: what it has just forked has its name too."""
     found = []
