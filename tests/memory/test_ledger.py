@@ -74,6 +74,7 @@ def test_peaks_include_temporary_memory():
     ({"full_bytes": 12, "grows": True}, "4 8 12 !8 !13"),  # less is accepted until it has once been full
     ({"full_bytes": 12, "grows": True}, "!13"),
     ({}, "50 !51"),  # the first measurement counts
+    ({"grows": True}, "0 50 !49"),
 ])  # fmt: skip
 def test_a_group_that_grows_or_has_no_size(options, sizes):
     held = {"now": 0}

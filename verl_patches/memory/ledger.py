@@ -114,7 +114,7 @@ class Ledger:
             entry.full_bytes = held
         entry.grows = entry.grows and held != entry.full_bytes
         wanted = entry.full_bytes if there else 0
-        if held == wanted or (there and entry.grows and held < wanted):
+        if held == wanted or (there and entry.grows and (wanted is None or held < wanted)):
             return ""
         self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
         text = (
