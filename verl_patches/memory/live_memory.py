@@ -94,7 +94,7 @@ def _faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> I
 
 def _depth(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
     """How many of `runs` hold each interval between two neighbouring `bounds`."""
-    changes = np.zeros(len(bounds), dtype=np.int64)
+    changes: np.ndarray = np.zeros(len(bounds), dtype=np.int64)
     np.add.at(changes, np.searchsorted(bounds, runs[:, 0]), 1)
     np.subtract.at(changes, np.searchsorted(bounds, runs[:, 1]), 1)
     return changes[:-1].cumsum()
@@ -102,7 +102,8 @@ def _depth(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
 
 def _runs(view: torch.Tensor) -> np.ndarray:
     """[start, stop) in bytes of each contiguous run of `view` in its storage, shape [runs, 2], in order of address."""
-    run, starts = 1, np.zeros(1, dtype=np.int64)
+    run = 1
+    starts: np.ndarray = np.zeros(1, dtype=np.int64)
     steps = zip(view.stride(), view.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in steps if size > 1):
         if len(starts) == 1 and stride == run:

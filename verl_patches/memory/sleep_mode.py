@@ -125,7 +125,7 @@ class ResizeSleepMode(SleepMode):
             )
 
     def _free(self, tag: str) -> None:
-        asleep, by_storage = {}, {}
+        asleep, by_storage = {}, dict[int, HostBackedStorage]()
         for name, tensor in self._tensors(tag).items():
             asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, HostBackedStorage(name, tensor))
         for storage in by_storage.values():
