@@ -162,10 +162,12 @@ def _gradient_of_chunk(
     if entropy_grad is None:
         gradient = log_p.exp_().mul_(log_prob_grad).neg_()
     else:
+        assert of.entropy is not None  # it has a gradient
         gradient = log_p.exp()
         log_p.add_(of.entropy[rows, None]).mul_(entropy_grad)
         gradient.mul_(log_p if log_prob_grad is None else log_p.add_(log_prob_grad)).neg_()
     if log_prob_grad is not None:
+        assert of.targets is not None  # log-probs were asked for
         targets = of.targets[rows, None]
         gradient.scatter_add_(1, targets.clamp(min=0), log_prob_grad.masked_fill(targets < 0, 0.0))
     return gradient

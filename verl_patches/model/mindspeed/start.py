@@ -141,7 +141,7 @@ def recompute_own_stage(section: Any) -> None:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    kwargs = section.model.get("gradient_checkpointing_kwargs") or {}
+    kwargs: Any = section.model.get("gradient_checkpointing_kwargs") or {}
     if OmegaConf.is_list(layers := kwargs.get("activations_checkpoint_num_layers")):
         number = layers[parallel_state.get_pipeline_model_parallel_rank()]
         kwargs.activations_checkpoint_num_layers = get_args().recompute_num_layers = number
