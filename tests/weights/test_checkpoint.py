@@ -218,7 +218,7 @@ def test_a_state_that_is_in_no_file_is_named(small, whole):
 
 def test_a_walk_through_a_stack_finds_every_element_once():
     """Columns of width 3 in lines of 7: the region's place in each of all ranges of the parameter."""
-    flat, walk = torch.arange(40), Walk(offset=2, width=3, step=7, count=15, columns=False)
+    flat, walk = torch.arange(40), Walk(offset=2, width=3, step=7, size=15, columns=False)
     inside = [2 + line * 7 + place for line in range(5) for place in range(3)]
     for first in range(41):
         for last in range(first, 41):

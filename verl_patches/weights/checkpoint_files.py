@@ -108,13 +108,13 @@ class Walk(NamedTuple):
     offset: int
     width: int
     step: int
-    count: int
+    size: int
     columns: bool
 
     def before(self, at: int) -> int:
         """How many elements of the region lie before element `at` of the parameter."""
         line, place = divmod(max(0, at - self.offset), self.step)
-        return min(self.count, line * self.width + min(place, self.width))
+        return min(self.size, line * self.width + min(place, self.width))
 
     def places(self, start: int, stop: int, first: int) -> tuple[Place, ...]:
         """Elements [start, stop) of the region in a tensor that has the parameter's elements from `first` on."""
@@ -264,7 +264,7 @@ def written_weights(
 
     `whole`: tensors that tensor parallelism does not cut.
     """
-    at, shared = layout.coordinates(rank), {}
+    at, shared = layout.coordinates(rank), dict[tuple[str, ...], list[Parameter]]()
     for parameter in map(inventory.by_name.__getitem__, held):
         shared.setdefault(_axes(parameter, whole), []).append(parameter)
     found = []
@@ -355,7 +355,8 @@ def _with_moments(shard: OptimizerShard) -> OptimizerShard:
 
 def generators() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's."""
-    name, keys, *rest = np.random.get_state()
+    legacy: Any = np.random.get_state()  # numpy's types have that of legacy=False
+    name, keys, *rest = legacy
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": text_of(torch.get_rng_state())}
 
 

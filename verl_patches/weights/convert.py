@@ -168,6 +168,7 @@ def _enter(job: _Job) -> None:
 
 
 def _write_in_process(file: OutFile) -> int:
+    assert _job.value is not None  # _enter has set it
     return _write(_job.value, file)
 
 

@@ -138,6 +138,7 @@ def _regions(
 
     A model of fewer layers than the folder's takes the first ones.
     """
+    assert layout.layers_per_stage is not None  # as load_weights requires
     layers, of_folder = sum(layout.layers_per_stage), inventory.model.num_hidden_layers
     if layers > of_folder:
         raise ConfigError(f"weights: the model has {layers} layers, expected at most the folder's {of_folder}")

@@ -90,6 +90,12 @@ class TensorEntry:
         """Bytes in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def first(self) -> int:
+        """Return the number of the first element of a flat range; all but weights are stored as such ranges."""
+        assert self.flat is not None, self.key
+        return self.flat
+
 
 def whole_tensor(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT, name: str | None = None):
     """The entry of a complete tensor; `name`: the parameter it belongs to, if not `key`."""
@@ -199,7 +205,7 @@ def file_fields(file: FileEntry) -> dict[str, Any]:
 def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
     """What is as for a complete weight of its own name is left out."""
     region = tensor.region
-    content = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
+    content: dict[str, Any] = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
     if region.name != tensor.key:
         content["of"] = region.name
     if tensor.flat is not None or tensor.shape != tensor.whole:

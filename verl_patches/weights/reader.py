@@ -94,6 +94,7 @@ class WeightReader:
     ):
         self.source, self.progress, self.sequential = source, progress, sequential
         self.verify, self.widen = verify, widen
+        self._block = source.block or (1, 1)  # not used without FP8
         self._open = ExitStack()
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -162,7 +163,7 @@ class WeightReader:
             width, whole = len(held[1]), self.widen or (len(rows), len(columns)) == (len(held[0]), len(held[1]))
             digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
             read_rows = range(len(held[0])) if digest else rows
-            read = range(columns.start - (columns.start % self.source.block[1] if tensor.scale else 0), columns.stop)
+            read = range(columns.start - (columns.start % self._block[1] if tensor.scale else 0), columns.stop)
             if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_BYTES:
                 read = range(width)
             at = first[0] - wanted[0].start, first[1] - wanted[1].start
@@ -175,7 +176,7 @@ class WeightReader:
             yield rows
             return
         step = max(1, BAND_BYTES // (len(columns) * ITEM_BYTES[tensor.dtype]))
-        height = self.source.block[0] if tensor.scale else 1
+        height = self._block[0] if tensor.scale else 1
         step = max(height, step // height * height)
         start = rows.start
         while start < rows.stop:
@@ -186,7 +187,7 @@ class WeightReader:
     def _scales(self, tensor: SourceTensor) -> torch.Tensor | None:
         if tensor.scale is None:
             return None
-        scales, part = torch.empty(scale_shape(tensor.shape, self.source.block)), tensor.scale
+        scales, part = torch.empty(scale_shape(tensor.shape, self._block)), tensor.scale
         view = tensor_bytes(scales)
         self._read_into(view, part.file, part.offset)
         digest = hashlib.sha256(view) if self.verify and part.sha256 else None
@@ -207,9 +208,9 @@ class WeightReader:
         self._read(window, rows, tensor_bytes(stored))
         value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), len(columns))
         if scales is not None:
-            height, width = self.source.block
+            height, width = self._block
             of_rows = scales[rows.start // height :, columns.start // width :]
-            value = fp8.decode(value, of_rows, self.source.block, torch.bfloat16, tensor.name)
+            value = fp8.decode(value, of_rows, self._block, torch.bfloat16, tensor.name)
         first = window.columns.start - columns.start
         return value[:, first : first + len(window.columns)]
 
@@ -255,7 +256,7 @@ class WeightReader:
 
     def state(self, wanted: TensorEntry) -> torch.Tensor:
         """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
-        start, stop = wanted.flat, wanted.flat + wanted.shape[0]
+        start, stop = wanted.first, wanted.first + wanted.shape[0]
         states = [
             each
             for each in self._states(wanted.role, wanted.region.name)
@@ -298,8 +299,8 @@ class WeightReader:
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a region from flat ranges of it."""
         pieces, reached = [], start
-        for stored in sorted(states, key=lambda each: each.entry.flat):
-            first = stored.entry.flat
+        for stored in sorted(states, key=lambda each: each.entry.first):
+            first = stored.entry.first
             low, high = max(reached, first), min(stop, first + stored.entry.shape[0])
             if low < high:
                 if low > reached:

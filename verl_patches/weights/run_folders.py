@@ -194,7 +194,9 @@ def _numbered(home: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
-    return int(SAVED.fullmatch(path.name)[1])
+    saved = SAVED.fullmatch(path.name)
+    assert saved is not None, path
+    return int(saved[1])
 
 
 def saves_of_steps(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -378,7 +380,7 @@ def data_facts(train_files: str | Sequence[str] | None) -> dict[str, Any]:
 
 def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], allowed: bool) -> None:
     """ConfigError where the run's data, `data_facts`, are not those of the checkpoint, unless that is `allowed`."""
-    before = manifest.facts.get("data")
+    before = manifest.facts.get("data") or {}
     unknown = not before or before["sha256"] is None or now["sha256"] is None
     if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):
         return

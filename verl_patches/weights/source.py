@@ -202,6 +202,7 @@ def _tensors(
         if tensor.dtype == FP8:
             name = scale_name(parameter.name)
             _check_scale(folder, parameter.name, block, name in scales)
+            assert block is not None  # _check_scale
             scale = _tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
             tensor = tensor._replace(scale=scale.parts[0])
             scales.discard(name)
@@ -297,7 +298,7 @@ def _block_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None
     found = config.get(QUANTIZATION)
     if found is None:
         return None
-    sizes = found.get("weight_block_size") if isinstance(found, Mapping) else None
+    sizes: Any = found.get("weight_block_size") if isinstance(found, Mapping) else None
     is_pair = isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     if not is_pair or found.get("quant_method") != "fp8" or found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
@@ -347,7 +348,9 @@ def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterabl
                     f"{folder}: {name} is in {where[name]} and in {header.path.name}; delete the wrong one"
                 )
             where[name] = header.path.name
-    for name in sorted(index.keys() | where.keys()) if index is not None else ():
+    if index is None:
+        return
+    for name in sorted(index.keys() | where.keys()):
         if index.get(name) != where.get(name):
             raise ConfigError(
                 f"{folder}: {name}: {INDEX} says {index.get(name, 'nothing')}, it is in {where.get(name, 'no file')}; "
