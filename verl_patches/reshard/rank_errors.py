@@ -17,7 +17,13 @@ from verl_patches.errors import RecipeError
 _SHOWN, _OF_A_RANK = 8, 3  # problems that a message lists
 
 
-class ReshardError(RecipeError):
+class RankError(RecipeError):
+    """Every rank raises such an error where any has a problem (`raise_on_any_rank`); `what` says what failed."""
+
+    what: str
+
+
+class ReshardError(RankError):
     """Weights cannot be moved as planned, or did not arrive: the message names parameter, rank, expected and found."""
 
     what = "reshard"
@@ -32,12 +38,9 @@ def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
 
 
 def raise_on_any_rank(
-    problems: Sequence[str], group: Any, device: torch.device | str, todo: str, error: type[RecipeError] = ReshardError
+    problems: Sequence[str], group: Any, device: torch.device | str, todo: str, error: type[RankError] = ReshardError
 ) -> None:
-    """Raise the same error on every rank if any has a problem; collective. `todo` begins the message.
-
-    error: its class, whose `what` says what failed.
-    """
+    """Raise the same `error` on every rank if any has a problem; collective. `todo` begins the message."""
     flag = torch.tensor([len(problems)], dtype=torch.int64, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     if not flag.item():

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
+from verl_patches.errors import ConfigError
+from verl_patches.reshard.rank_errors import RankError, catch_errors, raise_on_any_rank
 from verl_patches.rollout.decode_host import LAST
 from verl_patches.rollout.rebalance import FIXED, NONE, Cost, MovePlan, RequestMove, State, plan
 from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
@@ -36,7 +36,7 @@ _FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; len
 COUNTS = ("requests", "bytes", "seconds")
 
 
-class RebalanceError(RecipeError):
+class RebalanceError(RankError):
     """Requests cannot be moved between data-parallel ranks; the message names rank and reason."""
 
     what = "rollout rebalance"

@@ -47,12 +47,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.measure import MOMENTS
+from verl_patches.reshard.rank_errors import RankError
 from verl_patches.reshard.train_tensors import Native, TrainTensor, views_of
 from verl_patches.weights.manifest import (
     WEIGHT,
@@ -69,7 +70,7 @@ from verl_patches.weights.writer import write_bytes, write_tensors
 MAIN = "main"
 
 
-class CheckpointError(RecipeError):
+class CheckpointError(RankError):
     """A checkpoint cannot be written, or is not what was written: the message names file, rank, expected and found."""
 
     what = "checkpoint"

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verl_patches.errors import RecipeError
-from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
+from verl_patches.reshard.rank_errors import RankError, catch_errors, raise_on_any_rank
 from verl_patches.step.batches.batch_plan import BatchPlan
 from verl_patches.step.batches.limits import ID_BYTES
 
@@ -130,7 +129,7 @@ def unpacked_ids(packed: np.ndarray) -> np.ndarray:
     return np.pad(packed, ((0, 0), (0, 4 - ID_BYTES))).view("<i4")[:, 0]
 
 
-class ExchangeError(RecipeError):
+class ExchangeError(RankError):
     """A rank does not have the tensors of the plan; every rank raises it alike."""
 
     what = "exchange"
