@@ -71,8 +71,8 @@ def make_blocks(
     _check_pair(train, rollout)
     sides = _Side(inventory, train, train_library), _Side(inventory, rollout, rollout_library)
     intervals: dict[tuple, list[_Interval]] = {}  # tensors of one kind and shape are cut alike
-    blocks = []
-    units = [(parameter,) for parameter in inventory.outer]
+    blocks: list[Block] = []
+    units: list[tuple[Parameter, ...]] = [(parameter,) for parameter in inventory.outer]
     for layer, experts in zip(inventory.layers, inventory.experts, strict=True):
         units += [layer, *experts]
     for tensors in units:
@@ -99,7 +99,7 @@ def make_blocks(
 def _intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_Interval]:
     """The intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
     parameter = train[0].parameter
-    axes = {shard.axis for shard in (*train, *rollout)} - {None}
+    axes = {shard.axis for shard in (*train, *rollout) if shard.axis is not None}
     assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
     axis = axes.pop() if axes else 0
     held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))

@@ -88,7 +88,8 @@ def _check_written(plan: ReshardPlan, rank_plan: RankPlan) -> None:
 
 
 def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
-    sends, receives = {}, {}
+    sends: dict[tuple[int, int, int], tuple[Region, ...]] = {}
+    receives: dict[tuple[int, int, int], tuple[Region, ...]] = {}
     for rank, rank_plan in rank_plans.items():
         for number, bucket in enumerate(rank_plan.buckets):
             sends |= {(number, rank, peer): regions for peer, regions in bucket.send.items()}

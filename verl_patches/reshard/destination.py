@@ -290,7 +290,7 @@ def _map(
     copies: Iterable[Copy], inventory: Inventory, names: Mapping[int, str]
 ) -> tuple[dict[str, tuple[RolloutTensor, ...]], list[str]]:
     """(HF name -> places, problems); `names`: storage -> name of the live tensor."""
-    tensors, problems = {}, []
+    tensors, problems = dict[str, tuple[RolloutTensor, ...]](), []
     for copy in copies:
         owner = names[storage_id(copy.target)]
         private, place = private_format(copy.target), _placed(inventory.by_name[copy.name], copy, owner)

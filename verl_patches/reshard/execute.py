@@ -131,7 +131,8 @@ class Compiler:
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes of elements sent, received and copied on the rank."""
-        return tuple(sum(map(self._bytes, regions)) for regions in (*map(self._exchanged, _SIDES), self.plan.local))
+        sent, received = (sum(map(self._bytes, self._exchanged(side))) for side in _SIDES)
+        return sent, received, sum(map(self._bytes, self.plan.local))
 
     def _exchanged(self, side: int) -> Iterator[Region]:
         """All regions that this rank sends or receives, in order."""
@@ -327,16 +328,15 @@ def build_executor(
             f"reshard: ranks do not have the same plan: rank 0 has the digest {digests[0]}, {', '.join(unlike[:3])}; "
             "look for unequal layouts or versions"
         )
-    executor = None
+    made: list[Executor] = []
 
     def make() -> list[str]:
-        nonlocal executor
         compiler = Compiler(plan.for_rank(rank), sources, destinations, plan.inventory, plan.world_size, device)
         problems = list(compiler.problems())
         if not problems:
-            executor = Executor(compiler, finish)
+            made.append(Executor(compiler, finish))
         return problems
 
     todo = "the plan does not fit the memory of these ranks; compare layouts and model"
     raise_on_any_rank(catch_errors(make), None, device, todo)
-    return executor
+    return made[0]

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
-import itertools
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ class _Router:
         self.load = [0] * len(stages)
         self.routes: Routes = [defaultdict(list) for _ in stages]
         self._places: dict[tuple[int, ...], tuple[dict, dict]] = {}
-        total = defaultdict(int)  # bytes that each stage must send
+        total = defaultdict[int, int](int)  # bytes that each stage must send
         for block, size in zip(blocks, self.sizes, strict=True):
             total[stages[block.holders[0]]] += size * len(set(block.receivers).difference(block.holders))
         self.mean = {stage: total[stage] / count for stage, count in Counter(stages).items()}
@@ -159,11 +158,11 @@ def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
 
 def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
     """All pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
-    packer = _Packer(blocks, routes, bucket_bytes)
-    for bucket in itertools.count():
-        if not any(packer.queues):
-            return packer.pieces
+    packer, bucket = _Packer(blocks, routes, bucket_bytes), 0
+    while any(packer.queues):
         packer.fill(bucket)
+        bucket += 1
+    return packer.pieces
 
 
 class _Packer:
@@ -285,7 +284,8 @@ class ReshardPlan:
     def for_rank(self, rank: int) -> RankPlan:
         """What `rank` copies, sends and receives. Raises ConfigError for a rank that does not exist."""
         self.train.coordinates(rank)
-        send, receive = ([defaultdict(tuple) for _ in range(self.bucket_count)] for _ in range(2))
+        send = [defaultdict[int, tuple[Region, ...]](tuple) for _ in range(self.bucket_count)]
+        receive = [defaultdict[int, tuple[Region, ...]](tuple) for _ in range(self.bucket_count)]
         for piece in self._pieces_of[rank]:
             regions = regions_of(self.blocks[piece.block], piece.start, piece.stop)
             if piece.sender == rank:
@@ -339,7 +339,7 @@ class ReshardPlan:
     @functools.cached_property
     def peak_extra_bytes(self) -> int:
         """Wire buffers of the busiest rank: two to send and two to receive, each as large as its fullest bucket."""
-        sends, receives = defaultdict(int), defaultdict(int)
+        sends, receives = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         for piece in self.pieces:
             sends[piece.sender, piece.bucket] += piece.size_bytes
             receives[piece.receiver, piece.bucket] += piece.size_bytes
@@ -356,7 +356,7 @@ class ReshardPlan:
 
     @functools.cached_property
     def _pieces_of(self) -> list[list[Piece]]:
-        by_rank = [[] for _ in range(self.world_size)]
+        by_rank: list[list[Piece]] = [[] for _ in range(self.world_size)]
         for piece in self.pieces:
             by_rank[piece.sender].append(piece)
             by_rank[piece.receiver].append(piece)
@@ -364,7 +364,7 @@ class ReshardPlan:
 
     @functools.cached_property
     def _local_blocks(self) -> list[list[Block]]:
-        by_rank = [[] for _ in range(self.world_size)]
+        by_rank: list[list[Block]] = [[] for _ in range(self.world_size)]
         for block in self.blocks:
             for rank in set(block.holders).intersection(block.receivers):
                 by_rank[rank].append(block)

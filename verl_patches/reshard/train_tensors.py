@@ -274,7 +274,8 @@ def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout
     experts = list(layout.local_experts(rank, inventory.model.n_routed_experts))
     tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     etp = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    facts = [("(TP rank, TP)", (at.tp, layout.tp), tp), ("(expert TP rank, expert TP)", (at.etp, layout.etp), etp)]
+    facts: list[tuple[str, Any, Any]] = [("(TP rank, TP)", (at.tp, layout.tp), tp)]
+    facts.append(("(expert TP rank, expert TP)", (at.etp, layout.etp), etp))
     for chunk, model in enumerate(models[: layout.vpp]):
         layers = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers}  # Megatron counts from 1
         facts.append((f"layers of model chunk {chunk}", list(_layers(inventory, layout, rank, chunk)), list(layers)))

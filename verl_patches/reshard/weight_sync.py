@@ -50,14 +50,15 @@ class WorkerReshard:
         self.rank = dist.get_rank()
         self.inventory, self.library = inventory_and_library(chunks, hf_config, settings.line)
         self.sources: dict[str, TrainTensor] = {}
-        self.destinations: Destinations | None = None
-        self.plan: ReshardPlan | None = None
+        self.destinations: Destinations  # `_learn` sets it, and the plan
+        self.plan: ReshardPlan
         self.executor: Executor | None = None
-        self.verified, self.reports = False, []
+        self.verified, self.reports = False, list[dict[str, Any]]()
 
     def sync(self, model: torch.nn.Module) -> SyncReport:
         """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
         learnt = self._learn(model)
+        assert self.executor is not None  # `_learn` has made it
         with torch.no_grad():
             for constant in self.destinations.constants:  # padding: a dummy load, and sleep, leave anything in it
                 constant.target.fill_(constant.value)
