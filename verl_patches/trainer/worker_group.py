@@ -137,7 +137,8 @@ class RecipeWorkerGroup:
         recipe = run.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
         self._calls = WorkerCalls(group)
-        self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
+        self._record_to, replay = record_to, recipe.rollout.replay
+        self._replay_from = None if replay is None else find_recording(replay)
         self._scores_to: Path | None = None  # from the rollout of a recorded step to its first update
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
@@ -152,8 +153,8 @@ class RecipeWorkerGroup:
         if recipe.keep_groups.metric is not None and actor is None:
             self.kept_groups = KeptGroups(trainer, self._generate, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
-        if recipe.logprob_check.every is not None and not not_compared(run):
-            self.sampled_check = SampledCheck(trainer)
+        if (every := recipe.logprob_check.every) is not None and not not_compared(run):
+            self.sampled_check = SampledCheck(trainer, every)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

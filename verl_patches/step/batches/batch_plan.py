@@ -221,7 +221,9 @@ def plan_batch(
     for share in mini_batches(len(lengths), len(set(replica_of)), mini_batch_size):
         if token_budget is not None:
             by_mini.append(packed(share, lengths, token_budget, balance=balance, sharing=sharing))
-        elif balance:
+            continue
+        assert micro_batch_size is not None  # given where there is no budget
+        if balance:
             by_mini.append(balanced(share, lengths, micro_batch_size, sharing))
         else:
             by_mini.append(arrival(share, micro_batch_size))

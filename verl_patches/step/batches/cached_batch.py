@@ -49,13 +49,15 @@ _LOG_PROBS = ("old_log_probs", "ref_log_prob", _ROLLOUT)
 class CachedBatch:
     """The tensors of one step that stay in this process.
 
-    `placement`, `plan` and `tokens` (by sample) are those of stage place_cached; None and empty before it.
+    `placement`, `plan` and `tokens` (by sample) are those of stage place_cached; before it `tokens` is empty and the
+    other two are not set.
     """
+
+    plan: BatchPlan
+    placement: payloads.Placement
 
     def __init__(self, platform: str, ledger: Ledger | None):
         self.cache = TensorCache(platform)
-        self.plan: BatchPlan | None = None
-        self.placement: payloads.Placement | None = None
         self.tokens: tuple[int, ...] = ()
         self._generating: list[payloads.ResponseIds] | None = None  # what is kept of the step
         if ledger is not None:
@@ -192,7 +194,7 @@ def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataPr
         )
     ids = np.split(prompts.ids, np.cumsum(lengths)[:-1])[rank * count : (rank + 1) * count]
     ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
-    raw = np.empty(count, dtype=object)
+    raw: Any = np.empty(count, dtype=object)
     raw[:] = [part.tolist() for part in ids]
     return DataProto.from_dict(
         tensors=prompt_inputs(ragged, prompts.width, prompts.pad_id),

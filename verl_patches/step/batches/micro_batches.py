@@ -237,7 +237,7 @@ def planned_splits(
     """
     if budget is None:
         return None
-    batches = plan.schedule[replica]
+    batches: Sequence[Sequence[Sequence[int]]] = plan.schedule[replica]
     if stage != "update":
         batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # replicas are balanced
     splits = []

@@ -52,7 +52,7 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
     try:
         numbers = [float(number) for number in str(text).split("_")]
         low, high = numbers if len(numbers) == 2 else (1 / numbers[0], *numbers)
-        if 0 < low < high < float("inf") and (len(numbers) == 2 or "." in text):
+        if 0 < low < high < float("inf") and (len(numbers) == 2 or "." in str(text)):
             return low, high
     except (ValueError, ZeroDivisionError):
         pass

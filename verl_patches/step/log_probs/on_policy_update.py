@@ -107,7 +107,8 @@ class OnPolicyUpdate:
             return None
         if not self.seen:
             return {"sum": self.sums, "max": {}}
-        return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
+        rollout, actor, mask = map(torch.cat, zip(*self.seen, strict=True))
+        return rollout_correction.moments(rollout, actor, mask, self.correction)
 
 
 current_update: Current[OnPolicyUpdate | None] = Current(None)  # in progress, where it changes the loss

@@ -53,10 +53,12 @@ def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correc
     wide = torch.promote_types(torch.promote_types(rollout.dtype, actor.dtype), torch.float32)
     by_token = torch.where(mask, actor.to(wide) - rollout.to(wide), 0.0)
     by_sequence = by_token.sum(-1)
-    log_ratio = {"token": by_token, "sequence": by_sequence.unsqueeze(-1).expand_as(by_token)}.get(correction.level)
+    by_level = {"token": by_token, "sequence": by_sequence.unsqueeze(-1).expand_as(by_token)}
+    log_ratio = by_level.get(correction.level or "")
     ratios = torch.ones_like(by_token) if log_ratio is None else log_ratio.clamp(-SAFE, SAFE).exp()
     accepted = torch.ones_like(by_sequence, dtype=torch.bool)
     if correction.reject:
+        assert correction.bounds is not None  # they go with `reject`
         low, high = (math.log(bound) for bound in correction.bounds)
         length = mask.sum(-1).clamp(min=1) if correction.reject == "seq_mean_k1" else 1
         k1 = -by_token.clamp(-SAFE, SAFE).sum(-1) / length
@@ -87,8 +89,8 @@ def moments(
     total: Moments = {"sum": {}, "max": {}}
     for at in range(0, len(mask), _ROWS):
         rows = slice(at, at + _ROWS)
-        part = [t[rows].detach().float().cpu().double() for t in (rollout, actor)]  # devices may lack fp64
-        total = merged([total, _moments(*part, mask[rows].cpu().bool(), correction)])
+        x, y = (t[rows].detach().float().cpu().double() for t in (rollout, actor))  # devices may lack fp64
+        total = merged([total, _moments(x, y, mask[rows].cpu().bool(), correction)])
     return total
 
 

@@ -25,16 +25,15 @@ from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
 
 
 class SampledCheck:
-    """The check of a run.
+    """The check of a run, made every `every` steps.
 
     `report` after a step that was checked: {sequences, tokens, sample_s, log_prob_s, delta}, None after others.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Any, every: int):
         run = run_of(trainer.config)
         data, rollout = run.verl.data, run.verl.actor_rollout_ref.rollout
-        self._every = run.recipe.logprob_check.every
-        self._sequences = truth_check.sequences_of(run) // run.replicas
+        self._every, self._sequences = every, truth_check.sequences_of(run) // run.replicas
         self._widths = data.max_prompt_length, data.max_response_length, trainer.tokenizer.pad_token_id
         self._multiple = run.train.dp * (rollout.log_prob_micro_batch_size_per_gpu or 1)
         self.report: dict[str, Any] | None = None

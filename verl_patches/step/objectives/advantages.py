@@ -9,7 +9,7 @@ returns = v - B/2 dL/dv.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -58,9 +58,9 @@ class FixedData:
     """recipe.objective of a run on fixed data (`settings`), and the metrics of its last step."""
 
     def __init__(self, settings: Any):
-        self.settings, self.metrics = settings, {}
+        self.settings, self.metrics = settings, dict[str, float]()
 
-    def add_advantages(self, batch: Mapping[str, Any], uids: Any) -> None:
+    def add_advantages(self, batch: MutableMapping[str, Any], uids: Any) -> None:
         """Put advantages and returns [B, S_response] into a step's `batch`; uids [B]: equal for a prompt's responses.
 
         objective_checks (step/objectives/checks.py) has made sure that the batch has the columns that the loss needs.

@@ -8,6 +8,7 @@ start, so that a wrong one ends the run before workers start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl_patches.step.objectives.settings import COLUMNS, KINDS, columns_of
 
 _TRUNCATIONS = ("error", "left", "right")
 _SHOWN_S = 10.0  # how often the log shows how many rows have been checked
-_FITS = {
+_FITS: dict[str, Callable[[Any], bool]] = {
     "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
     "text": lambda value: isinstance(value, str) and value != "",
     "bool": lambda value: isinstance(value, bool),

@@ -37,13 +37,11 @@ def _steps_in(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(path.stem[5:]), folder
 
 
-def find_recording(path: str | None, steps: int | None = None, option: str = "--replay-rollout") -> Recording | None:
-    """Return the recording that a user names: a run, a start, a folder of rollouts or one of its files; None for None.
+def find_recording(path: str, steps: int | None = None, option: str = "--replay-rollout") -> Recording:
+    """Return the recording that a user names: a run, a start, a folder of rollouts or one of its files.
 
     Raises ConfigError where there is none, or, with `steps`, where one of the steps 1 to `steps` is missing or damaged.
     """
-    if path is None:
-        return None
     given = Path(path)
     folder = next((f for f in (given, given.parent) if (f / "step_1.safetensors").is_file()), None)
     try:

@@ -60,6 +60,7 @@ class MicroBatch:
 
     def samples(self) -> Iterator[tuple[bytes, torch.Tensor]]:
         """(key, experts [L, n, k]) of each sample."""
+        assert self.experts is not None  # they are recorded
         for row, key in enumerate(self.keys):
             yield key, self.experts[:, self.rows == row]
 
@@ -194,6 +195,7 @@ class RoutingReplay:
                     f"{len(self.samples)} samples have; expected the samples of the pass that recorded, on their ranks"
                 )
             batch.fill([self.samples[key] for key in batch.keys])
+            assert batch.experts is not None  # `fill` has set them
         mine = slice(None)
         if tokens != len(batch.rows):
             _, mine = _tensor_parallel_share(len(batch.rows), tokens)
