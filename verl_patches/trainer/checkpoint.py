@@ -195,6 +195,7 @@ class Checkpoints:
         """
         if self._thread is None:
             return
+        assert self._folder_in_writing is not None  # `save` sets it before the thread
         before, written = None, size_bytes(self._folder_in_writing)
         recipe = self.config.recipe
         bound_s = min(recipe.watch.least_s, 60 * recipe.train.collective_timeout_minutes)
@@ -276,18 +277,21 @@ class Checkpoints:
         mode = self.config.trainer.resume_mode
         folder = self.chain.newest() if mode == "auto" else None
         folder = folder or path_to_resume(mode, self.config.trainer.resume_from_path)
-        if mode == "auto" and folder is None:
-            self._say(f"trainer.resume_mode=auto: no complete checkpoint in {self.folder}, starting from step 1")
-        manifest = None if folder is None else read_manifest(folder)
-        if self.config.trainer.save_freq > 0:
-            here = folder is not None and folder.resolve().parent == self.folder.resolve()
-            self._refuse_to_mix(manifest.facts["step"] if here else 0)
+        saves = self.config.trainer.save_freq > 0
         if folder is not None:
+            manifest = read_manifest(folder)
+            if saves:
+                here = folder.resolve().parent == self.folder.resolve()
+                self._refuse_to_mix(manifest.facts["step"] if here else 0)
             self._load(folder, manifest)
-        else:
-            _keep_generator(self.trainer.train_dataloader)
-            if self.config.trainer.save_freq > 0:
-                data_state(self.trainer.train_dataloader)
+            return
+        if mode == "auto":
+            self._say(f"trainer.resume_mode=auto: no complete checkpoint in {self.folder}, starting from step 1")
+        if saves:
+            self._refuse_to_mix(0)
+        _keep_generator(self.trainer.train_dataloader)
+        if saves:
+            data_state(self.trainer.train_dataloader)
 
     def _refuse_to_mix(self, begun: int) -> None:
         """ConfigError where the folder has checkpoints of steps after `begun`; that of a start has none."""
@@ -350,6 +354,7 @@ def chain_in(run: RunSpec) -> Chain:
     """Return the checkpoints that belong to the run: of a start of the launcher its chain's."""
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.start.by_launcher:
+        assert run.start.name is not None  # the launcher gives both
         home = checkpoints_home(run.home, str(saved))
         if start := read_start(home / run.start.name):
             return chain_of_start(start)
@@ -446,8 +451,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     """{dataloader, generators, kl_coef} of a checkpoint; ConfigError for other content."""
     state = read_json_object(folder / STATE)
     for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
-        *keys, last = ["dataloader", *json.loads(path)]
-        functools.reduce(operator.getitem, keys, state)[last] = tensor
+        keys = ["dataloader", *json.loads(path)]
+        functools.reduce(operator.getitem, keys[:-1], state)[keys[-1]] = tensor
     return state
 
 

@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         try:
             known[name] = importlib.metadata.version(name)
-            known[name] = getattr(sys.modules.get(_VERSION_MODULES.get(name)), "__version__", known[name])
+            known[name] = getattr(sys.modules.get(_VERSION_MODULES.get(name, "")), "__version__", known[name])
         except importlib.metadata.PackageNotFoundError:
             continue
     return known

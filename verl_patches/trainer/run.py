@@ -144,8 +144,8 @@ class Run:
         from verl_patches.trainer.worker_group import RecipeWorkerGroup  # imports verl
 
         trainer = self.trainer
-        records = self.folder and self.recipe.rollout.record and self.fixed_data is None
-        record_to = self.folder / ROLLOUTS if records else None
+        records = self.recipe.rollout.record and self.fixed_data is None
+        record_to = self.folder / ROLLOUTS if self.folder and records else None
         profile_to = self.folder and (self.folder / "profile").absolute()
         self.group = RecipeWorkerGroup(
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
@@ -233,7 +233,7 @@ class Run:
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
         room = emulation(recipe.platform)
-        self.emulated = room and room.summary([report["emulated"] for report in reports])
+        self.emulated = None if room is None else room.summary([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
             moments = [report["log_prob_moments"] for report in reports]
             metrics = rollout_correction.with_workers_metrics(metrics, moments, recipe)
@@ -321,7 +321,8 @@ def fit_as_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
-        with active_run.set(Run(trainer)) as run, current_fixed_data.set(run.fixed_data):
+        run = Run(trainer)
+        with active_run.set(run), current_fixed_data.set(run.fixed_data):
             return run.around(lambda: original(trainer))
 
     return fit

@@ -9,7 +9,7 @@ metrics_of    the record's figures for Tracking and metrics.jsonl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
@@ -201,9 +201,10 @@ def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] 
     are not finite; nearest: rank, stage and parameter nearest to the loss, where NaN comes first; None if no rank's
     own gradient is to blame.
     """
-    if any(report is None for report in reports):
+    present = [report for report in reports if report is not None]
+    if len(present) < len(reports):
         return None
-    faulty = {rank: report for rank, report in enumerate(reports) if report["fault"]}
+    faulty = {rank: report for rank, report in enumerate(present) if report["fault"]}
     nearest = None
     if faulty:
         rank = max(faulty, key=lambda rank: (faulty[rank]["stage"], -rank))
@@ -211,8 +212,8 @@ def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] 
         nearest = {"rank": rank, "stage": faulty[rank]["stage"], "parameter": fault["nearest"]}
         nearest["parameters"] = fault["parameters"]
     return {
-        "steps": max(report["skipped"] for report in reports),
-        "in_a_row": max(report["in_a_row"] for report in reports),
+        "steps": max(report["skipped"] for report in present),
+        "in_a_row": max(report["in_a_row"] for report in present),
         "ranks": sorted(faulty),
         "nearest": nearest,
     }
@@ -376,7 +377,7 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     if val := step.get("val"):
         cells["val"] = f"{val['score']:.4f}"
     if critic := step.get("critic"):
-        texts = ("-" if value is None else f"{value:.5f}" for value in critic.values())
+        texts: Iterable[str] = ("-" if value is None else f"{value:.5f}" for value in critic.values())
         cells |= dict(zip(CRITIC_COLUMNS, texts, strict=True))
     if sync := step["sync"]:
         sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6

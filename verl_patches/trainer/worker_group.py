@@ -201,7 +201,7 @@ class RecipeWorkerGroup:
         self._calls.begin_rollout(self.kept_groups is not None, request)
         output = self._generate(prompts) if self.kept_groups is None else self.kept_groups.draw_kept(prompts)
         checked = self._calls.end_rollout()
-        if request is not None:
+        if self.sampled_check is not None and request is not None:
             self.sampled_check.compare(checked, self._calls.compute_log_prob)
         return output
 
@@ -241,6 +241,7 @@ class RecipeWorkerGroup:
 
     def update_critic(self, batch: DataProto) -> DataProto:
         """Return verl's metrics of the critic's update."""
+        assert self._actor is not None  # a critic's group has that of the actor
         self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
         self._on_call(self.step, "update_critic")
         self._wait_for_checkpoint()
