@@ -43,12 +43,13 @@ from verl_patches.weights.load import wait_for_ranks
 from verl_patches.weights.manifest import read_manifest
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
+from verl_patches.worker import Upstream
 from verl_patches.worker.memory import Trained, device_type
 
 log = logging.getLogger(__name__)
 
 
-class TrainingWorker:
+class TrainingWorker(Upstream):
     """What verl's actor and critic with a `recipe:` have in common. A feature that is off in a worker is None."""
 
     checkpoint: WorkerCheckpoint | None = None
@@ -85,6 +86,7 @@ class TrainingWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self) -> None:
         """Wait until this rank's part of the last save is written."""
+        assert self.checkpoint is not None  # row checkpoint.save, whose trainer calls this, needs checkpoint.parts
         self.checkpoint.wait()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class WorkerMemory:
             checked_device.value = device_module(recipe.platform)
         self.scheduled, here = "memory.order" in run.rows, context()
         if "ppo_epochs" in config:  # verl makes actors first: their section has all of the schedule but the critic's
+            assert here.schedule is not None
             here.schedule, here.stays = here.schedule.with_critic(), here.stays | stays_of(config.megatron, CRITIC)
         elif here.schedule is None:
             here.schedule, here.stays = schedule_of(run, config, one_memory=run.platform in NO_DEVICE)
@@ -75,6 +76,7 @@ class WorkerMemory:
         here = context()
         if not self.scheduled:
             return
+        assert here.schedule is not None  # `__init__` sets it
         if self.checked:
             if here.ledger is None:
                 rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
@@ -105,8 +107,11 @@ class WorkerMemory:
         buffers, optimizer, groups = measure.buffers_of(trained.chunks), trained.optimizer, trained.groups
         for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
             full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
-            held = self._bytes_of(lambda name=name: [getattr(buffer, name) for buffer in buffers])
-            ledger.register(group, held, full_bytes=full)
+
+            def tensors(name: str = name) -> list[torch.Tensor]:
+                return [getattr(buffer, name) for buffer in buffers]
+
+            ledger.register(group, self._bytes_of(tensors), full_bytes=full)
         states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
         # A swapped step has at most `full` in its window; at a phase's entry, where the ledger checks, it has nothing.
@@ -135,7 +140,7 @@ class WorkerMemory:
         scheduler, (chunks, optimizer, _, groups) = context().scheduler, trained
         models = [] if scheduler is None else [offload_state_of_model(chunk) for chunk in chunks]
         states = [offload_state_of_optimizer(one) for one in single_optimizers(optimizer)]
-        offloaded = [Params(chunks)] if any(model.offloaded for model in models) else []
+        offloaded: list[Params | Optimizer] = [Params(chunks)] if any(model.offloaded for model in models) else []
         offloaded += [Optimizer(optimizer, groups.optimizer)] if any(state.offloaded for state in states) else []
         for handler in offloaded:
             handler.load()
@@ -146,10 +151,10 @@ class WorkerMemory:
                 model.written = model.written or writes
             for handler in offloaded:
                 handler.offload()
-            moves = scheduler is not None and scheduler.moves(groups.optimizer)
-            scheduled = moves and not scheduler.has(groups.optimizer)
+            group = groups.optimizer
+            scheduled = scheduler is not None and scheduler.moves(group) and not scheduler.has(group)
             if writes and scheduled:  # states that load_checkpoint made; else verl's call offloads them
-                Optimizer(optimizer, groups.optimizer).offload()
+                Optimizer(optimizer, group).offload()
 
 
 def _buffer_bytes(worker: Any) -> int:
@@ -168,7 +173,7 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
         sleeps = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
         if sleeps and tag not in getattr(llm, "awake", (tag,)):
             return 0
-        tensors = measure.kv_caches(llm)
+        tensors: Iterable[Any] = measure.kv_caches(llm)
         if tag == sleep_mode.WEIGHTS:
             tensors = sleep_mode.all_weights(measure.vllm_worker(llm).model_runner.model).values()
         return measure.held_bytes(tensors, device_type)
@@ -194,7 +199,7 @@ class _Torch(wrapt.ObjectProxy):
     def cuda(self) -> _Cuda:
         return _Cuda(self.__wrapped__.cuda)
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return without_empty_cache, (self.__wrapped__,)  # Ray pickles functions of verl's workers with their globals
 
 

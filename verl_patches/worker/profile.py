@@ -43,7 +43,7 @@ class PhaseProfiler:
         self.files: list[str] = []
         self.faults: list[str] = []
         self._times: Counter[str] = Counter()
-        self._trace: _Trace | None = None  # the open one
+        self._trace: _Trace | _NpuTrace | None = None  # the open one
 
     def snapshot(self) -> None:
         """Take the memory snapshot of the open trace."""
@@ -87,7 +87,8 @@ class _Trace:
     """torch.profiler, and the ledger's bytes; what is made is recorded at once, until `stop` returns its files."""
 
     def __init__(self, path: Path, stacks: bool, ledger: Ledger | None):
-        self.path, self.ledger, self.memory = path, ledger, None
+        self.path, self.ledger = path, ledger
+        self.memory: dict[str, Any] | None = None
         self.profiler = torch.profiler.profile(record_shapes=stacks, with_stack=stacks)
         self.profiler.start()
 
@@ -130,7 +131,7 @@ class _NpuTrace:
     def stop(self) -> list[Path]:
         try:
             self.profiler.stop()
-            files = []
+            files = list[Path]()
             if self.memory is not None:
                 files.append(self.path.with_name(f"{self.path.name}.memory.pickle"))
                 files[0].write_bytes(pickle.dumps(self.memory))

@@ -128,7 +128,8 @@ class RecipeWorker(TrainingWorker):
         if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
-            self.expert_loads["rollout"] = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
+            load = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
+            self.expert_loads = {**self.expert_loads, "rollout": load}
         if isinstance(manager, RecipeShardingManager):
             layouts = self.run.train, self.run.rollout
             manager.sync_enabled = recipe.weight_sync.enabled

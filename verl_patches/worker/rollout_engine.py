@@ -20,6 +20,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
+from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import checked_device, device_type, rollout_groups
 
@@ -27,7 +28,7 @@ weights_move: Current[bool] = Current(False)  # the engine's weights move at eac
 _PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
 
 
-class RolloutEngine:
+class RolloutEngine(Upstream):
     """Methods over those of vLLM's LLM (row rollout.engine).
 
     Phases begin here, and not in verl's worker, because verl 0.4.0 and 54c9b736 wake and sleep the engine at different

@@ -11,12 +11,13 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.step.batches.cached_batch import cached_batch
+from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 
 log = logging.getLogger(__name__)
 
 
-class RecipeShardingManager:
+class RecipeShardingManager(Upstream):
     """Methods over those of verl's MegatronVLLMShardingManager (row update.sharding_manager).
 
     The worker sets `settings` and `sync_enabled` (recipe.weight_sync.enabled) in `_build_rollout`; without settings the
@@ -62,6 +63,7 @@ class RecipeShardingManager:
                 self.resharder = WorkerReshard(self.settings, self.actor_module, self.model_config, device)
 
         raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine is not ready for weights")
+        assert self.resharder is not None  # `prepare` has made it, or every rank has raised
         report = self.resharder.sync(vllm_worker(engine).model_runner.model)
         context().raise_peak(report.peak_extra_bytes)
         engine.weights_written(last=not self.sync_enabled)

@@ -36,7 +36,7 @@ class StepGuard:
         self.skipped = self.in_a_row = self._row = 0
         self.norms: list[float] = []
         self.fault: dict[str, Any] | None = None
-        self._optimizer, self._norms_of_step = optimizer, []
+        self._optimizer, self._norms_of_step = optimizer, list[float]()
         names = (named for chunk in chunks for named in parameter_names(chunk).items())
         self._names = {param: of + name for param, name in names}  # in order
         self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients

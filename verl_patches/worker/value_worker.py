@@ -28,6 +28,7 @@ from verl_patches.rewards.parts import RM_SCORES
 from verl_patches.spec import run_of
 from verl_patches.step.batches.micro_batches import Stage, Update, in_stage
 from verl_patches.weights.run_folders import value_model_in
+from verl_patches.worker import Upstream
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
@@ -100,7 +101,7 @@ class RecipeCriticWorker(TrainingWorker):
         return output
 
 
-class RecipeRewardModelWorker:
+class RecipeRewardModelWorker(Upstream):
     """Methods over those of RewardModelWorker: the reward models of recipe.rewards, one at a time on the device.
 
     reward_models: verl's MegatronRewardModel of each, in the order of the entries.
@@ -122,6 +123,7 @@ class RecipeRewardModelWorker:
         """verl's, for each folder; each model is offloaded before the next is built."""
         with counters.timed("start/models"):
             for entry in self.run.reward_models:
+                assert entry.path is not None  # rewards/parts.py requires it
                 self.config.model.path = str(value_model_in(entry.path))
                 super().init_model()
                 self.reward_models.append(self.rm)
@@ -146,8 +148,8 @@ class RecipeRewardModelWorker:
         scores = []
         for model in self.reward_models:
             self.rm = model
-            if self.memory.scheduled:
-                context().scheduler.add({"reward_params": Params(model.reward_model_module)})
+            if (scheduler := context().scheduler) is not None:
+                scheduler.add({"reward_params": Params(model.reward_model_module)})
             read = data.select(["input_ids", "attention_mask", "position_ids", "responses"])  # verl replaces its mask
             with context().phase("rm_scores"):
                 scores.append(super().compute_rm_score(read).batch["rm_scores"].sum(-1))
