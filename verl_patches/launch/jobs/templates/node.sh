@@ -32,7 +32,8 @@ sessions_of() { # PID...; fields of /proc/PID/stat: pid (name) state parent grou
 }
 in_sessions() { # SESSION...: the processes that live, zombies left out
     local any; any=$(IFS='|' && echo "$*")
-    [ $# = 0 ] || sed -En "s/^([0-9]+) \(.*\) [^ZX] [0-9]+ [0-9]+ ($any) .*/\1/p" /proc/[0-9]*/stat 2> /dev/null || true
+    [ $# = 0 ] || # cat goes on where a process ends while its file is read; sed itself would end there
+        cat /proc/[0-9]*/stat 2> /dev/null | sed -En "s/^([0-9]+) \(.*\) [^ZX] [0-9]+ [0-9]+ ($any) .*/\1/p" || true
 }
 names_of() { for pid in "$@"; do cat "/proc/$pid/comm" || true; done 2> /dev/null; }
 ray_runs() {
