@@ -1,1 +1,1 @@
-"""What a run is: composed configuration, environment, ports, folder and record, and the rules that it must keep."""
+"""Resolve a run: its configuration, environment, ports, folder and record, and the rules that it must keep."""

@@ -1,7 +1,7 @@
-"""Compose one configuration: verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
+"""Compose one configuration from verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
 
-The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. `compose` returns
-the facts of such a run, which run/resolve.py derives.
+The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. `compose` then
+returns the facts of the run, which run/resolve.py derives.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
-RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a platform (catalog.py)
+RowsOf = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
 GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 _EXPORT_IT = "remove it, and export it as a variable of the shell, which the run inherits"
-_READ = (  # files and folders that a run reads, some of them in workers
+_READ = (  # keys of files and folders that a run reads, some of them in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
     "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
 ).split()
-_LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
+_LAYERS_READ = (  # keys that training reads, and vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "critic.model.override_config.model_config.num_hidden_layers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
@@ -57,8 +57,8 @@ def compose(
 ) -> RunSpec:
     """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
 
-    rows_of: the rows of the catalogue on a platform, of which `RunSpec.rows` are those that are on. trees: checkouts
-    that the run imports; verl's config is that of `trees.verl`, else of the installed verl, located and not imported.
+    rows_of: returns the catalogue's rows on a platform; `RunSpec.rows` are those that are on. trees: checkouts that
+    the run imports; verl's config is that of `trees.verl`, or of the installed verl, which is located but not imported.
     Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that contradicts
     itself, and LayoutError where a layout cannot be built.
     """
@@ -111,7 +111,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
 
 
 def _make_absolute(config: DictConfig) -> None:
-    """Write the paths of `_READ` relative to the current folder as absolute: workers have others."""
+    """Make the paths of `_READ` absolute, because workers have other current folders."""
     for above, _, name in (key.rpartition(".") for key in _READ):
         section = OmegaConf.select(config, above)
         if found := section.get(name):
@@ -123,7 +123,7 @@ def _absolute(path: str) -> str:
 
 
 def write_reward_models(config: DictConfig) -> None:
-    """Write what recipe.rewards says of reward models into verl's section of them; its paths become absolute."""
+    """Write the reward models of recipe.rewards into verl's section for them; their paths become absolute."""
     for entry in config.recipe.rewards or ():
         if entry.get("path"):
             entry.path = _absolute(entry.path)
@@ -133,7 +133,7 @@ def write_reward_models(config: DictConfig) -> None:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether a file of configs/ has an algorithm in its defaults, as the bases and the pin file have not."""
+    """Return whether a file of configs/ has an algorithm in its defaults; base files and the pin file have none."""
     try:
         return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
     except OSError:
@@ -141,7 +141,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """ConfigError for words that are not key=value, that no file can hold, or that hold a secret."""
+    """Refuse overrides that are not key=value, that no file can hold, or that hold a secret."""
     for override in overrides:
         if not re.match(r"[~+]*[^=~+@\s]", override):
             raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
@@ -161,7 +161,7 @@ def check_choice(group: str, name: str, folder: Path) -> None:
 
 
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
-    """ConfigError for a key whose value looks like a secret: a run's configuration is written to files and logs."""
+    """Refuse a key whose value looks like a secret, because a run's configuration is written to files and logs."""
     for key, value in values:
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, dict):
@@ -171,7 +171,7 @@ def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
 
 
 def output_root(given: str | None = None) -> Path:
-    """Absolute folder of all runs: `given`, relative to the current folder, or outputs/ of this repository."""
+    """Return the absolute folder of all runs: `given` (may be relative), or outputs/ of this repository."""
     return CONFIGS_DIR.parent / "outputs" if given is None else Path(given).absolute()
 
 
@@ -181,7 +181,7 @@ def _load(path: Path) -> DictConfig:
 
 
 def _explain(error: BaseException, name: str, base: DictConfig) -> str:
-    """Hydra's error as one sentence that says what to change."""
+    """Return Hydra's error as one sentence that says what to change."""
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
     if isinstance(error, RecursionError):
@@ -189,7 +189,7 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
         return f"{CONFIGS_DIR / name}.yaml is nested too deeply: its {fault}"
     if isinstance(error, UnicodeDecodeError):
         for file in CONFIGS_DIR.rglob("*.yaml"):
-            read_yaml(file)  # its ConfigError names the file
+            read_yaml(file)  # raises a ConfigError that names the file
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -209,14 +209,14 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
 
 
 def keys_of(overrides: Sequence[str]) -> list[str]:
-    """The keys that `overrides` set."""
+    """Return the keys that `overrides` set."""
     return [override.lstrip("+").partition("=")[0] for override in overrides]
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
-    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and no list allows.
+    """Refuse a key, in a file of ours or given as +key=value, that neither verl's config nor a list of added keys has.
 
-    A dataset class of the user gets all of `data`, with keys of its own.
+    With a dataset class of the user all of `data` is free, as the class may read keys of its own.
     """
     free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
@@ -232,12 +232,12 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
 
 
 def has_own_dataset(class_file: str | None) -> bool:
-    """Return whether data.custom_cls.path is a file of the user's, whose class reads the data."""
+    """Return whether data.custom_cls.path is a file of the user, whose class then reads the data."""
     return class_file not in (None, str(CONFIGS_DIR.parent / "verl_patches/step/objectives/dataset.py"))
 
 
 def check_dtype(config: DictConfig) -> None:
-    """ConfigError where the rollout has another dtype than the training."""
+    """Refuse a rollout whose dtype differs from that of the training."""
     expected, found = VLLM_DTYPES[config.recipe.dtype], config.actor_rollout_ref.rollout.dtype
     if expected != found:
         raise ConfigError(
@@ -247,9 +247,9 @@ def check_dtype(config: DictConfig) -> None:
 
 
 def _write_layers(config: DictConfig) -> None:
-    """Write recipe.num_hidden_layers where training and vLLM read it, and cut layers_per_stage of the whole model.
+    """Write recipe.num_hidden_layers where training and vLLM read it, and shorten layers_per_stage of the whole model.
 
-    ConfigError for a number outside the model or too small for its stages, and where a place has another number.
+    Raise ConfigError for a number outside the model or too small for its stages, and where a key has another number.
     """
     layers = config.recipe.num_hidden_layers
     if layers is None:
@@ -274,5 +274,5 @@ def _write_layers(config: DictConfig) -> None:
 
 
 def _keys(section: DictConfig) -> list[str]:
-    """Dotted keys of all leaves; a missing or interpolated value counts as a leaf, an empty section too."""
+    """Return the dotted keys of all leaves; missing and interpolated values and empty sections are leaves too."""
     return [key for key, _ in leaves(OmegaConf.to_container(section, resolve=False))]

@@ -1,6 +1,6 @@
-"""vllm-ascend's options of a run: recipe.rollout.ascend, written where vLLM's engine of the pin reads them.
+"""Write vllm-ascend's options (recipe.rollout.ascend) where vLLM's engine of the pin reads them.
 
-This is the only place that writes them. The same option in engine_kwargs is refused, as one of the two would be lost.
+No other file writes them. The same option in engine_kwargs is refused, as one of the two would be lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
 ASCEND, ROLLOUT = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
 OPTIONS = f"{ROLLOUT}.engine_kwargs.vllm.additional_config"
 _GRAPHS, _SCHEDULER = "torchair_graph_config", "ascend_scheduler_config"
-# key of recipe.rollout.ascend: its place in additional_config. top_k_optimize is a variable (run/environment.py)
+# {key of recipe.rollout.ascend: its place in additional_config}; top_k_optimize is a variable (run/environment.py)
 PLACES = {
     "graphs": f"{_GRAPHS}.enabled",
     "graph_batch_sizes": f"{_GRAPHS}.graph_batch_sizes",
@@ -29,18 +29,18 @@ PLACES = {
     "prefix_caching": PREFIX_CACHING,
     "vllm_sleep_mode": VLLM_SLEEP_MODE,
 }
-_ABSENT = object()  # a key that is null is given
-_BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # of ROLLOUT
+_ABSENT = object()  # a key whose value is null is present
+_BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # keys of ROLLOUT that recipe.rollout.ascend.graphs decides
 
 
 def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
-    """Write recipe.rollout.ascend into `config`, checked; nothing on other platforms than npu."""
+    """Check recipe.rollout.ascend and write it into `config`; do nothing on other platforms than npu."""
     check_engine_options(config, overrides, config)
     rewrite_engine_options(config)
 
 
 def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
-    """ConfigError where `overrides`, keys of the command line, or `given` engine_kwargs set what ASCEND decides."""
+    """Refuse `overrides`, keys of the command line, and `given` engine_kwargs that set what ASCEND decides."""
     if not as_npu(config.recipe.platform):
         return
     for name in _BY_GRAPHS:
@@ -58,7 +58,7 @@ def check_engine_options(config: DictConfig, overrides: Collection[str], given: 
 
 
 def rewrite_engine_options(config: DictConfig) -> None:
-    """Write recipe.rollout.ascend into a `config` that was composed, also again after one of its values has changed."""
+    """Write recipe.rollout.ascend into a composed `config`, also again after one of its values has changed."""
     if not as_npu(config.recipe.platform):
         return
     values, rollout = OmegaConf.to_container(config.recipe.rollout.ascend), config.actor_rollout_ref.rollout

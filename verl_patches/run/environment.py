@@ -1,7 +1,7 @@
-"""The environment variables of a run, derived from its configuration, each with its reason and its reader.
+"""Derive the environment variables of a run from its configuration, each with its reason and its reader.
 
-configs/upstream.yaml, `environment:`, names the source line that reads each variable at the pins. A variable that is
-not listed there is a KeyError.
+`environment:` in configs/upstream.yaml names the source line that reads each variable at the pins. A variable that is
+not listed there raises KeyError.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import shell_findings
 
-# in a run's folder, read by its driver: the composed configuration, and the facts of the run (RunSpec.text)
+# files in a run's folder that its driver reads: the composed configuration, and the facts of the run (RunSpec.text)
 COMPOSED, FACTS = "config.yaml", "facts.json"
 REPOSITORY = Path(__file__).resolve().parents[2]
-RAY_FOLDER = "ray"  # in a run's temporary folder: Ray makes its own folder accessible to all users, the other is 0700
-# variables of the shell that a run does not inherit: the configuration decides
+RAY_FOLDER = "ray"  # in a run's temporary folder, which is 0700: Ray makes its own accessible to all users
+# variables of the shell that a run does not inherit, because the configuration decides them
 DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable of a run.
+    """Describe one environment variable of a run.
 
     where: "workers" (the driver and, by Ray's runtime_env, every worker), "driver" (the driver and a Ray that it
     starts) or "node" (each worker sets it from its node's network, so `value` is a description).
@@ -92,7 +92,7 @@ _CPU = {
 
 
 def _emulated(run: RunSpec) -> dict[str, tuple[str, ...]]:
-    """Over those of an NPU."""
+    """Return the variables of an emulated NPU, which replace some of those of an NPU."""
     graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
     traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
     return {
@@ -103,7 +103,7 @@ def _emulated(run: RunSpec) -> dict[str, tuple[str, ...]]:
 
 
 def _sockets(run: RunSpec) -> dict[str, tuple[str, ...]]:
-    """The variables that each worker sets from its node's network, where there are several nodes."""
+    """Return the variables that each worker sets from its own node's network, where there are several nodes."""
     name, why = run.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
     return {key: (form.format(name) if name else "(towards Ray's head)", why, "node") for key, form in SOCKETS.items()}
 
@@ -148,7 +148,7 @@ def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
 
 
 def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
-    """Variables of the driver on this machine; other nodes must not get them."""
+    """Return the variables of the driver on this machine, which other nodes must not get."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, run.trees.folders), *filter(None, given)]))
     temp, recipe = temp_dir or "(made at start)", run.recipe
@@ -170,12 +170,12 @@ def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
 
 
 def worker_environment(run: RunSpec) -> dict[str, str]:
-    """{name: value} of the variables that Ray's runtime_env ships to every worker."""
+    """Return {name: value} of the variables that Ray's runtime_env ships to every worker."""
     return {v.name: v.value for v in derive(run) if v.where == "workers"}
 
 
 def process_environment(variables: list[Variable], base: Mapping[str, str]) -> dict[str, str]:
-    """`base` (the caller's environment) without `DROPPED`, updated with the run's variables.
+    """Return `base` (the caller's environment) without `DROPPED` and with the run's variables.
 
     The interpreter's folder comes first on PATH, because Ray looks for its tools there.
     """

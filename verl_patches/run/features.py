@@ -1,7 +1,7 @@
-"""Which rows of the catalogue a run needs: those of the features that are on, and those that belong to no feature.
+"""Decide which rows of the catalogue a run needs: those of features that are on, and those of no feature.
 
 The launcher ships their ids (`RunSpec.rows`) to every process of the run. The import alone applies the rows of all
-features; those of features that are off then find nothing to do.
+features; rows of features that are off then find nothing to do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
 def needed_rows(rows: Iterable[PatchSpec], features: Collection[str], switches: Switches) -> frozenset[str]:
     """Return the ids of the rows that are on in a run with these features.
 
-    A pattern of `switches` decides about a row whose id it matches; a row that another one needs is on with it.
+    A pattern in `switches` decides about each row whose id it matches; a row that another one needs is on with it.
     """
     by_id = {row.id: row.on_line(switches.line) for row in rows}
     off = {row.id for row in by_id.values() if row.feature and row.feature not in features}

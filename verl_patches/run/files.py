@@ -1,6 +1,6 @@
-"""The rules about the files that a run reads: model folder, data, the user's code, a recording; and writes.
+"""Check the files that a run reads (model folder, data, the user's code, a recording) and the disk space that it needs.
 
-What it writes is modelled: checkpoints from the model's parameters, responses from the shape of a batch.
+The sizes of what it writes are modelled: checkpoints from the model's parameters, responses from a batch's shape.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from verl_patches.weights.source import open_source
 _DATA = ("data.train_files", "data.val_files")
 _MODEL = "actor_rollout_ref.model.path"
 _A_REWARD_MODEL = "a checkpoint of algo=rm or a folder with score.weight"
-PATHS = (*_DATA, _MODEL, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files which a run reads
-# of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
+PATHS = (*_DATA, _MODEL, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files that a run reads
+# bytes of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main weights
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
-_RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
+_RECORD_BYTES = 64 << 20, 32 << 10  # bytes of a run's logs, and of a step in summary.json and metrics.jsonl
 
 
 def all_must_exist(run: RunSpec) -> RunSpec:
-    """Return `run` as it is at a start: files of all keys of PATHS are expected on this machine."""
+    """Return `run` as it is at a start, when the files of all keys of PATHS must be on this machine."""
     return replace(run, given=run.given | set(PATHS))
 
 
 def folder_checks(run: RunSpec) -> Iterator[Check]:
-    """Check, where the model's folder is on this machine, that it holds the planned model in weights that can be read.
+    """Check that the model's folder holds the planned model in readable weights, where it is on this machine.
 
-    As in all rules of this file, files of keys that `run.given` does not name may be on another machine: then a note.
+    As in all rules of this file, a missing file of a key that `run.given` does not name is only a note: it may be on
+    another machine.
     """
     path = run.model_folder / "config.json"
     if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
@@ -66,7 +67,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         yield _absent("model folder", [path], _MODEL, _MODEL in run.given, "the folder of a HF model")
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
-    held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype says in what it is computed
+    held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation
     fault = f"{path} is not of recipe.model_shape {run.recipe.model_shape}: {differences(held, model)}"
     yield either("model shape", held == model, "same model", fault)
     if run.reads_weights:
@@ -74,7 +75,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _weights_check(run: RunSpec, folder: Path) -> Check:
-    """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
+    """Check that the folder's files are whole, hold every tensor once, and suit each framework that reads them."""
     name, load_format = "model weights", run.verl.actor_rollout_ref.rollout.load_format
     if not weight_files(folder) and not (folder / TRACKER).exists():
         return Check(name, True, f"{folder} has no file of weights: they were not checked", note=True)
@@ -97,7 +98,7 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
     for part in (part for part in run.rewards if part.entry.name == "reward_model"):
         folder, key = value_model_in(part.path), f"{part.where}.path"
         if not folder.exists():
-            here = {"recipe.rewards", _MODEL} <= run.given  # else a plan for another machine
+            here = {"recipe.rewards", _MODEL} <= run.given  # otherwise this is a plan for another machine
             yield _absent("reward model", [folder], key, here, _A_REWARD_MODEL)
             continue
         try:
@@ -120,7 +121,7 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _tokenizer_fault(folder: Path, actors: Path) -> str:
-    """Why the token ids of the actor's responses may not be those of a reward model; empty where they are."""
+    """Return why the actor's token ids may differ from those of a reward model; empty where they are the same."""
     name = "tokenizer.json"
     if not any(folder.glob("tokenizer*")):
         return "no tokenizer; copy those files from actor_rollout_ref.model.path, whose token ids are scored"
@@ -139,9 +140,9 @@ def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expe
 
 
 def data_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that data files are parquet in verl's schema, and that those for training hold a batch.
+    """Check that data files are parquet in verl's schema, and that those for training hold at least a batch.
 
-    The trainer's node reads them. A dataset class of the user's reads any files.
+    The trainer's node reads them. A dataset class of the user may read any files.
     """
     for key, least in zip(_DATA, (run.verl.data.train_batch_size, 1), strict=True):
         files = run.verl.data.get(key.removeprefix("data.")) or []
@@ -164,8 +165,11 @@ def data_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _read_rows(file: str, run: RunSpec) -> int:
-    """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
-    from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
+    """Return the number of rows of a parquet file, from its footer.
+
+    Raise ConfigError where the file cannot be read or lacks a column.
+    """
+    from pyarrow import ArrowException, parquet, types  # imported here, as most commands read no data
 
     def is_list(kind: Any) -> bool:
         return types.is_list(kind) or types.is_large_list(kind)
@@ -197,10 +201,10 @@ def _read_rows(file: str, run: RunSpec) -> int:
     return rows
 
 
-# the user's code: it must import, and define what is named
+# the user's code must import, and define what the configuration names
 
 IMPORT_S = 120  # time limit of an import
-_FILE_HOOKS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # files with a path
+_FILE_HOOKS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
 _CHILD = """
 import importlib, importlib.util, json, os, sys, traceback
 where, name, answer = sys.argv[1:]
@@ -235,7 +239,7 @@ os._exit(0)
 
 
 class Hook(NamedTuple):
-    """A file or module, what it must define ("": it is imported only), and the key or section that says so."""
+    """Hold a file or module of the user, what it must define ("": it is imported only), and the key that names it."""
 
     where: str
     name: str
@@ -257,11 +261,11 @@ def hooks_of(run: RunSpec) -> Iterator[Hook]:
 
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that each of the user's hooks can be imported and defines what is named.
+    """Check that each of the user's hooks can be imported and defines what the configuration names.
 
-    In a process of its own, with the variables and the PYTHONPATH of the run: this one imports neither torch nor verl,
-    and a module that hangs or ends its process does no harm. It is a note that a package of the line is not on this
-    machine, or any module where the run's platform is another one's.
+    The import runs in a process of its own, with the run's variables and PYTHONPATH: this process imports neither torch
+    nor verl, and a module that hangs or ends its process does no harm. A missing package of the line is only a note,
+    and so is any missing module where the run is for another machine's platform.
     """
     for hook in hooks_of(run):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
@@ -279,11 +283,11 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
             yield either("hooks", not fault, what, text)
 
 
-@functools.lru_cache(16)  # one command checks a configuration more than once
+@functools.lru_cache(16)  # one command checks a configuration several times
 def _import(
     where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
 ) -> tuple[str | None, str | None]:
-    """(what is wrong, why that is not known) of an import for a run of `line`; `stamp`: of the file."""
+    """Return (fault, why it is unknown) of an import for a run of `line`; stamp: the file's."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
@@ -302,11 +306,11 @@ def _import(
     return fault, None
 
 
-# what the run writes
+# disk space for what the run writes
 
 
 class Need(NamedTuple):
-    """What a run writes to one folder: in bytes, as text, and which keys change it. Its name: run, checkpoints."""
+    """Describe what a run writes to one folder: bytes, a text, the keys that change it. name: run or checkpoints."""
 
     name: str
     folder: Path
@@ -316,16 +320,16 @@ class Need(NamedTuple):
 
 
 def disk_checks(run: RunSpec, starts: bool = False) -> Iterator[Check]:
-    """Check that what the run writes fits on this machine's disks; a note unless it `starts` here."""
+    """Check that what the run writes fits on this machine's disks; only a warning unless it `starts` here."""
     needs = disk_needs(run)
     fault = disk_fault(needs)
     yield Check("disk", not (fault and starts), fault or disk_detail(needs), note=fault is not None and not starts)
 
 
 def disk_needs(run: RunSpec) -> list[Need]:
-    """Return what a run will write from its start on (modelled): records and responses, and checkpoints.
+    """Return what a run will write from its start on (modelled): records, responses and checkpoints.
 
-    Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
+    Checkpoints are the most that the run adds to those that exist: those that it keeps and the one being written.
     """
     steps, trainer = steps_of(run), run.verl.trainer
     done = run.start.step or 0
@@ -353,7 +357,10 @@ def disk_needs(run: RunSpec) -> list[Need]:
 
 
 def recorded_bytes(run: RunSpec) -> int:
-    """Bytes of a step's responses on disk (modelled): ids, masks and positions of 8 bytes, log-probs in fp32."""
+    """Return the bytes of a step's responses on disk (modelled).
+
+    Ids, masks and positions have 8 bytes each, log-probs are fp32.
+    """
     data = run.verl.data
     tokens = 4 * 8 * run.longest_tokens + 4 * data.max_response_length
     return data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
@@ -366,27 +373,30 @@ def _many(count: int | None, what: str) -> str:
 
 
 def steps_of(run: RunSpec) -> int | None:
-    """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so.
+    """Return the steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so.
 
-    A class of the user's may make more or fewer samples of their rows.
+    A dataset class of the user may make more or fewer samples of the rows.
     """
     if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl.data.custom_cls.path):
         return run.verl.trainer.total_training_steps
     files = run.verl.data.train_files or []
     try:
         rows = sum(_read_rows(file, run) for file in ([files] if isinstance(files, str) else files))
-    except ConfigError:  # absent, or a fault that the rule about data names
+    except ConfigError:  # the file is absent, or has a fault that the rule about data names
         return None
     return rows // run.verl.data.train_batch_size * run.verl.trainer.total_epochs or None
 
 
 def disk_detail(needs: Iterable[Need]) -> str:
-    """What a run writes where, as text."""
+    """Return as text what a run writes to which folder."""
     return "; ".join(f"{size_text(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
 
 
 def disk_fault(needs: Iterable[Need]) -> str | None:
-    """What a run would write beyond the free space of its file systems; None where all fits. Folders may share one."""
+    """Return what a run would write beyond the free space of its file systems; None where all fits.
+
+    Several folders may share a file system.
+    """
     by_disk: dict[int, list[Need]] = {}
     for need in needs:
         by_disk.setdefault(disk_folder(need.folder).stat().st_dev, []).append(need)

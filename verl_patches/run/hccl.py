@@ -1,6 +1,6 @@
-"""Settings of Ascend's collectives (HCCL) and their checks: buffer size, timeouts, ports of each node.
+"""Derive and check the settings of Ascend's collectives (HCCL): buffer size, timeouts, ports of each node.
 
-Not tried on a device: the figures are those of CANN's and torch_npu's documentation at the pins.
+These were not tried on a device: the figures are from the documentation of CANN and torch_npu at the pins.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ BUFFER_STEP_MIB = 100
 BUFFERS_OF_A_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
-IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
+IF_PORTS = 16  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 
 
 def hccl_checks(run: RunSpec) -> Iterator[Check]:
-    """Check the machines, HCCL's buffers, timeouts and ports; nothing on other platforms than npu."""
+    """Check the machines, HCCL's buffers, timeouts and ports; check nothing on other platforms than npu."""
     if run.as_npu:
         yield from (check_machine(run), check_buffer(run), check_timeouts(run), check_ports(run))
 
 
 def decodes_by_mc2(run: RunSpec) -> bool:
-    """Whether a rollout exchanges experts by MC2 in decode."""
+    """Return whether the rollout exchanges tokens between experts by MC2 in decode."""
     return run.samples and run.recipe.rollout.expert_parallel and run.world_size >= MC2_FROM_RANKS
 
 
 def buffer_need_mib(run: RunSpec) -> int:
-    """MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 where it is not used.
+    """Return the MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 without MC2.
 
-    By the documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0):
+    The documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0) asks for
     2^20 x (HCCL_BUFFSIZE - 2) / 2 >= tokens x 2 x (hidden + 128) x (ep x local experts + top-k + 1), where `tokens` is
     the largest decode batch of a replica, split over TP (vllm_ascend.ops.fused_moe.fused_experts_with_mc2). With less
     the operator ends with an address out of range and names no variable (vllm-ascend issue 2674). For A2 the same page
@@ -58,16 +58,16 @@ def buffer_need_mib(run: RunSpec) -> int:
 
 
 def _exchange(run: RunSpec) -> tuple[int, int, int]:
-    """(ranks of an expert group, experts of its last rank, tokens of a rank in decode) of the rollout."""
+    """Return the rollout's (ranks of an expert group, experts of its last rank, tokens of a rank in decode)."""
     tp = run.rollout.tp
     ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
-    local = experts // ep + experts % ep  # the last rank has the rest
+    local = experts // ep + experts % ep  # the last rank also has the remainder
     batch = max(run.seats, *run.graph_sizes, 0)  # decode batches are padded to a graph's size
     return ep, local, math.ceil(batch / tp)
 
 
 def check_machine(run: RunSpec) -> Check:
-    """Whether recipe.hardware has such nodes, and runs what the configuration asks of HCCL and MC2."""
+    """Check that recipe.hardware has nodes of this size and supports the run's settings of HCCL and MC2."""
     machine, dies = run.hardware, run.verl.trainer.n_gpus_per_node
     most, half, mode, faults = machine.node_dies, machine.module_dies, run.recipe.hccl.expansion_mode, []
     if dies > most or half < dies < most:
@@ -91,14 +91,14 @@ def check_machine(run: RunSpec) -> Check:
 
 
 def buffer_mib(run: RunSpec) -> int:
-    """HCCL_BUFFSIZE: recipe.hccl.buffer_mib, or the need in whole hundreds, and no less than HCCL's default."""
+    """Return HCCL_BUFFSIZE in MiB: recipe.hccl.buffer_mib, or the need in whole hundreds, at least HCCL's default."""
     if run.recipe.hccl.buffer_mib is not None:
         return run.recipe.hccl.buffer_mib
     return max(DEFAULT_BUFFER_MIB, BUFFER_STEP_MIB * math.ceil(buffer_need_mib(run) / BUFFER_STEP_MIB))
 
 
 def check_buffer(run: RunSpec) -> Check:
-    """Whether the buffer holds what the rollout's experts exchange."""
+    """Check that HCCL's buffer holds what the rollout's experts exchange."""
     need, given = buffer_need_mib(run), buffer_mib(run)
     held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
     fault = (
@@ -109,10 +109,10 @@ def check_buffer(run: RunSpec) -> Check:
 
 
 class Group(NamedTuple):
-    """A group of HCCL that holds rank 0.
+    """Describe an HCCL group that holds rank 0.
 
-    side: train or rollout; name: the one that upstream gives it; small: whether its buffer is a small one;
-    communicates: whether DeepSeek-V3's step runs a collective on it, with which HCCL makes its communicator.
+    side: train or rollout; name: upstream's name of it; small: whether its buffer is a small one; communicates: whether
+    a step of DeepSeek-V3 runs a collective on it, at which HCCL makes its communicator.
     """
 
     side: str
@@ -123,30 +123,30 @@ class Group(NamedTuple):
 
 
 def groups(run: RunSpec) -> list[Group]:
-    """Groups of more than one rank that rank 0 makes on platform npu, in the order in which they are made.
+    """Return the groups of several ranks that rank 0 makes on platform npu, in the order in which they are made.
 
-    As megatron.core.parallel_state.initialize_model_parallel of core_r0.8.0 and MindSpeed make them
-    (mindspeed.core.parallel_state.initialize_model_parallel_wrapper makes those of experts twice), then
+    They are made by megatron.core.parallel_state.initialize_model_parallel of core_r0.8.0 and by MindSpeed
+    (mindspeed.core.parallel_state.initialize_model_parallel_wrapper makes the expert groups twice), then by
     verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout and vLLM 0.9.1. Which of them communicate was
     read in the sources. Transfers of the pipeline are batched in its own group (batch_p2p_comm); prompts are gathered
     over verl's mesh; no collective runs on vLLM's group of all ranks.
     """
     train, rollout = run.train, run.rollout
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
-    ep, rest = divmod(train.ep * (train.etp or tp), tp)  # Megatron's own count: of groups of TP ranks
+    ep, rest = divmod(train.ep * (train.etp or tp), tp)  # Megatron too counts in groups of TP ranks
     if rest or not ep:
         raise ConfigError(
             f"actor.megatron.expert_model_parallel_size is {train.ep}, expected a multiple of "
             f"tensor_model_parallel_size {tp}: experts are split over whole groups of TP ranks"
         )
-    split = cp > 1  # then experts' gradients have groups of their own
+    split = cp > 1  # then the gradients of experts have groups of their own
     training = [
         *(("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True)),
-        *(("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True)),  # mp: gradient's norm
+        *(("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True)),  # mp: gradient norm
         *(("embd", min(pp, 2), False), ("tp_dp_cp", tp * dp * cp, False), ("tp_dp", tp * dp, False)),
         *(("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp, False)),
         *([("dp_modulo_exp_cp", dp * cp, False)] if split else []),
-        # those of experts, after those that are made as if experts were not split
+        # the expert groups, after those that Megatron makes as if experts were not split
         *(("mp_exp", tp * ep * pp, False), ("tp_exp", tp * ep, True), ("exp", ep, False)),
         ("dp_modulo_exp", dp * cp // ep, not split),
         *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
@@ -177,13 +177,13 @@ def groups(run: RunSpec) -> list[Group]:
 
 
 def group_buffer_mib(run: RunSpec, group: Group) -> int:
-    """MiB of each of a group's buffers."""
+    """Return the MiB of each of a group's buffers."""
     small = run.recipe.hccl.small_groups_mib
     return buffer_mib(run) if small is None or not group.small else small
 
 
 def buffer_bytes(run: RunSpec) -> dict[str, int]:
-    """{train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
+    """Return {train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
     sizes = {"train": 0, "rollout": 0}
     for group in groups(run):
         if group.communicates:
@@ -192,12 +192,12 @@ def buffer_bytes(run: RunSpec) -> dict[str, int]:
 
 
 def exec_timeout_s(run: RunSpec) -> int:
-    """HCCL_EXEC_TIMEOUT in seconds: recipe.train.collective_timeout_minutes."""
+    """Return HCCL_EXEC_TIMEOUT in seconds, from recipe.train.collective_timeout_minutes."""
     return 60 * run.recipe.train.collective_timeout_minutes
 
 
 def check_timeouts(run: RunSpec) -> Check:
-    """Whether the expansion mode allows the timeout of a collective."""
+    """Check that the expansion mode allows the timeout of a collective."""
     given = exec_timeout_s(run)
     fault = (
         f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
@@ -209,17 +209,17 @@ def check_timeouts(run: RunSpec) -> Check:
 
 
 def node_ports(run: RunSpec) -> dict[str, list[int]]:
-    """Return {variable, or "all": [first, last] port} of HCCL, which every node needs free on platform npu."""
+    """Return {variable, or "all": [first, last]} of HCCL's ports, which must be free on every node on platform npu."""
     first = run.recipe.hccl.base_port
     host, last = first + IF_PORTS, first + HCCL_PORTS - 1
     return {IF_BASE_PORT: [first, host - 1], HOST_PORTS: [host, last], "all": [first, last]}
 
 
 def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
-    """Whether nothing else takes HCCL's ports on this machine.
+    """Check that HCCL's ports are neither ephemeral ports of this machine nor in the plan of Ray's ports.
 
-    `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
-    out. Ray, torch and vLLM use ephemeral ports too.
+    `proc` holds the kernel's ip_local_port_range (the ephemeral ports, which Ray, torch and vLLM use too) and
+    ip_local_reserved_ports (those of them that are not given out).
     """
     first, last = node_ports(run)["all"]
     name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
@@ -248,7 +248,7 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
 
 
 def _ports(text: str) -> set[int]:
-    """The ports of a list such as 8080,61000-61143; none of an empty text."""
+    """Return the ports of a list such as 8080,61000-61143; an empty text has none."""
     ports: set[int] = set()
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")

@@ -1,22 +1,22 @@
-"""Ray's nodes: their ports and `ray start` (`RayPorts`, `ray_start`), and questions to those of a running Ray.
+"""Start Ray on nodes (their ports, `ray start`) and ask the nodes of a running Ray.
 
-They are asked in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`. Every start takes the
+A process inside a Ray asks with `living`, `on_node` and `results`, others with `ask_nodes`. Every start takes the
 address of a Ray from `answering_address`.
 
-`ask_nodes` runs this module as a program (`python -m verl_patches.run.ray_nodes JSON`), so that its caller joins no
-Ray, whose client ends its process where the head goes away. JSON is {address} and one of
+`ask_nodes` runs this module as a program (`python -m verl_patches.run.ray_nodes JSON`), so that its caller does not
+join Ray, whose client ends its process when the head goes away. JSON is {address} and one of
 
-    {}                          the living nodes are listed, nothing runs on them
-    {job, nodes, limit_s}       joins no Ray either: waits until nodes of so many ranks of a job are alive,
-                                for limit_s at most, and lists all nodes as `_of_gcs`
+    {}                          list the living nodes; nothing runs on them
+    {job, nodes, limit_s}       wait, without joining Ray, until nodes of so many ranks of a job are alive, for
+                                limit_s at most, and list all nodes as `_of_gcs` does
     {command, cwd, limit_s, probes}
-                                each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the
-                                environment of its raylet, which is that of the run's workers, and then all of them
-                                together each of `probes`: {name: settings of platform/all_reduce_probe.py}
+                                run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
+                                environment of its raylet, which is that of the run's workers; then run each of
+                                `probes` on all of them together: {name: settings of platform/all_reduce_probe.py}
 
-Prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output, error} of the
-command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the node's clock is
-ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or {error}}.
+The program prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output,
+error} of the command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the
+node's clock is ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or {error}}.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from verl_patches.errors import ConfigError, RecipeError
 ANSWER = "NODES"
 JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
 POLL_S = 1.0
-CLOCK_CALLS = 5  # the quickest counts
-CALL_S = 30  # of a call that returns at once, and beyond a command's own limit
-HEAD_S = 15  # for Ray's head to answer at all
+CLOCK_CALLS = 5  # clock readings, of which the quickest counts
+CALL_S = 30  # limit of a call that returns at once, and what a command gets beyond its own limit
+HEAD_S = 15  # limit for Ray's head to answer at all
 
 
-# the ports of Ray on a node, and the `ray start` command of a node: both are made nowhere else
+# the ports of Ray on a node, and a node's `ray start` command; no other file makes either
 
 
 HEAD_PORT = 6379
-SERVICES = (  # of every node, in this order from `first` on: name, option of `ray start`
+SERVICES = (  # (name, option of `ray start`) of every node's services; their ports follow each other from `first` on
     ("node manager", "node-manager-port"),
     ("object manager", "object-manager-port"),
     ("runtime environments", "runtime-env-agent-port"),
@@ -53,7 +53,7 @@ SERVICES = (  # of every node, in this order from `first` on: name, option of `r
     ("agent", "dashboard-agent-grpc-port"),
     ("agent's HTTP server", "dashboard-agent-listen-port"),
 )
-HEAD_SERVICES = (  # behind those
+HEAD_SERVICES = (  # the head's further services, with the ports behind those
     ("client server", "ray-client-server-port"),
     ("dashboard", "dashboard-port"),
     ("dashboard's gRPC server", "dashboard-grpc-port"),
@@ -62,9 +62,10 @@ HEAD_SERVICES = (  # behind those
 
 @dataclass(frozen=True)
 class RayPorts:
-    """The port plan of a node's Ray.
+    """Plan the ports of a node's Ray.
 
-    gcs: of the head; first: of nine that follow each other, the last three on the head only; workers: (first, last).
+    gcs: the head's port; first: the first of nine consecutive ports, the last three of which only the head uses;
+    workers: (first, last).
     """
 
     gcs: int = HEAD_PORT
@@ -72,17 +73,17 @@ class RayPorts:
     workers: tuple[int, int] = (10002, 19999)
 
     def _services(self, head: bool) -> list[tuple[str, str, int]]:
-        """(name, option, port) of each service of a node."""
+        """Return (name, option, port) of each service of a node."""
         named = [*SERVICES, *(HEAD_SERVICES if head else ())]
         return [(*service, self.first + number) for number, service in enumerate(named)]
 
     def options(self, head: bool) -> dict[str, int]:
-        """{option of `ray start`: port} of one node."""
+        """Return {option of `ray start`: port} of one node."""
         workers = {"min-worker-port": self.workers[0], "max-worker-port": self.workers[1]}
         return {option: port for _, option, port in self._services(head)} | workers
 
     def spans(self, head: bool = True) -> dict[str, tuple[int, int]]:
-        """{service: (first, last) port}; the head has the most."""
+        """Return {service: (first, last) port} of one node; the head has the most."""
         gcs = {"Ray's GCS": (self.gcs, self.gcs)} if head else {}
         services = {f"Ray's {name}": (port, port) for name, _, port in self._services(head)}
         return services | gcs | {"Ray's workers": self.workers}
@@ -98,10 +99,10 @@ def ray_start(
     labels: Mapping[str, str] | None = None,
     temp_dir: str | None = None,
 ) -> list[str]:
-    """The words of a node's `ray start`; the dashboard listens on the loopback of the head.
+    """Return the words of a node's `ray start` command; the dashboard listens on the loopback of the head.
 
-    head, node: addresses that other nodes reach. device: {"NPU" or "GPU": number}, one of them. Other nodes take the
-    head's temp_dir.
+    head, node: addresses that other nodes reach. device: {"NPU" or "GPU": number}, one of them. Other nodes take over
+    the head's temp_dir.
     """
     words = ["ray", "start"]
     words += ["--head", f"--port={ports.gcs}"] if is_head else [f"--address={head}:{ports.gcs}"]
@@ -117,11 +118,11 @@ def ray_start(
     return words
 
 
-# questions to the nodes of a running Ray
+# requests to the nodes of a running Ray
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Return what this program answers to a request within `limit_s`; RecipeError with its last line where it fails."""
+    """Return this program's answer to a request within `limit_s`; RecipeError with its last line where it fails."""
     try:
         command = [sys.executable, "-m", __name__, json.dumps(dict(request))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
@@ -135,7 +136,7 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def living() -> list[dict[str, Any]]:
-    """[{id, address, resources}] of the living nodes of the Ray that this process is in."""
+    """Return [{id, address, resources}] of the living nodes of the Ray that this process has joined."""
     import ray
 
     return [
@@ -146,7 +147,7 @@ def living() -> list[dict[str, Any]]:
 
 
 def on_node(kind: type, node: str) -> Any:
-    """An actor of class `kind` on the node with this id, without resources."""
+    """Start an actor of class `kind`, without resources, on the node with this id."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -155,7 +156,7 @@ def on_node(kind: type, node: str) -> Any:
 
 
 def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
-    """The result of each call, or its RayError; None where it has none within `limit_s`."""
+    """Return the result of each call, or its RayError; None for a call that has not ended within `limit_s`."""
     import ray
 
     answers: list[Any] = []
@@ -169,12 +170,15 @@ def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
 
 
 def said(error: BaseException) -> str:
-    """The last line of an error: Ray puts the remote stack before it."""
+    """Return the last line of an error, because Ray puts the remote stack before it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _node_class() -> Any:
-    """The actor that runs on each node; Ray pickles it by value, so the node needs no verl_patches to load it."""
+    """Return the class of the actor that runs on each node.
+
+    Ray pickles it by value, so the node needs no verl_patches to load it.
+    """
 
     class Node:
         def clock(self) -> float:
@@ -185,7 +189,7 @@ def _node_class() -> Any:
         def hold_port(self) -> int:
             import socket
 
-            self._bound = socket.socket()  # not listened on: nobody else gets the port, and the probe's store can
+            self._bound = socket.socket()  # no listen: nobody else gets the port, but the probe's store can
             self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._bound.bind(("", 0))
             return self._bound.getsockname()[1]
@@ -212,10 +216,10 @@ def _node_class() -> Any:
 
 
 def answering_address(given: str, limit_s: float = HEAD_S) -> str:
-    """Return the HOST:PORT of the Ray that `given` ("auto" or HOST:PORT) names, once its head has answered.
+    """Return HOST:PORT of the Ray that `given` ("auto" or HOST:PORT) names, after its head has answered.
 
-    Ray's own client waits many minutes for a head that is gone: every start asks here first. ConfigError says which
-    address was asked, where it was found and what to do.
+    Every start asks here first, because Ray's own client waits many minutes for a head that is gone. The ConfigError
+    says which address was asked, where it was found and what to do.
     """
     address, source, todo = _find_address(given)
     if fault := _fault_of_head(address, limit_s):
@@ -224,11 +228,11 @@ def answering_address(given: str, limit_s: float = HEAD_S) -> str:
 
 
 def _find_address(given: str) -> tuple[str, str, str]:
-    """Return (HOST:PORT, where it was found, what to do where it does not answer).
+    """Return (HOST:PORT of a Ray, where it was found, what to do where it does not answer).
 
-    "auto" is the Ray of RAY_ADDRESS, or one on this machine that others may join. Ray itself also takes one that a run
-    has started for itself, which listens on the loopback alone, looks for it at this machine's other address, and never
-    ends.
+    "auto" is the Ray of RAY_ADDRESS, or one on this machine that others may join. Ray itself would also take the Ray
+    that a run has started for itself alone, which listens only on the loopback, look for it at this machine's other
+    address, and wait for ever.
     """
     from ray._private import services
     from ray._private.utils import get_ray_address_file
@@ -274,7 +278,7 @@ def _fault_of_head(address: str, limit_s: float) -> str | None:
 
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a request, as the module describes it."""
+    """Answer a request; the head of this file describes both."""
     address = answering_address(request["address"])
     if "job" in request:
         return {"nodes": _wait_for(**{**request, "address": address})}
@@ -299,7 +303,7 @@ def ask(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
-    """`results`, with {code, output, error} for a call that failed."""
+    """Return `results` of the calls, with {code, output, error} for a call that failed."""
     import ray
 
     answers = results(calls, limit_s + CALL_S)
@@ -320,7 +324,7 @@ def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[s
 
 
 def _of_gcs(client: Any) -> list[dict[str, Any]]:
-    """[{address, rank, job, alive}] of all nodes that the head has known, newest last."""
+    """Return [{address, rank, job, alive}] of all nodes that Ray's GCS has known, newest last."""
     known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
     return [
         {
@@ -334,7 +338,7 @@ def _of_gcs(client: Any) -> list[dict[str, Any]]:
 
 
 def _clock(actor: Any) -> dict[str, float] | None:
-    """How far the actor's clock is ahead; None where it does not answer."""
+    """Return how far the actor's clock is ahead of this process's; None where it does not answer."""
     import ray
 
     measured = []
@@ -344,14 +348,14 @@ def _clock(actor: Any) -> dict[str, float] | None:
             there = ray.get(actor.clock.remote(), timeout=CALL_S)
             half = (time.time() - before) / 2
             measured.append((half, there - before - half))
-    except ray.exceptions.RayError:  # GetTimeoutError too
+    except ray.exceptions.RayError:  # includes GetTimeoutError
         return None
     within_s, ahead_s = min(measured)
     return {"ahead_s": ahead_s, "within_s": within_s}
 
 
 def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """An all-reduce of settings["local"] ranks on each node that answered, over the interface that its report names."""
+    """Run an all-reduce of settings["local"] ranks on each node that answered, over the interface of its report."""
     import ray
 
     first, limit_s = answered[0], settings["limit_s"]
@@ -375,7 +379,7 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
 
 
 def read_report(output: str) -> dict[str, Any]:
-    """Return the JSON object that begins with the first line that begins with `{`; ValueError where there is none."""
+    """Return the JSON object that starts with the first line that begins with `{`; ValueError where there is none."""
     lines = output.splitlines(keepends=True)
     return json.loads("".join(itertools.dropwhile(lambda line: not line.startswith("{"), lines)))
 

@@ -1,4 +1,4 @@
-"""Resolve a composed configuration to its `RunSpec` (spec.py): the only place that derives facts of a run from it."""
+"""Resolve a composed configuration to its `RunSpec` (spec.py); no other file derives facts of a run from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAIN, ROLLOUT = "train layout", "rollout layout"
 
 
 class LayoutError(ConfigError):
-    """The ranks of a configuration cannot be split as it says. side: TRAIN or ROLLOUT; config: the configuration."""
+    """Raised where the ranks cannot be split as configured. side: TRAIN or ROLLOUT; config: the configuration."""
 
     def __init__(self, side: str, reason: str, config: DictConfig):
         super().__init__(f"{side}: {reason}")
@@ -45,9 +45,9 @@ def resolve(
 ) -> RunSpec:
     """Return the facts of a run of `config`, a composed configuration, which becomes read-only.
 
-    catalogue: rows of all lines, of which those that the run needs are on. given: keys that the command line sets.
-    trees: checkouts that the run imports. shape_file: a config.json, or the folder of one, with the model's sizes in
-    the place of recipe.model_shape's. applied: ids of the rows that are on already, by the import alone. Raises
+    catalogue: rows of all lines; the rows that the run needs are on. given: keys that the command line sets.
+    trees: checkouts that the run imports. shape_file: a config.json, or its folder, whose model sizes replace those of
+    recipe.model_shape. applied: ids of the rows that the import alone has already applied. Raises
     LayoutError where a layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
     """
     recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
@@ -65,7 +65,7 @@ def resolve(
 def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
     """Return the facts of `run` with other values of keys that switch no row, as if it had been composed with them.
 
-    What follows from a key in the configs changes with it. Raises LayoutError and ConfigError as `resolve` does.
+    Keys that the configs derive from a changed key change with it. Errors are those of `resolve`.
     """
     config = change_config(run.verl, updates)
     recipe = recipe_from(OmegaConf.to_container(config.recipe))
@@ -73,7 +73,7 @@ def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
 
 
 def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
-    """Return a copy of a composed configuration with other values, and those that follow from them."""
+    """Return a copy of a composed configuration with other values, and with those that follow from them."""
     config = config.copy()
     OmegaConf.set_readonly(config, False)
     for key, value in updates.items():
@@ -84,7 +84,7 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
 
 
 def _followers(key: str) -> Iterator[str]:
-    """Return the keys that the configs set from `key`."""
+    """Yield the keys that the configs set from `key`."""
     section, _, name = key.rpartition(".")
     if section == "actor_rollout_ref.actor.megatron" and name.endswith("_parallel_size"):
         yield f"actor_rollout_ref.ref.megatron.{name}"
@@ -101,7 +101,7 @@ def _followers(key: str) -> Iterator[str]:
 
 
 def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, Any]:
-    """Return the fields of RunSpec that follow from the configuration alone, which becomes read-only."""
+    """Return the fields of RunSpec that follow from the configuration alone; the configuration becomes read-only."""
     OmegaConf.set_readonly(config, True)
     section = config.actor_rollout_ref
     shape, reach = read_model_shape(shape_file), read_config(shape_file).get("max_position_embeddings")
@@ -131,7 +131,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
 
 
 def model_shape_file(recipe: Recipe) -> Path:
-    """Return the HF config.json of recipe.model_shape; ConfigError where it does not exist."""
+    """Return the HF config.json that recipe.model_shape names; raise ConfigError where it does not exist."""
     path = CONFIGS_DIR / recipe.model_shape
     if not path.is_file():
         raise ConfigError(
@@ -141,12 +141,12 @@ def model_shape_file(recipe: Recipe) -> Path:
 
 
 def model_changes(model: DictConfig) -> Mapping[str, Any]:
-    """Return override_config.model_config of verl's section `model`: keys over those of the model's config.json."""
+    """Return override_config.model_config of verl's section `model`, which overrides the model's config.json."""
     return OmegaConf.to_container(model.override_config).get("model_config") or {}
 
 
 def _train_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLayout:
-    """Return the layout of actor, reference and critic: verl initializes Megatron once in a process."""
+    """Return the layout that actor, reference and critic share, as verl initializes Megatron once in a process."""
     megatron, layers = section.actor.megatron, recipe.train.layers_per_stage
     return ParallelLayout(
         world_size=world,

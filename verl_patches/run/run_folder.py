@@ -1,4 +1,4 @@
-"""The folders of a run while its launcher holds them: the lock, and each start's folder (weights/run_folders.py)."""
+"""Lock the folders of a run while its launcher lives, and make each start's folder (weights/run_folders.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.
 
 
 def require_output_folder(run: RunSpec) -> None:
-    """ConfigError where the run's folder could not be made; nothing is written."""
+    """Refuse a run whose folder could not be made; nothing is written."""
     folder = run.home
     try:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
@@ -35,9 +35,9 @@ def require_output_folder(run: RunSpec) -> None:
 
 
 def require_lasting_folders(run: RunSpec) -> None:
-    """ConfigError where a run on NPUs would write in its container's own file system, deleted with it.
+    """Refuse a run on NPUs that would write into its container's own file system, which is deleted with it.
 
-    A container is known by the overlay that its root is.
+    A container is recognized by its root, which is an overlay.
     """
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     root = Path("/")
@@ -60,7 +60,7 @@ def require_lasting_folders(run: RunSpec) -> None:
 
 
 def require_start(run: RunSpec) -> NextStart:
-    """Return where the run would start; ConfigError where it could not (run/run_start.py). Writes nothing."""
+    """Return where the run would start, without writing; raise ConfigError where it could not (run/run_start.py)."""
     require_output_folder(run)
     if run.no_start:
         raise ConfigError(run.no_start)
@@ -69,7 +69,10 @@ def require_start(run: RunSpec) -> NextStart:
 
 @contextmanager
 def held_run(run: RunSpec) -> Iterator[None]:
-    """Inside, no other start of this name is live. ConfigError where one is, or where a folder cannot be written."""
+    """Hold the locks of the run's folders, so that no other start of its name is live.
+
+    Raise ConfigError where one is, or where a folder cannot be written.
+    """
     with ExitStack() as held:
         for home in _homes(run):
             keys = "--run NAME, recipe.run" if home == run.home else "trainer.default_local_dir"
@@ -78,7 +81,7 @@ def held_run(run: RunSpec) -> Iterator[None]:
 
 
 def begin(run: RunSpec, start: NextStart) -> str:
-    """Make the folder of a start, say in its progress.log what it goes on without, and return its name."""
+    """Make the folder of a start, write into its progress.log what it goes on without, and return its name."""
     homes = _homes(run)
     source = None if start.parent or not start.resumed else str(start.resumed)
     try:
@@ -94,10 +97,10 @@ def begin(run: RunSpec, start: NextStart) -> str:
 
 
 def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
-    """Make the folder of a start of verl's own entry point for its record, and return the run with its name.
+    """Make the record folder of a start by verl's own entry point, and return the run with the start's name.
 
-    Without a run's name there is none. Checkpoints stay in trainer.default_local_dir, which is locked until `held` is
-    closed. ConfigError where another run has it.
+    A run without a name gets no folder. Checkpoints stay in trainer.default_local_dir, which is locked until `held` is
+    closed; a ConfigError says that another run has it.
     """
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.verl.trainer.save_freq > 0 or (run.verl.trainer.resume_mode == "auto" and saved.is_dir()):
@@ -108,12 +111,12 @@ def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
 
 
 def _homes(run: RunSpec) -> list[Path]:
-    """Return the folders of the run's name: verl's own checkpoints lie where trainer.default_local_dir says."""
+    """Return the folders of the run's name; verl's own checkpoints lie in trainer.default_local_dir."""
     return homes_of(run) if saves_as_recipe(run) else [run.home]
 
 
 def locked(folder: Path, keys: str) -> AbstractContextManager:
-    """Hold `locked_folder` of a folder; ConfigError with the `keys` to change where another run has it."""
+    """Hold `locked_folder` of a folder; raise ConfigError with the `keys` to change where another run has it."""
 
     def unusable(error: OSError) -> ConfigError:
         if error.errno in _NO_LOCKS:

@@ -1,11 +1,11 @@
-"""Where a start of a run goes on: decided here, done by run/run_folder.py.
+"""Decide where a start of a run resumes; run/run_folder.py carries it out.
 
     trainer.resume_mode=disable      from step 1
     trainer.resume_mode=auto         from the newest complete checkpoint of the newest start's chain; from step 1 where
                                      no start of that name has any
     trainer.resume_mode=resume_path  from the checkpoint of trainer.resume_from_path
 
-Starts, chains, and which checkpoints can be resumed from: weights/run_folders.py.
+weights/run_folders.py defines starts, chains, and which checkpoints can be resumed from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl_patches.weights.run_folders import (
 
 
 def homes_of(run: RunSpec) -> list[Path]:
-    """Return the run's folder, and that of its checkpoints where it is another one."""
+    """Return the run's folder, and the folder of its checkpoints where that is another one."""
     home, saved = run.home, home_of_checkpoints(run)
     return [home] if home.resolve() == saved.resolve() else [home, saved]
 
@@ -46,20 +46,20 @@ def home_of_checkpoints(run: RunSpec) -> Path:
 
 
 def checkpoints_of(run: RunSpec) -> Path:
-    """Return the folder that a start saves to, or will: START stands for a start that is not made yet."""
+    """Return the folder of a start's checkpoints; START stands for the name of a start that does not exist yet."""
     return home_of_checkpoints(run) / (run.start.name or "START") / CHECKPOINTS
 
 
 def saves_as_recipe(run: RunSpec) -> bool:
-    """Return whether checkpoints are ours, and not verl's own in trainer.default_local_dir."""
+    """Return whether this recipe saves the checkpoints, rather than verl in trainer.default_local_dir."""
     return {"checkpoint.save", "checkpoint.load"} <= run.rows
 
 
 def next_start(run: RunSpec) -> NextStart:
-    """Return where a start of the run now goes on; nothing is written.
+    """Return where the run would resume if it started now; nothing is written.
 
-    ConfigError where the checkpoint is damaged or absent, where the run has reached its total, where its data are
-    others, and where `auto` would begin anew beside checkpoints of the same name.
+    Raise ConfigError where the checkpoint is damaged or absent, where the run has reached its total of steps, where its
+    data differ, and where `auto` would begin at step 1 beside checkpoints of the same name.
     """
     for home in homes_of(run):
         if (home / "summary.json").exists():
@@ -91,7 +91,7 @@ def next_start(run: RunSpec) -> NextStart:
 
 
 def with_start(run: RunSpec) -> RunSpec:
-    """Return `run` with where a start of it goes on now, as `next_start` says, or with why there is none."""
+    """Return `run` with the result of `next_start`, or with the reason why it cannot start."""
     try:
         return replace(run, start=next_start(run))
     except ConfigError as error:
@@ -99,7 +99,7 @@ def with_start(run: RunSpec) -> RunSpec:
 
 
 def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
-    """Return `run` as the driver of its start `name` gets it, which looks for no checkpoint itself."""
+    """Return `run` as the driver of its start `name` gets it, with the checkpoint decided."""
     keys = {}
     if start.resumed is not None:
         keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}
@@ -109,7 +109,7 @@ def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
 
 
 def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None) -> None:
-    """ConfigError where `auto` finds no checkpoint in the newest start's chain, but there is one to go on from."""
+    """Refuse `auto` where the newest start's chain has no checkpoint, but another start has one to resume from."""
     saved = [found[max(found)] for chain in chains.values() if (found := chain.checkpoints())]
     other = saved[-1] if saved else source
     if other is None:
@@ -133,11 +133,14 @@ def _said_of_others(run: RunSpec, chain: Chain) -> str:
 
 
 def _total_steps(run: RunSpec, manifest: Manifest) -> tuple[int | None, str]:
-    """Return the run's total of steps, None where the data decide and are others, and the key that gives it."""
+    """Return the run's total of steps and the key that gives it.
+
+    The total is None where the data decide it and differ from those of the checkpoint.
+    """
     total, key = run.verl.trainer.total_training_steps, "trainer.total_training_steps"
     epoch, settings = manifest.facts.get("steps_per_epoch"), manifest.facts.get("settings", {})
     data = {name: value for name, value in settings.items() if name.startswith("data.") and name.count(".") == 1}
-    now = OmegaConf.to_container(run.verl.data, resolve=True)  # the settings of data decide the steps of an epoch
+    now = OmegaConf.to_container(run.verl.data, resolve=True)  # data settings decide the steps of an epoch
     if total is None and epoch and all(now.get(name.removeprefix("data.")) == value for name, value in data.items()):
         return epoch * run.verl.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
     return total, key

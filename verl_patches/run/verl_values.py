@@ -1,8 +1,8 @@
-"""The values of a configuration: types and bounds of verl's keys that a run depends on, and the recipe section.
+"""Check the values of a configuration: types and bounds of verl's keys that a run depends on, and the recipe section.
 
 verl itself checks few of them, and late: in the workers, after Ray, Megatron and vLLM have started. A key that is not
-listed here is passed on unchecked, but for those that are true or false in verl's own file; one that is listed may be
-missing, as pinned versions of verl differ. Sections and names are those of verl's ppo_megatron_trainer.yaml.
+listed here is not checked, except one that is true or false in verl's own file. A listed key may be missing, as pinned
+versions of verl differ. Sections and names are those of verl's ppo_megatron_trainer.yaml.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _SECTIONS = {
             "path": Text,
             "override_config": {"model_config": dict[str, Any] | None},
             "external_lib": Text | None,
-            "trust_remote_code": bool,  # line a3's verl reads it without naming it in its file, as data's
+            "trust_remote_code": bool,  # line a3's verl reads it, and data's, but does not name it in its file
             "gradient_checkpointing_kwargs": {
                 "activations_checkpoint_num_layers": Natural | Literal["auto"] | list[Natural] | None
             },
@@ -205,14 +205,14 @@ def trains_critic(estimator: Any) -> bool:
 
 
 def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
-    """{key: type}: TYPES, and true or false for every other key that is one of them in `base`, verl's own file."""
+    """Return {key: type}: TYPES, and bool for every other key that is true or false in `base`, verl's own file."""
     return {key: bool for key, default in leaves(base) if isinstance(default, bool)} | TYPES
 
 
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """ConfigError that names keys of `base`, verl's own file, that are gone, or each with a wrong type or size.
+    """Refuse a configuration that lacks keys of `base`, verl's own file, or has values of a wrong type or size.
 
-    Where there is none, it names those that need another key.
+    Where there are none, refuse keys that need another key.
     """
     if not (faults := _deleted(config, base)):
         types = verl_types(base)
@@ -228,7 +228,7 @@ _MAY_BE_NULL = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # a section of ve
 
 
 def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """Keys of verl's configuration that an override has removed, by ~key or by another value of their section."""
+    """Return the keys of verl's config that an override has removed, by ~key or by another value of a section."""
     left, required = dict(leaves(config)), [key for key, _ in leaves(base)]
     if left.get(_MAY_BE_NULL, {}) is None:
         required = [key for key in required if not key.startswith(f"{_MAY_BE_NULL}.")]
@@ -242,7 +242,7 @@ def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
 
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that need another one, which verl would miss only after the start."""
+    """Yield the keys that need another one, whose absence verl would notice only after the start."""
     actor = config["actor_rollout_ref"]["actor"]
     if actor["shuffle"] and actor["data_loader_seed"] is None:
         yield "actor_rollout_ref.actor.shuffle is true, which needs actor_rollout_ref.actor.data_loader_seed=N"
@@ -262,7 +262,7 @@ _OF_GRAPHS = {
 
 
 def check_recipe(section: Mapping[str, Any]) -> None:
-    """ConfigError for a key that is not in the schema (with the nearest one), or a value that is not allowed."""
+    """Refuse a key that is not in the schema (and name the nearest one), and a value that is not allowed."""
     known = dict(recipe_keys())
     given = dict(leaves(section, "recipe.", known.__contains__))
     faults = [unknown_key(key, known) for key in given if key not in known]
@@ -273,7 +273,7 @@ def check_recipe(section: Mapping[str, Any]) -> None:
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[str]:
-    """Keys that need others, or would have no effect, or a wrong one, whatever the layout."""
+    """Return the faults of keys that need others, or would have no effect or a wrong one, whatever the layout."""
     faults = []
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":

@@ -1,1 +1,1 @@
-"""The record of a run: its files read, its pictures, the report of one run and the comparison of two."""
+"""Read the record of a run, draw it, report one run, and compare two."""

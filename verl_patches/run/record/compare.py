@@ -1,4 +1,4 @@
-"""The accuracy of one training against a reference: the mean error of curves over the steps that both have.
+"""Compare the accuracy of a training with a reference: the mean error of curves over the steps that both have.
 
 The rule is that of verl's and OpenRLHF's pages for Ascend, where a is the NPU's curve and b the GPU's:
 
@@ -7,8 +7,8 @@ The rule is that of verl's and OpenRLHF's pages for Ascend, where a is the NPU's
 OpenRLHF asks for less than 2 % of loss and reward; verl for at most 2 % of the loss of supervised training and at most
 4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error; the relative one,
 sum_i |a_i - b_i| / |b_i| / N, is given beside it, and judges with formula="relative". Where both curves have a reward,
-it is judged; the loss of a policy is only shown: it is about 0 whatever the model learns. An `a` that ends before `b`
-fails.
+it is judged; the loss of a policy is only shown, because it is about 0 whatever the model learns. An `a` that ends
+before `b` fails.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from verl_patches.shared_files import write_whole, writing
 
 FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
 LIMITS = {"loss": 0.02, "reward": 0.04}
-_ROUNDING = 1e-9  # relative; an error that is the limit but for its last bits is not beyond it
+_ROUNDING = 1e-9  # relative: an error that exceeds the limit only in its last bits passes
 
 
 @dataclass(frozen=True)
 class Error:
-    """The errors of one metric over `steps` common steps, `first` to `last`.
+    """Hold the errors of one metric over `steps` common steps, `first` to `last`.
 
     names: the metric's in a and in b. absolute, relative: means over the steps where both are finite, None without one;
     relative is infinite where b is 0 and a is not. largest: the largest |a - b|, at step `at`. not_finite: the first
@@ -51,12 +51,12 @@ class Error:
     ends: tuple[int, int]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: None."""
+        """Return the errors for JSON, which has no infinity: None stands for it."""
         return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
 
 def errors_of(a: Curves, b: Curves) -> list[Error]:
-    """The errors of each metric that both have at common steps. ConfigError where there is none."""
+    """Return the errors of each metric that both have at common steps; raise ConfigError where there is none."""
     common = {metric: sorted(of.keys() & b.values.get(metric, {}).keys()) for metric, of in a.values.items()}
     found = [_error(metric, steps, a, b) for metric, steps in common.items() if steps]
     if not found:
@@ -85,7 +85,10 @@ def _mean(values: list[float]) -> float | None:
 
 
 def limits_for(errors: Sequence[Error]) -> dict[str, float]:
-    """{metric: limit} of what is judged: the reward, or without one a loss that is no policy's; else ConfigError."""
+    """Return {metric: limit} of the judged metrics: the reward, or without one a loss that is not a policy's.
+
+    Raise ConfigError where there is none.
+    """
     found = {error.metric: error.names for error in errors}
     for metric in JUDGED:
         if metric in found and not {*found[metric]} & {*LOSSES_OF_POLICY}:
@@ -97,9 +100,9 @@ def limits_for(errors: Sequence[Error]) -> dict[str, float]:
 
 
 def judge(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
-    """A Check for each metric of `limits`, {metric: most, a fraction}; one with a value that is not finite fails.
+    """Return a Check for each metric of `limits`, {metric: largest error, a fraction}.
 
-    ConfigError where a metric of `limits` is not among `errors`.
+    A metric with a value that is not finite fails. ConfigError where a metric of `limits` is not among `errors`.
     """
     found = {error.metric: error for error in errors}
     if missing := [metric for metric in limits if metric not in found]:
@@ -117,7 +120,7 @@ def _check(error: Error, limit: float, formula: str) -> Check:
         return Check(error.metric, False, f"{over}: expected step {error.ends[1]}, found a's end at {error.ends[0]}")
     if error.not_finite is not None:
         return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
-    assert value is not None  # as it is finite at all steps
+    assert value is not None  # all values are finite, so there is a mean
     largest = f"the largest is {error.largest:.4g} at step {error.at}"
     fault = f"expected at most {percent(limit)}, found {percent(value)}; {largest}"
     held = f"{over} is {percent(value)}, at most {percent(limit)}"
@@ -125,12 +128,12 @@ def _check(error: Error, limit: float, formula: str) -> Check:
 
 
 def percent(value: float | None) -> str:
-    """A fraction in percent, with three digits."""
+    """Return a fraction in percent, with three digits."""
     return "-" if value is None or math.isinf(value) else f"{100 * value:.3g} %"
 
 
 def write_baseline(path: Path, curves: Curves) -> None:
-    """Keep curves as JSON lines, one a step. RecipeError for a value that is not finite, and for a full disk."""
+    """Write curves as JSON lines, one a step; raise RecipeError for a value that is not finite, and for a full disk."""
     rows: dict[int, dict[str, float]] = {}
     for metric, of in curves.values.items():
         for step, value in of.items():

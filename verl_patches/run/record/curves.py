@@ -1,4 +1,4 @@
-"""Curves of a training, {metric: {step: value}}, from what this recipe and other frameworks leave of it.
+"""Read curves of a training, {metric: {step: value}}, from the files of this recipe and of other frameworks.
 
 read_curves reads a run's folder (metrics.jsonl), TensorBoard's event files, JSON lines and CSV (as wandb exports them,
 too), or else a console log:
@@ -8,7 +8,7 @@ too), or else a console log:
                   handle_msg; Megatron's own lines have the same form
     OpenRLHF      `Global step 1: {'reward': 0.5, ...}`; openrlhf/trainer/ppo_trainer.py
 
-A value that is there and is no number is an error; a row may lack a value.
+A value that is not a number is an error; a row may lack a value.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from verl_patches.values import load
 from verl_patches.weights.run_folders import chain_of, find_start, read_start, start_in, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
-FIXED = "objective/loss"  # of a run of ours on fixed data, whose reward has no meaning
-# metric -> names that frameworks give it; the first that a source has counts. A prefix train/ is left out
+FIXED = "objective/loss"  # the loss of our runs on fixed data, whose reward has no meaning
+# metric -> its names in frameworks; the first that a source has counts. A prefix train/ is left out
 METRICS = {
     "loss": (FIXED, "loss", "gpt_loss", "lm loss", *LOSSES_OF_POLICY),
     "reward": ("critic/score/mean", "grpo/score/mean", "critic/rewards/mean", "grpo/rewards/mean", "reward", "rm"),
@@ -40,20 +40,20 @@ METRICS = {
 }
 JUDGED = ("reward", "loss")  # metrics that have a limit (run/record/compare.py)
 RUN = "a run of this recipe"
-STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, first one first
+STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, by precedence
 EVENTS = "events.out.tfevents"
 _NUMBER = re.compile(r"(?:np\.float\d+\(|tensor\()?(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|-?nan|-?inf)\)?", re.IGNORECASE)
 _VERL = re.compile(r"(?:^|\s)step:(\d{1,18}) - (.*)")
 _MEGATRON = re.compile(r"(?:^|\s)iteration:? *(\d{1,18}) */ *\d+ *\|(.*)")
 _OPENRLHF = re.compile(r"Global step (\d{1,18})\b[^:{]{0,40}: \{(.*)\}")
-# of a line of each kind: its step and its pairs, then what is between the pairs, and between a name and its value
+# how a line of each kind gives its step and its pairs, then the text between pairs, and between a name and its value
 _LINES = ((_VERL, " - ", ":"), (_MEGATRON, "|", ":"), (_OPENRLHF, ", ", ": "))
 Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
 
 
 @dataclass
 class Curves:
-    """values: {metric: {step: value}}, also NaN; names: {metric: the source's}."""
+    """Hold values, {metric: {step: value}} with NaN where it was recorded, and names, {metric: the source's name}."""
 
     name: str
     kind: str
@@ -64,10 +64,10 @@ class Curves:
 def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS) -> Curves:
     """Return the curves of `metrics`, {metric: its possible names}, in a run, a folder or a file.
 
-    root: where runs are. ConfigError for a source that cannot be read, has none of the metrics, or has a text in one of
-    them. Of several values of a step the last counts.
+    root: the folder of all runs. ConfigError for a source that cannot be read, has none of the metrics, or has a text
+    in one of them. Of several values of a step the last counts.
     """
-    found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as the source has them
+    found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as in the source
     with load(f"{given}: expected a run or a file that can be read"):
         kind, rows = _source(given, root)
         for number, (step, pairs) in enumerate(rows, 1):
@@ -84,14 +84,14 @@ def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = 
             f"{', '.join(other) or 'no numbers by step'}; give another file, or its names with --metric"
         )
     values = {metric: _numbers(found[name], f"{given}: {name}") for metric, name in names.items()}
-    if kind == RUN:  # metrics.jsonl leaves out what is not finite
+    if kind == RUN:  # metrics.jsonl omits values that are not finite
         steps = set().union(*values.values())
         values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
     return Curves(str(given), kind, values, names)
 
 
 def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
-    """Return {step: value} of texts or numbers; ConfigError for what is none of them, or no whole step."""
+    """Return {step: value} of texts or numbers; ConfigError for other values, and for a step that is not whole."""
     numbers = {}
     for step, value in column.items():
         try:
@@ -105,7 +105,7 @@ def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
 
 
 def _source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
-    """Return what the source is read as, and its rows."""
+    """Return the kind of the source, as which it is read, and its rows."""
     if given.is_dir() and not (read_start(given) or starts_in(given)):
         events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")])
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
@@ -122,7 +122,7 @@ def _source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
 
 
 def _row(values: Mapping[str, Any]) -> Row:
-    """Return a row of JSON or CSV with its step, the first of STEPS that it has."""
+    """Return a row of JSON or CSV with its step, under the first of STEPS that it has."""
     plain = {key.strip().lower().removeprefix("train/"): value for key, value in values.items()}
     return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), values.items()
 
@@ -134,19 +134,19 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 yield _row(json.loads(line) if line.strip() else {})
             except (ValueError, AttributeError) as error:
                 if not line.endswith("\n"):
-                    return  # it is being written
+                    return  # the line is being written
                 raise ConfigError(f"{path}, line {number}: expected a JSON object, found {error}") from None
 
 
 def _of_run(folder: Path) -> Iterator[Row]:
-    """Yield the rows of metrics.jsonl of a start and of those that it came from; one without a step may have none."""
+    """Yield the rows of metrics.jsonl of a start and of the starts that it resumes; rows without a step too."""
     files = {link.folder / "metrics.jsonl": link for link in chain_of(start_in(folder))}
     for path in [path for path in files if path.exists()] or [*files][-1:]:
         yield from (row for row in _jsonl(path) if row[0] is None or files[path].holds(row[0]))
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Yield rows below a line of names; those of a panel of wandb, "run - metric", become the metric's."""
+    """Yield the rows of a CSV below its line of names; wandb's "run - metric" becomes the metric's name."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(file)
         names = [name.rpartition(" - ")[2] for name in next(rows, [])]
@@ -156,7 +156,7 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _events(path: Path) -> Iterator[Row]:
-    """Yield the scalars of one of TensorBoard's event files, up to where it is cut."""
+    """Yield the scalars of one of TensorBoard's event files, up to the record at which the file is cut off."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 

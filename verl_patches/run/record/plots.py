@@ -1,6 +1,6 @@
-"""Plots of a run: training.png has its reward and seconds by step, memory.png its memory by phase; `save` makes PNGs.
+"""Plot a run: training.png shows its reward and seconds by step, memory.png its memory by phase.
 
-matplotlib is imported inside functions: commands that draw nothing do not wait for it.
+matplotlib is imported inside functions, so that commands that draw nothing do not wait for it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAN = float("nan")  # is not drawn
-# a group has the same colour in every picture, in the order of MEMORY_GROUPS; those of value models are lighter
+NAN = float("nan")  # matplotlib does not draw it
+# a group has one colour in every picture, in the order of MEMORY_GROUPS; those of value models are lighter
 _COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
 _COLOURS += "#aec7e8 #ffbb78 #98df8a #ff9896 #c5b0d5".split()
 GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
 PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
 COLOURS = GROUP_COLOURS | PHASE_COLOURS
-MEASURED = {"peak": "-", "used": "--"}  # of the device: the allocator's peak, and what all processes use
+MEASURED = {"peak": "-", "used": "--"}  # measured on the device: the allocator's peak, and what all processes use
 _peak = itemgetter("peak_bytes")
 
 
@@ -38,7 +38,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure, without a suffix as a PNG; returns its path. ConfigError where it cannot be written."""
+    """Write a figure, without a suffix as a PNG, and return its path; ConfigError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:
@@ -49,7 +49,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _text(name: str) -> str:
-    """Return a run's name, in which matplotlib would read $ as the begin of TeX."""
+    """Return a run's name, shortened, with each $ escaped, which matplotlib would read as the start of TeX."""
     return (name if len(name) <= 40 else f"{name[:40]}...").replace("$", r"\$")
 
 
@@ -77,7 +77,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Draw reward and validation (left) and seconds per phase (right) of every step of a summary.json."""
     figure, name, steps = _figure(11, 4), _text(str(summary["run"])), summary["steps"]
     left, right = figure.subplots(1, 2)
-    trained = "loss" if steps[-1].get("objective") else "reward"  # on fixed data the loss says whether it learns
+    trained = "loss" if steps[-1].get("objective") else "reward"  # on fixed data the loss shows if it learns
     numbers = [step["step"] for step in steps]
     _draw_curve(left, summary, trained)
     left.set(title=f"{name}: mean {trained}", ylabel=trained)
@@ -95,7 +95,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
 
 
 def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str) -> None:
-    """Draw `name` of every step, and as a dashed line of the same colour the validations."""
+    """Draw `name` of every step, and its validations as a dashed line of the same colour."""
     numbers = [step["step"] for step in summary["steps"]]
     (line,) = axes.plot(numbers, _values(summary["steps"], name), marker=".", label=name)
     if scores := [(step, NAN if val["score"] is None else val["score"]) for step, val in validations(summary)]:
@@ -106,7 +106,7 @@ def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str) -> None:
 def memory_figure(summary: Mapping[str, Any]) -> Figure:
     """Draw tracked bytes by memory group: the highest phase of every step (left), each phase of one step (right).
 
-    Each moment is of the rank with the phase's highest peak. The step on the right is the last of those with the
+    Each moment is that of the rank with the phase's highest peak. The step on the right is the last of those with the
     highest peak. The black line is `held MB` of the report, the ledger's peak; grey lines are measured on the device,
     where it has such counters (RSS of a process is in summary.json only: it is much more than a tiny model's tensors).
     Steps without a ledger are gaps, and groups that are always empty are left out.
@@ -138,7 +138,7 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
 def _draw_moments(
     axes: Axes, edges: Sequence[float], moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], scale: float
 ) -> None:
-    """Draw stacked areas of the groups' bytes, and peaks and measured lines over them. None: a gap."""
+    """Draw stacked areas of the groups' bytes, with peaks and measured lines over them; a moment of None is a gap."""
 
     def sizes(of: Callable[..., float]) -> list[float]:
         return [NAN if moment is None else of(moment) / scale for moment in moments]

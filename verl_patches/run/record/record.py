@@ -1,7 +1,7 @@
 """Read the files that a start writes into its folder: summary.json, now.json, progress.log.
 
-A file that is not there yet is empty; one that is no JSON object is a ConfigError with its path. metrics.jsonl is read
-by run/record/curves.py.
+A file that does not exist yet reads as empty; one that is not a JSON object raises a ConfigError with its path.
+run/record/curves.py reads metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUMMARY, PROGRESS = "summary.json", "progress.log"
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return what summary.json of a start says, with the steps of the starts that it came from before its own."""
+    """Return summary.json of a start, with the steps of the starts that it resumes before its own."""
     start, own = read_start(folder), _read_own_summary(folder)
     links = chain_of(start) if start else []
     if len(links) < 2:
@@ -47,12 +47,12 @@ def _read_own_summary(folder: Path) -> dict[str, Any]:
             "found another program's, or an edited one; see driver.log beside it"
         )
     if reason:
-        found["exit"] = printable(reason, keep="\n\t")  # the message of any library
+        found["exit"] = printable(reason, keep="\n\t")  # it may hold the message of any library
     return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file of a run, empty where there is none; NaN and Infinity are None."""
+    """Return the JSON object of a file of a run, empty where there is no file; NaN and Infinity become None."""
     try:
         found = json.loads(path.read_bytes(), parse_constant=lambda name: None)
         if isinstance(found, dict):
@@ -66,7 +66,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def last_lines(folder: Path, count: int) -> list[str]:
-    """Return the last permanent lines of progress.log."""
+    """Return the last complete lines of progress.log; empty where it does not exist."""
     try:
         lines = (folder / PROGRESS).read_text(errors="replace").split("\n")
     except FileNotFoundError:

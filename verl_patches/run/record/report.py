@@ -1,8 +1,8 @@
-"""A report of recorded runs, one or several side by side, from what outputs/<run>/ holds; Markdown and plain data.
+"""Report one recorded run, or several side by side, from outputs/<run>/, as Markdown and plain data.
 
-A figure has the name that the run's own table, `status` and the plots have for it, and says what it is over the steps.
+A figure has the same name as in the run's own table, `status` and the plots, and says how it is reduced over steps.
 Medians are over the steps after the first, which also builds, compiles and warms up, and without those that were
-profiled (recipe.profile.steps); a run that has no others has those, and the report says so.
+profiled (recipe.profile.steps). A run without other steps has medians of those, and the report says so.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from verl_patches.run.record.record import SUMMARY, read_summary
 ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
 OF_CRITIC = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
-# without offload, which lies in others
+# without offload, whose time is inside other phases
 PHASES = tuple(each.name for each in sorted(STEP_PHASES, key=lambda each: each.critic) if each.name != "offload")
-# name -> where a step's record has it (trainer/step_record.py); docs/profile.md defines the rates
+# name -> its keys in a step's record (trainer/step_record.py); docs/profile.md defines the rates
 IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "tokens": ("tokens", "total"),
     "response tokens": ("tokens", "response_mean"),
@@ -43,7 +43,7 @@ IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "held MB": ("memory", "peak_bytes"),
     "sync MB": ("sync", "received_bytes", "max"),
 }
-ENDED = ("reward", "loss", "margin", "accuracy")  # as means at both ends; the last three only on fixed data
+ENDED = ("reward", "loss", "margin", "accuracy")  # means at both ends; the last three exist only on fixed data
 _OVER = {"val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
 _OVER |= dict.fromkeys(ENDED, (FIRST, LAST))
 _OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
@@ -52,7 +52,7 @@ _ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The summary of a run. ConfigError where it is not as a run writes it, RecipeError where it has no step."""
+    """Return the summary of a run; ConfigError where it is not as a run writes it, RecipeError where it has no step."""
     summary = read_summary(folder)
     if not summary.get("steps"):
         ended = summary.get("exit", "running")
@@ -62,7 +62,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What a reader must know of a run before its figures."""
+    """Return the facts of a run that a reader needs before its figures."""
     steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
     slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
     last = [f"{name} {_text(value)}" for _, val in validations(summary)[-1:] for name, value in val["metrics"].items()]
@@ -82,7 +82,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
-    """{(name, what it is over the steps): value, None where the run does not have it}, always in the same order."""
+    """Return {(name, reduction over the steps): value, None where the run lacks it}, always in the same order."""
     steps, delta = summary["steps"], summary.get("logprob_delta") or {}
     values = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
     values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
@@ -100,19 +100,19 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
 
 
 def validations(summary: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
-    """(step, {score, metrics}) of each validation; the one before the first step comes first."""
+    """Return (step, {score, metrics}) of each validation; the one before the first step comes first."""
     every = [summary.get("val_before") or {}, *summary["steps"]]
     return [(each["step"], each["val"]) for each in every if each.get("val")]
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
-    """Of names of IN_STEP over the steps that have the run's pace."""
+    """Return the medians of names of IN_STEP over the timed steps."""
     timed = timed_steps(steps)
     return {name: reduced(timed, name, statistics.median) for name in names if name not in _OVER}
 
 
 def in_step(step: Mapping[str, Any], name: str) -> float | None:
-    """The value of one step for a name of IN_STEP, or reward/LABEL of a part; None where its record lacks it."""
+    """Return one step's value of a name of IN_STEP, or of reward/LABEL of a part; None where its record lacks it."""
     value: Any = step
     for key in IN_STEP.get(name) or ("rewards", name.removeprefix(METRIC)):
         value = (value or {}).get(key)
@@ -120,7 +120,7 @@ def in_step(step: Mapping[str, Any], name: str) -> float | None:
 
 
 def reduced(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
-    """The values of a name of IN_STEP in some steps as one, None where they have none."""
+    """Return the values of a name of IN_STEP in some steps, reduced `by` a function; None where there are none."""
     values = [value for step in steps if (value := in_step(step, name)) is not None]
     return by(values) if values else None
 
@@ -130,27 +130,27 @@ def _mb(size_bytes: float | None) -> float | None:
 
 
 def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Steps whose seconds are those of the run's pace: not the first of each part, which warms up; none profiled."""
+    """Return the steps that show the run's pace: without the first of each part, which warms up, and profiled ones."""
     usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
     return usual or steps[1:] or steps
 
 
 def resumed(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The seams of a run that was resumed or restarted, as text; empty without any."""
+    """Return as text after which steps the run was resumed or restarted; empty where it never was."""
     return ", ".join(f"after step {step['resumed_after']}" for step in steps if step.get("resumed_after"))
 
 
 def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each run, with its number in front where two have the same."""
+    """Return a name for each run, with its number in front where two have the same."""
     names = [str(summary.get("run")) for summary in summaries]
     return names if len({*names}) == len(names) else [f"{number}: {name}" for number, name in enumerate(names, 1)]
 
 
 def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
+    """Return each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, or None.
 
-    Left out where no run has them: MFU (a CPU has no peak rate), val, a critic's phases, and what only runs on fixed
-    data have.
+    Figures that no run has are left out if they are MFU (a CPU has no peak rate), val, phases of a critic, or those of
+    fixed data.
     """
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
@@ -167,7 +167,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
-    """`compare`'s rows as text below a line of titles: a column for each run, in brackets its ratio to the first."""
+    """Return `compare`'s rows as text below a line of titles: a column for each run, with its ratio to the first."""
     lines = [["figure", "over the steps", names[0], *(f"{name} (vs {names[0]})" for name in names[1:])]]
     for row in rows:
         first, *others = map(_text, row["values"])
@@ -183,7 +183,7 @@ def _text(value: float | None) -> str:
 def markdown(
     summaries: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()
 ) -> str:
-    """The report of one run, or of several, as Markdown; `rows`: `compare`'s; `pictures`: file names beside it."""
+    """Return the report of one or several runs as Markdown; rows: `compare`'s; pictures: names of files beside it."""
     names, every = names_of(summaries), [facts(summary) for summary in summaries]
     table = _table([["", *names], *([key, *(f[key] for f in every)] for key in every[0])])
     parts = [f"# {_cell(', '.join(names))}", table]
@@ -200,5 +200,5 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text in one line of Markdown: no column, no HTML."""
+    """Return a text as one line of Markdown, without columns or HTML."""
     return escape(text, quote=False).replace("|", "&#124;").replace("\n", " ")
