@@ -40,10 +40,10 @@ POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-_TEMP = "vr-"  # "vp-" was that of launchers that held their folder by another kind of lock
-_OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
+_TEMP = "vr-"  # "vp-" was the prefix of launchers that held their folder by another kind of lock
+_OWNER = "owner"  # file in a run's temporary folder, whose lock its launcher holds
 _LOG_END_BYTES = 256 << 10
-_RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
+_RAY_LOG_BYTES = 4 << 20  # kept of the end of each of Ray's log files
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERRORS = "Error|Exception|Interrupt|Exit|Died|Timeout"
@@ -53,7 +53,7 @@ _ERROR = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERRORS}))(?:\(\w+\)
 
 @dataclass
 class Outcome:
-    """How a run ended: exit code, "ok" or the reason, its folder, seconds, peak memory by process."""
+    """Describe how a run ended: exit code, "ok" or the reason, its folder, seconds, peak memory by process."""
 
     code: int
     reason: str
@@ -67,11 +67,11 @@ def run(
 ) -> Outcome:
     """Run the driver of a run to its end and return the outcome; the driver's progress lines go to `on_line`.
 
-    `on_line` gets "" every POLL_S too, as a look at the clock.
+    `on_line` also gets "" every POLL_S, so that it can look at the clock.
 
-    Each start, a restart too, writes to a new folder <output_root>/<run>/0001, 0002, ...; the outcome is that of the
-    last one. ray_logs/ only on failure. `dirty`: {repository or package: files} that are not as pinned
-    (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError before anything
+    Each start, also a restart, writes to a new folder <output_root>/<run>/0001, 0002, ...; the outcome is that of the
+    last one. It has ray_logs/ only after a failure. `dirty`: {repository or package: files} that differ from the pins
+    (upstream/modified.py), which the summary and a line above the step table name. Raises ConfigError before anything
     starts. All processes that the run started are ended before this returns, and its temporary folder is removed.
     """
     with held_run(run):
@@ -90,7 +90,7 @@ def _run_start(
     dirty: Mapping[str, Sequence[str]],
     run_began: float,
 ) -> tuple[Outcome, NextStart | None]:
-    """Run the driver of a new start to its end; (the outcome, where the next start goes on, None without one)."""
+    """Run the driver of a new start to its end; return (outcome, where the next start goes on, None without one)."""
     run = started(restarts.run(), start, begin(restarts.given, start))
     folder, watch, began = run.folder, MemoryWatch(), time.monotonic()
     head = _head(run) | ({"dirty": dict(dirty)} if dirty else {})
@@ -119,7 +119,7 @@ def _run_start(
 
 
 def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: float) -> tuple[int, str | None]:
-    """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
+    """Run the driver and end all processes that it started; return `_supervise`'s (exit code, reason or None)."""
     folder = run.folder
     OmegaConf.save(run.verl, folder / environment.COMPOSED)
     (folder / environment.FACTS).write_text(run.text())
@@ -158,7 +158,7 @@ def _supervise(
     progress: _NewLines,
     started: float,
 ) -> tuple[int, str | None]:
-    """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
+    """Wait until the driver ends, or end it; return (exit code, reason or None if neither launcher nor log has one)."""
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
     next_memory = time.monotonic()
     while (code := driver.poll()) is None:
@@ -185,9 +185,9 @@ def _supervise(
         time.sleep(POLL_S)
     _end_driver(driver)
     progress.read()
-    if reason is None and code:  # the log: before other processes write what ending them causes
+    if reason is None and code:  # read the log before other processes write what ending them causes
         reason = last_error(folder / "driver.log")
-        if reason is None or not _OF_THE_WATCH.match(reason):  # the driver's, which sees all nodes
+        if reason is None or not _OF_THE_WATCH.match(reason):  # the driver's watch sees all nodes
             reason = _reason_of_driver(_summary_of_driver(folder)) or reason
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
@@ -208,7 +208,7 @@ def _end_driver(driver: subprocess.Popen) -> None:
 
 @contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
-    """While inside, signals that end this process are recorded instead (main thread only)."""
+    """Record signals that would end this process, in place of ending it (main thread only)."""
     received: list[int] = []
     main = threading.current_thread() is threading.main_thread()
     before = on_end_signals(received.append) if main else {}
@@ -220,7 +220,7 @@ def _recorded_signals() -> Iterator[list[int]]:
 
 
 class _NewLines:
-    """Passes each new complete line of a growing file to `on_line`."""
+    """Pass each new complete line of a growing file to `on_line`."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]):
         self.file, self.on_line, self.rest = GrowingFile(path), on_line, b""
@@ -233,13 +233,13 @@ class _NewLines:
 
 @contextmanager
 def short_temp_dir() -> Iterator[Path]:
-    """A folder for a run's sockets and temporary files, removed at the end; a socket's path may have 107 bytes."""
+    """Yield a folder for a run's sockets and temporary files; a socket's path may have 107 bytes."""
     parent = _short_parent()
     _remove_abandoned(parent)
     temp = Path(tempfile.mkdtemp(prefix=_TEMP, dir=parent))
     try:
         with lock_file(temp / f".{_OWNER}"):
-            (temp / f".{_OWNER}").rename(temp / _OWNER)  # nobody finds it unlocked while the launcher lives
+            (temp / f".{_OWNER}").rename(temp / _OWNER)  # so it is never seen unlocked while the launcher lives
             yield temp
     finally:
         shutil.rmtree(temp, ignore_errors=True)
@@ -257,7 +257,7 @@ def _short_parent() -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove temporary folders whose launcher was killed: the lock of their owner file is free, on whatever host."""
+    """Remove temporary folders whose launcher was killed: nobody on any host holds the lock of their owner file."""
     for owner in parent.glob(f"{_TEMP}*/{_OWNER}"):
         try:
             with lock_file(owner):
@@ -267,7 +267,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _head(run: RunSpec) -> dict[str, Any]:
-    """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
+    """Return what summary.json says of a run whose driver wrote none, and the commits of the trees that it imports."""
     head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
     head |= {"resumed_step": run.start.step, "layout": {"train": str(run.train), "rollout": str(run.rollout)}}
     if run.trees.folders:
@@ -276,7 +276,7 @@ def _head(run: RunSpec) -> dict[str, Any]:
 
 
 def last_error(log: Path) -> str | None:
-    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one."""
+    """Return the last exception of a log, with its whole message and without Ray's wrapping; None without one."""
     if not log.exists():
         return None
     text = _end_of(log, _LOG_END_BYTES).decode(errors="replace")
@@ -312,7 +312,7 @@ def _end_of(file: Path, size: int) -> bytes:
 
 
 def _draw(folder: Path) -> None:
-    """training.png and memory.png of what summary.json records; a line where it cannot be drawn."""
+    """Draw training.png and memory.png from summary.json; print a line where that fails."""
     try:
         summary = read_summary(folder)
         if summary["steps"]:
@@ -326,12 +326,12 @@ def _draw(folder: Path) -> None:
 def _summary_of_driver(folder: Path) -> dict[str, Any]:
     try:
         return read_object(folder / SUMMARY)
-    except ConfigError:  # no object
+    except ConfigError:  # not a JSON object
         return {}
 
 
 def _reason_of_driver(summary: Mapping[str, Any]) -> str | None:
-    """Why the run ended, as the driver wrote it; the log's last error may be that of any process."""
+    """Return why the run ended, as its driver wrote it; the log's last error may be that of any process."""
     reason = summary.get("exit")
     return None if reason in ("running", "failed", "ok") else reason
 
@@ -339,7 +339,9 @@ def _reason_of_driver(summary: Mapping[str, Any]) -> str | None:
 def write_summary(
     folder: Path, code: int, reason: str | None, head: dict[str, Any], peaks: dict[str, int]
 ) -> tuple[int, str]:
-    """Complete the driver's summary.json in `folder`, or write a minimal one from `head`; (exit code, "ok" or reason).
+    """Complete the driver's summary.json in `folder`, or write a minimal one from `head`.
+
+    Return (exit code, "ok" or reason).
 
     A driver that exits 0 without a summary that says "ok" has not run to its end: that is an error, code 1.
     """

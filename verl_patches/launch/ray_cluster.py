@@ -1,4 +1,4 @@
-"""The Ray of a run: options to join or start it, settings of its workers, the nodes of a running cluster."""
+"""Join or start the Ray of a run, set up its workers, and check the nodes of a running cluster."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from verl_patches.trainer.ray_start import HOOK
 
 log = logging.getLogger(__name__)
 ANSWER_S = 60
-_OBJECT_STORE_BYTES = 256 << 20  # on a CPU: batches of a tiny model
-_STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # ray/_private/ray_constants.py, of a node that `ray start` starts
+_OBJECT_STORE_BYTES = 256 << 20  # on a CPU, for batches of a tiny model
+_STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in ray/_private/ray_constants.py
 
 
 def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
-    """{engine, network} of every worker, as ray_start.start and worker_settings.send_settings take them.
+    """Return {engine, network} of every worker, the form that ray_start.start and worker_settings.send_settings take.
 
-    engine: verl's actor_rollout_ref section with the facts of the run, from which line a3 prepares its engine before
+    engine: verl's actor_rollout_ref section with the facts of the run; line a3 prepares its engine from it before
     Megatron is imported.
-    network: how a worker on npu, or of several nodes, finds its network interface. None where the run needs neither.
+    network: how a worker on npu, or of several nodes, finds its network interface. Each is None where not needed.
     """
     recipe, engine = run.recipe, OmegaConf.to_container(run.verl.actor_rollout_ref, resolve=True)
     network = {"nodes": run.verl.trainer.nnodes, "interface": recipe.hccl.interface}
@@ -40,7 +40,7 @@ def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
 
 
 def ray_options(run: RunSpec) -> dict[str, Any]:
-    """Arguments of ray_start.start: join `recipe.ray_address`, or start a local Ray of the run's own."""
+    """Return the arguments of ray_start.start that join recipe.ray_address, or start a local Ray for this run alone."""
     recipe = run.recipe
     options = {
         "environment": worker_environment(run),
@@ -57,29 +57,29 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
     return {
         **options,
-        "address": "local",  # without it Ray joins one whose file it finds
+        "address": "local",  # without it Ray joins any whose file it finds
         **devices,
         "num_cpus": run.verl.ray_init.num_cpus or workers + 4,
         "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",  # all of Ray's listeners are there
+        "_node_ip_address": "127.0.0.1",  # all of Ray's listeners are on the loopback
         "_temp_dir": os.environ.get("RAY_TMPDIR"),
     }
 
 
 def object_store_bytes(run: RunSpec) -> int:
-    """Most bytes of Ray's object store on this node, in /dev/shm: the run's own, or that of `ray start`'s defaults."""
+    """Return the most bytes of Ray's object store on this node, in /dev/shm: the run's, or `ray start`'s default."""
     if run.recipe.ray_address is None and run.recipe.platform in NO_DEVICE:
         return _OBJECT_STORE_BYTES
     return min(_STORE_MAX_BYTES, int(_STORE_SHARE * psutil.virtual_memory().total))
 
 
 def list_nodes(address: str) -> list[dict[str, Any]]:
-    """[{id, address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers."""
+    """Return [{id, address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers."""
     return ask_nodes({"address": address}, ANSWER_S)["nodes"]
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Return `ray_nodes.ask_nodes` of the address recipe.ray_address; ConfigError if no Ray answers."""
+    """Return the answer of `ray_nodes.ask_nodes` at recipe.ray_address; raise ConfigError if no Ray answers."""
     try:
         return ray_nodes.ask_nodes(request, limit_s)
     except RecipeError as error:
@@ -87,9 +87,9 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def require_nodes(run: RunSpec) -> None:
-    """ConfigError where the run's Ray could not be joined or started.
+    """Refuse a run whose Ray could not be joined or started.
 
-    None answers, too few of its nodes hold the devices, or recipe.ray_port is taken on this machine.
+    Either no Ray answers, or too few of its nodes have the devices, or recipe.ray_port is taken on this machine.
     """
     port = run.recipe.ray_port
     if port is not None and (holder := taken_by(port, ("127.0.0.1", ""))):
@@ -107,7 +107,7 @@ def require_nodes(run: RunSpec) -> None:
 
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
-    """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
+    """Refuse `nodes` unless trainer.nnodes of them have trainer.n_gpus_per_node devices each."""
     resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
     held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
     left_out = run.recipe.restart.without_nodes
@@ -123,16 +123,16 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
 
 
 def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of list_nodes() with trainer.n_gpus_per_node devices."""
+    """Return the nodes of list_nodes() that have trainer.n_gpus_per_node devices."""
     resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
     return [node for node in nodes if int(node["resources"].get(resource, 0)) >= wanted]
 
 
 def leave_out(run: RunSpec) -> None:
-    """Keep this job off recipe.restart.without_nodes: their devices go to placement groups that nothing uses.
+    """Keep this job off recipe.restart.without_nodes by giving their devices to placement groups that nothing uses.
 
-    In the driver, before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray gives the
-    devices back when the job ends. Names of nodes that are not there are ignored.
+    The driver calls this before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray
+    gives the devices back when the job ends. Names of nodes that do not exist are ignored.
     """
     import ray
 

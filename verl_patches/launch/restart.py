@@ -1,7 +1,7 @@
-"""Starting a run again after a failure that another start may survive (recipe.restart).
+"""Restart a run after a failure that another start may survive (recipe.restart).
 
-Each start goes on from the newest checkpoint, in a folder of its own (run/run_start.py). Here: which failures are
-worth another, which nodes are left out of it, and the reason and culprits of each.
+Each start resumes from the newest checkpoint, in its own folder (run/run_start.py). This file decides which failures
+are worth another start and which nodes it leaves out, and records the reason and culprits of each.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _OF_USE = re.compile(
 
 
 def may_help(reason: str) -> bool:
-    """Whether another try may end otherwise: processes, nodes and connections fail by chance, settings do not."""
+    """Return whether another try may succeed: processes, nodes and connections fail by chance, settings do not."""
     return bool(_OF_USE.search(reason) or fault_in(reason)) and not _NO_USE.search(reason)
 
 
 def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
-    """Return whether the run has a checkpoint of its last step: then nothing is left for another start.
+    """Return whether the run has a checkpoint of its last step, so that another start has nothing to do.
 
-    folder: of its newest start.
+    folder: that of its newest start.
     """
     doing = {}
     with suppress(ConfigError):  # damaged
@@ -49,13 +49,13 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     total = doing.get("steps") or steps_of(run)
     try:
         saved = chain_of_start(start_in(folder)).checkpoints()
-    except OSError:  # a disk that fails: the look for the next start's checkpoint says so
+    except OSError:  # a failing disk; the search for the next start's checkpoint reports it
         return False
     return total is not None and max(saved, default=0) >= total
 
 
 class Restarts:
-    """The restarts of one run, `given`."""
+    """Decide and record the restarts of one run, `given`."""
 
     def __init__(self, run: RunSpec):
         self.given = run
@@ -64,7 +64,7 @@ class Restarts:
         self.records: list[dict[str, Any]] = []
 
     def run(self) -> RunSpec:
-        """Return the next start's run: the given one, without faulty nodes."""
+        """Return the run of the next start: the given one, without faulty nodes."""
         return changed(self.given, {"recipe.restart.without_nodes": list(self._left_out)})
 
     def another(self, code: int, reason: str | None, folder: Path) -> bool:
@@ -82,7 +82,7 @@ class Restarts:
         return f"restart {len(self.records)} of {self._times}, from the newest checkpoint{left_out}: {reason}"
 
     def _culprits(self, folder: Path) -> tuple[list[dict[str, Any]], str | None]:
-        """Return those of the failed start, and what they raised an error of, where the watch names them for that."""
+        """Return the failed start's culprits, and the kind of error that they raised, where the watch recorded them."""
         if self.given.recipe.watch.action == "report":
             return [], None  # the record may be of an earlier stall, which the run survived
         try:
@@ -92,14 +92,14 @@ class Restarts:
             return [], None
 
     def _blamed(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
-        """The culprits whose node is at fault: of a failed collective only one that the start before named too."""
+        """Return the culprits whose node is at fault; of a failed collective only one that the last start named too."""
         if raised != COLLECTIVE:
             return culprits
         before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()
         return [culprit for culprit in culprits if culprit.get("node") in before]
 
     def _leave_out(self, culprits: Sequence[dict[str, Any]]) -> str:
-        """Leave the culprits' nodes out of the next start where enough others are there; what was done, as text."""
+        """Leave the culprits' nodes out of the next start where enough others exist, and return a text about it."""
         names = {culprit["node"] for culprit in culprits if culprit.get("node")}
         if self.given.recipe.ray_address is None or not names:
             return ""

@@ -1,4 +1,4 @@
-"""The smoke run: its options as Hydra overrides, and the model and data that it needs."""
+"""Build the smoke run: its options as Hydra overrides, and the model and data that it needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verl_patches.model.tiny import make_tiny_model
 make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
-# what a run that ended well proved, by "line platform", and what none did; feature by feature: docs/ascend.md
+# "line platform" -> what a run that ended well proved, NOT_PROVED what none did; docs/ascend.md lists features
 PROVED = {
     "pypi cpu": "the whole loop (patches, layouts, weight sync) runs here on packages of line pypi, not production's",
     "a3 cpu": "production's verl, Megatron and MindSpeed run the whole loop here, with vLLM's engine V0",
@@ -43,7 +43,7 @@ NOT_PROVED = "anything about NPU kernels and their numerics, HCCL, torchair's co
 
 @dataclass(frozen=True)
 class SmokeOptions:
-    """The options of `smoke`; its --help describes them. overrides: the user's Hydra overrides."""
+    """Hold the options of `smoke`, which its --help describes. overrides: the user's Hydra overrides."""
 
     overrides: Sequence[str] = ()
     steps: int | None = None
@@ -57,12 +57,15 @@ class SmokeOptions:
 
     @property
     def model_shape(self) -> str:
-        """The model's config.json in configs/. With 256 experts vllm-ascend routes by the op that DeepSeek-V3 uses."""
+        """Return the model's config.json in configs/.
+
+        With 256 experts vllm-ascend routes by the op that DeepSeek-V3 uses.
+        """
         return "model/deepseekv3_tiny_256experts.json" if self.emulate_npu else "model/deepseekv3_tiny.json"
 
     @property
     def config_name(self) -> str:
-        """The file of configs/ that the run is composed from."""
+        """Return the name of the config file that the run is composed from."""
         return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
 
     def choice_of(self, group: str) -> str:
@@ -72,9 +75,9 @@ class SmokeOptions:
 
     @property
     def run_name(self) -> str:
-        """The run's name: --run, or smoke or learn and what is not the default, such as smoke-ppo-tp2ep2-a3.
+        """Return the run's name: --run, or smoke or learn with other choices than the default (smoke-ppo-tp2ep2-a3).
 
-        A rollout has its group before it, as a train layout may have the same name.
+        The name of a rollout follows its group's name, as a train layout may have the same name.
         """
         if self.run is not None:
             return self.run
@@ -87,7 +90,7 @@ class SmokeOptions:
         return "-".join(parts)
 
     def check(self) -> None:
-        """Raise ConfigError for a layout that the line does not have, or for options that do not go together."""
+        """Raise ConfigError for a layout that the line lacks, and for options that do not go together."""
         check_choice("layout", self.choice_of("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
             raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
@@ -99,7 +102,7 @@ class SmokeOptions:
 
 
 def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
-    """Return all Hydra overrides of a smoke: its options', those of model and data (`Inputs`), then the user's.
+    """Return all Hydra overrides of a smoke: those of its options, of model and data (`Inputs`), then the user's.
 
     layout=NAME becomes layout=LINE/NAME. ConfigError for a wrong combination.
     """
@@ -124,9 +127,9 @@ def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model and the data of a smoke below a cache. Their places are known before they are made.
+    """Hold the folders of a smoke's model and data in a cache; their paths are known before they are made.
 
-    model: its folder. tasks: {folder of a task's data: arguments of the Python that makes it}.
+    model: the model's folder. tasks: {folder of a task's data: arguments of the Python that makes it}.
     """
 
     options: SmokeOptions
@@ -135,7 +138,7 @@ class Inputs:
 
     @property
     def overrides(self) -> list[str]:
-        """The Hydra overrides that name model and data."""
+        """Return the Hydra overrides that name model and data."""
         trains, tests = ([_quoted(f / f"{split}.parquet") for f in self.tasks] for split in ("train", "test"))
         return [
             f"actor_rollout_ref.model.path={_quoted(self.model)}",
@@ -144,7 +147,7 @@ class Inputs:
         ]
 
     def make(self, say: Callable[[str], None]) -> None:
-        """Make what does not exist, each in a process of its own, as the launcher does not import torch.
+        """Make the folders that do not exist, each in its own process, as the launcher does not import torch.
 
         A folder appears whole or not at all. ConfigError with the end of the process's output if one fails.
         """
@@ -159,7 +162,7 @@ class Inputs:
 
 
 def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
-    """The model and data of `options`; folders are named by a digest of all that they are made from.
+    """Return the model and data of `options`; a digest of all that a folder is made from is in its name.
 
     An objective on fixed data (algo=...) has only the learnable task, with answers.
     """
@@ -184,7 +187,7 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
         _run([sys.executable, *task, "-o", str(making)], "the data")
         making.rename(folder)
     except OSError:
-        if not folder.exists():  # another run has made it
+        if not folder.exists():  # false where another run has made it meanwhile
             raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -204,11 +207,11 @@ def _run(command: Sequence[str], product: str) -> None:
 
 
 def _digest(files: Sequence[Path], *words: str) -> str:
-    """Twelve hex digits of a hash over contents and words, for names of cached folders."""
+    """Return twelve hex digits of a hash over files and words, for names of cached folders."""
     contents = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256("\0".join(words).encode() + contents).hexdigest()[:12]
 
 
 def _quoted(value: str | Path) -> str:
-    """A text as Hydra's override grammar takes any text."""
+    """Return a text quoted for Hydra's override grammar, which then takes any characters."""
     return "'" + str(value).replace("'", "\\'") + "'"

@@ -1,1 +1,1 @@
-"""Is a machine ready: checks of a node and of all nodes of a Ray."""
+"""Check that a machine is ready: the checks of one node, and of all nodes of a Ray."""

@@ -1,7 +1,7 @@
-"""`doctor`: the checks of this node, and of all nodes of a running Ray with what only several nodes have.
+"""Run `doctor`: the checks of this node, or of all nodes of a running Ray with those that need several nodes.
 
-There is one way to look at other nodes: ray_nodes.py runs `doctor --this-node --json` on each. Equal findings of
-several nodes become one row, so a node that differs stands in a row of its own.
+All nodes are looked at in one way: ray_nodes.py runs `doctor --this-node --json` on each. Equal findings of several
+nodes become one row, so that a node that differs has its own row.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from verl_patches.run.ray_nodes import read_report
 
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
-NODE_S = 600  # for all checks of a node
-NO_REPORT = {"error": "no node gave a report"}  # and so none took part in an all-reduce
-_KEYS = ("name", "state", "where", "expected", "found", "todo")  # of a finding in a node's report
-CLOCK_S = 1.0  # Ray's heartbeats and the time stamps of logs of several nodes
+NODE_S = 600  # limit for all checks of a node
+NO_REPORT = {"error": "no node gave a report"}  # then no node takes part in an all-reduce either
+_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
+CLOCK_S = 1.0  # tolerated difference: Ray's heartbeats and the time stamps of logs compare several nodes
 
 
-Examined = tuple[Report, list[dict[str, Any]]]  # and [{address, interface}] of the nodes that it is about
+Examined = tuple[Report, list[dict[str, Any]]]  # with [{address, interface}] of the examined nodes
 
 
 def this_node(node: Node) -> Examined:
@@ -42,9 +42,9 @@ def this_node(node: Node) -> Examined:
 
 
 def all_nodes(node: Node, words: Sequence[str]) -> Examined:
-    """Make the checks of all nodes through the Ray of recipe.ray_address; `words`: the arguments of this command.
+    """Make the checks of all nodes through the Ray of recipe.ray_address; words: the arguments of this command.
 
-    Where no Ray answers, that is a problem, and this node alone is checked.
+    If no Ray answers, that is reported as a problem and only this node is checked.
     """
     settings = {"mib": MIB, "repeat": REPEAT, "limit_s": PROBE_S}
     probes = {"gloo": {"backend": "gloo", "local": 1, **settings}}
@@ -52,7 +52,7 @@ def all_nodes(node: Node, words: Sequence[str]) -> Examined:
         probes["hccl"] = {"backend": "hccl", "local": node.dies, **settings}
     command = ["-m", "verl_patches", COMMAND, *words, "--this-node", "--json"]
     request = {"address": node.run.recipe.ray_address, "command": command, "limit_s": NODE_S, "probes": probes}
-    request["cwd"] = os.getcwd()  # relative folders of the config
+    request["cwd"] = os.getcwd()  # folders in the config may be relative
     try:
         answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S + 2 * PROBE_S)
     except ConfigError as fault:
@@ -63,7 +63,7 @@ def all_nodes(node: Node, words: Sequence[str]) -> Examined:
 
 
 def compared(node: Node, answer: Mapping[str, Any]) -> Examined:
-    """Make the checks of ALL_ROWS on what ray_nodes.py answered, and join the nodes' findings, equal ones to one."""
+    """Make the checks of ALL_ROWS on the answer of ray_nodes.py, and join equal findings of several nodes to one."""
     findings = [finding for row in ALL_ROWS for finding in row.findings(node, answer, npu=node.npu)]
     reports = {place: report for place, one in _by_place(answer).items() if (report := _report(one))}
     joined = _joined({place: found for place, (found, _) in reports.items()})
@@ -71,7 +71,7 @@ def compared(node: Node, answer: Mapping[str, Any]) -> Examined:
 
 
 def _by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes by address; where several nodes have one address, by address and Ray's id."""
+    """Return the nodes by address, or by address and Ray's id where several nodes have one address."""
     number = Counter(one["address"] for one in answer["nodes"])
     unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
     return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
@@ -88,12 +88,12 @@ def _report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | N
 
 
 def _joined(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of all nodes in order, with "all N nodes" or the nodes' addresses as their places."""
+    """Yield the findings of all nodes in order; their places are "all N nodes" or the nodes' addresses."""
     places: dict[Finding, list[str]] = {}
     for place, findings in reports.items():
         for finding in findings:
             places.setdefault(finding, []).append(place)
-    order = {row.name: number for number, row in enumerate(NODE_ROWS)}  # a node with another checkout may have others
+    order = {row.name: number for number, row in enumerate(NODE_ROWS)}  # another checkout may have other rows
     ordered = sorted(places.items(), key=lambda entry: order.get(entry[0].name.partition(":")[0], len(order)))
     for finding, named in ordered:
         text = f"all {len(named)} nodes" if len(named) == len(reports) else ", ".join(named)

@@ -1,7 +1,7 @@
-"""The checks of a node before a run: one table, made on the node itself; nothing is started or changed.
+"""Check one node before a run, on the node itself, by a table of checks that start and change nothing.
 
-A check gets a Node and yields what it saw, within CHECK_S: a tool, a driver or a file system that hangs costs its own
-row and no other. The rows about dies are in npu_checks.py, what only several nodes have is in doctor.py.
+A check gets a Node and yields what it saw, within CHECK_S: a tool, a driver or a file system that hangs fails only its
+own row. npu_checks.py has the rows about dies, doctor.py those that need several nodes.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from verl_patches.upstream import versions
 from verl_patches.upstream.pins import load_pins
 
 TOOL_S = 30
-CHECK_S = 200  # of a check; more than all_reduce_probe.PROBE_S
+CHECK_S = 200  # limit of one check; more than all_reduce_probe.PROBE_S
 _OF_GLOO = "GLOO_SOCKET_IFNAME"
 GIB, GB = 1 << 30, 1e9
 # files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
-FREE_BYTES = {True: 20 * GIB, False: GIB}  # of a folder for logs and sockets
-RATE_BYTES = {True: GIB, False: GIB // 16}  # of the file by which a disk is measured
+FREE_BYTES = {True: 20 * GIB, False: GIB}  # {on npu: bytes} of free space in a folder for logs and sockets
+RATE_BYTES = {True: GIB, False: GIB // 16}  # {on npu: bytes} of the file that a disk's speed is measured with
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """Return output and errors of a command; FileNotFoundError where it is not installed, TimeoutExpired in time."""
+    """Return output and errors of a command; FileNotFoundError without it, TimeoutExpired after a limit."""
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, **streams, text=True, errors="replace")
     try:
         return process.communicate(timeout=TOOL_S)[0]
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: a process that hangs in its driver does not end
+        process.kill()  # do not wait: a process that hangs in its driver does not end
         raise
 
 
 @dataclass(frozen=True)
 class Machine(versions.Machine):
-    """What checks look at; the defaults are this process and this machine."""
+    """Hold what checks look at; the defaults are this process and this machine."""
 
     run: Callable[[Sequence[str]], str] = run_tool
     cgroup: Path = Path("/sys/fs/cgroup")
@@ -74,7 +74,7 @@ class Machine(versions.Machine):
 
 @dataclass(frozen=True)
 class Node:
-    """One node and the run it will host. head: HOST:PORT of Ray's head, None where no Ray runs."""
+    """Hold one node and the run that it will host. head: HOST:PORT of Ray's head, None where no Ray runs."""
 
     run: RunSpec
     machine: Machine = Machine()
@@ -82,31 +82,31 @@ class Node:
 
     @property
     def npu(self) -> bool:
-        """Whether the run is for NPUs."""
+        """Return whether the run is for NPUs."""
         return self.run.platform == "npu"
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the run."""
+        """Return the number of nodes of the run."""
         return self.run.verl.trainer.nnodes
 
     @property
     def dies(self) -> int:
-        """Number of dies of this node that the run takes."""
+        """Return the number of dies of this node that the run takes."""
         return self.run.verl.trainer.n_gpus_per_node
 
     @cached_property
     def npu_smi(self) -> str | Exception | None:
-        """The output of `npu-smi info`, or why it gave none; None where it is not installed."""
+        """Return the output of `npu-smi info`, or the error that it ended with; None where it is not installed."""
         try:
             return self.machine.output("npu-smi", "info")
-        except (OSError, subprocess.SubprocessError) as error:  # kept: it is not asked again
+        except (OSError, subprocess.SubprocessError) as error:  # cached: it is not called again
             return error
 
     @cached_property
     def interface(self) -> tuple[str, str] | None:
-        """(network interface, why) as a worker of this node chooses it; None where Ray's head is not known yet."""
-        if own := self.machine.environ.get(_OF_GLOO):  # HCCL's may be a prefix, or name what is not taken
+        """Return (network interface, reason) as a worker of this node chooses it; None where Ray's head is unknown."""
+        if own := self.machine.environ.get(_OF_GLOO):  # HCCL's variable may be a prefix or an exclusion
             return own.split(",")[0], f"{_OF_GLOO} of this node's environment"
         if chosen := self.run.recipe.hccl.interface:
             return chosen, "recipe.hccl.interface"
@@ -117,9 +117,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Result:
-    """What a check saw of itself or of a part with a `name`: `ok` is None where it could not be made.
+    """Hold what a check saw of itself or of its part `name`; `ok` is None where the check could not be made.
 
-    Empty texts are those of the row.
+    For an empty text the row's text is shown.
     """
 
     ok: bool | None
@@ -132,12 +132,12 @@ class Result:
 
 
 class NotRunError(Exception):
-    """A check could not be made. Arguments: why, and where it is known what to do about it."""
+    """Raised where a check could not be made. Arguments: the reason, and what to do about it where that is known."""
 
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One check of doctor: how it is made, what it expects, the command that mends a fault."""
+    """Describe one check of doctor: how it is made, what it expects, and the command that mends a fault."""
 
     name: str
     how: str
@@ -146,7 +146,7 @@ class NodeCheck:
     results: Callable[..., Iterable[Result]]
 
     def findings(self, *context: Any, npu: bool) -> list[Finding]:
-        """Return the findings of the check, made within CHECK_S; on npu one that could not be made is a problem."""
+        """Return the findings of the check, made within CHECK_S; on npu a check that could not be made is a problem."""
         seen: list[Result] = []
 
         def look() -> None:
@@ -156,7 +156,7 @@ class NodeCheck:
             except NotRunError as error:
                 why, *todo = error.args
                 seen.append(Result(None, why, todo="".join(todo)))
-            except Exception as error:  # a problem of this check, whatever it is: the others are made all the same
+            except Exception as error:  # any error is a problem of this check alone: the others still run
                 seen.append(Result(False, f"{type(error).__name__}: {error}"))
 
         thread = Thread(target=look, name=f"doctor: {self.name}", daemon=True)
@@ -182,7 +182,7 @@ def _versions(node: Node) -> Iterator[Result]:
             todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "bash scripts/setup.sh"
             yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"leave them: {todo}")
             return
-        own = load_pins().line(line).repositories  # --upstream, on a CPU
+        own = load_pins().line(line).repositories  # from --upstream, on a CPU
         findings = tuple(one for one in findings if one.name in own)
     for one in findings:
         if one.state != "fine" and one.name != "not supported" and one.where != "config":
@@ -204,9 +204,9 @@ def _disk(node: Node) -> Iterator[Result]:
 
 
 def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
-    """Return (written, read) bytes/s of a file in `folder` that has no name and is gone afterwards.
+    """Return (written, read) bytes/s of a file in `folder`, which has no name and does not remain.
 
-    It is written to the disk and read from there: the page cache is asked to drop it in between.
+    The file is written to the disk and read from there: the page cache is asked to drop it in between.
     """
     block = os.urandom(min(size_bytes, 8 << 20))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -222,14 +222,14 @@ def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
         return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
 
 
-_MEMORY_FILES = (  # limit, use, its parts and the one that is page cache: control groups v2 and v1
+_MEMORY_FILES = (  # (limit, use, statistics, its page cache) in control groups v2 and v1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
 def available_bytes(cgroup: Path) -> int:
-    """Return the bytes of memory that this node has left, under the limit of its container where it has one."""
+    """Return the bytes of memory that this node has left, within the limit of its container where there is one."""
     available = psutil.virtual_memory().available
     for limit, used, parts, cache in _MEMORY_FILES:
         if (cgroup / limit).is_file() and (most := (cgroup / limit).read_text().strip()) != "max":
@@ -257,7 +257,7 @@ def _limits(node: Node) -> Iterator[Result]:
     }
     if npu:
         rules["locked memory"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], infinite
-    for file in (node.machine.cgroup / "pids.max", node.machine.cgroup / "pids/pids.max"):  # v2 and v1
+    for file in (node.machine.cgroup / "pids.max", node.machine.cgroup / "pids/pids.max"):  # control groups v2 and v1
         if file.is_file() and (text := file.read_text().strip()) != "max":
             rules["processes of the container"] = int(text), PROCESSES[npu]
     for name, (soft, need) in rules.items():

@@ -1,8 +1,8 @@
-"""What `doctor` checks of a node's dies, by npu-smi and hccn_tool. The tools only read; nothing is reset or set.
+"""Check a node's dies with npu-smi and hccn_tool, which only read: nothing is reset or set.
 
 The dies of one SuperPoD exchange over HCCS, within a node and between nodes. Their own Ethernet ports (RoCE) are used
-between SuperPoDs, and need an address only then (CANN's rank table reference, `device_ip`): a port without an address
-is a note while HCCS is healthy. The note names the SuperPoD: nodes of another one have a row of their own.
+only between SuperPoDs, and only then need an address (CANN's rank table reference, `device_ip`): a port without an
+address is a note while HCCS is healthy. The note names the SuperPoD, so that nodes of another one have their own row.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _BOARD = ("Compatibility", "Software Version", "Firmware Version")
 
 
 def require_npu(node: Node) -> None:
-    """NotRunError where the run is for another platform."""
+    """Raise NotRunError where the run is for another platform."""
     if not node.npu:
         raise NotRunError(f"no NPU here: recipe.platform is {node.run.recipe.platform}")
 
 
 def smi_of(node: Node) -> NpuSmi:
-    """Return the table of npu-smi on this node; NotRunError without one."""
+    """Return the table of npu-smi on this node; raise NotRunError without one."""
     require_npu(node)
     if node.npu_smi is None:
         raise NotRunError("npu-smi is not installed", "mount it from the host, as scripts/start_container.sh does")
@@ -106,7 +106,7 @@ def _links(node: Node) -> Iterator[Result]:
 
 
 def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
-    """Return (what is wrong with the links of one die, whether its own port has an address)."""
+    """Return (faults of one die's links, whether its own Ethernet port has an address)."""
 
     def port(name: str) -> str:
         return node.machine.output("hccn_tool", "-i", f"{die.number}", f"-{name}", "-g") or ""

@@ -1,1 +1,1 @@
-"""Ray of a run on all its nodes: start it, look at it, end it, from one job file."""
+"""Start, look at and end the Ray of a run on all its nodes, from one job file."""

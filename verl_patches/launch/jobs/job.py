@@ -1,4 +1,4 @@
-"""The job file of `cluster render`: which nodes, which image, which command."""
+"""Read the job file of `cluster render`, which says which nodes run which command in which image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
 from verl_patches.values import Count, Port, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
-# of Kubernetes names, which are also names of containers and Slurm jobs
+# a name for Kubernetes, and so also for containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -29,21 +29,21 @@ def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-# of a command, or a variable's value: may have several lines
+# a word of a command, or the value of a variable, which may have several lines
 Word = Annotated[
     str, _expect(lambda text: text.replace("\n", "").replace("\t", "").isprintable(), "text without control characters")
 ]
 Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
 PlainText = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
-Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate by : and ,
+Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
-# what the scripts of public samples export: {variable: field}
+# {variable that the scripts of public samples export: field}
 FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
-# fields in which ${NAME} is the value of a variable
+# fields in which ${NAME} is replaced by the value of a variable
 EXPANDED = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also in a line of bash -c
+_OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also inside a line of bash -c
 
 
 class _Strict(BaseModel):
@@ -51,7 +51,7 @@ class _Strict(BaseModel):
 
 
 class Ports(_Strict):
-    """As RayPorts; `workers` is [first, last]."""
+    """Hold the ports of the job's Ray, as RayPorts does; `workers` is [first, last]."""
 
     gcs: Port = HEAD_PORT
     first: Port = HEAD_PORT + 1
@@ -59,7 +59,7 @@ class Ports(_Strict):
 
 
 class Ssh(_Strict):
-    """How hosts are reached. `container_options`: further ones of docker run, where there is an image."""
+    """Describe how ssh reaches hosts. `container_options`: further options of docker run, where there is an image."""
 
     user: PlainText | None = None
     command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
@@ -67,10 +67,10 @@ class Ssh(_Strict):
 
 
 class Kubernetes(_Strict):
-    """The pods of a job. `secret`: the Secret that has the job's secrets as keys.
+    """Describe the pods of a job. `secret`: the Secret that has the job's secrets as keys.
 
-    The memory of a pod holds pinned_gib (what `plan` says of the fullest node; the default is that of the 256-die
-    runs), shared_memory_gib (Ray's object store lies there) and worker_gib for each die, unless memory_gib is given.
+    The memory of a pod is pinned_gib (what `plan` says of the fullest node; the default is that of the 256-die
+    runs), shared_memory_gib (for Ray's object store) and worker_gib for each die, unless memory_gib is given.
     """
 
     namespace: Name = "default"
@@ -85,7 +85,7 @@ class Kubernetes(_Strict):
 
 
 class Slurm(_Strict):
-    """Of the batch script. `options`: further #SBATCH lines, such as --account=NAME; `srun_options`: of its srun."""
+    """Describe the batch script. `options`: further #SBATCH lines (--account=NAME); `srun_options`: those of srun."""
 
     partition: PlainText | None = None
     time: PlainText | None = None
@@ -94,22 +94,22 @@ class Slurm(_Strict):
 
 
 class Upload(_Strict):
-    """A copy of results. `from`: a file or folder, relative to the checkout; `to`: where it is sent (upload.py)."""
+    """Describe a copy of results. `from`: a file or folder, relative to the checkout; `to`: its target (upload.py)."""
 
     source: PlainText = Field(alias="from")
     to: Annotated[Line, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
 
 
 class Job(_Strict):
-    """One job file, completed from the environment of the seeds' scripts; unknown keys are refused.
+    """Describe a job as its file does, completed from the environment of the public samples' scripts.
 
-    provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder of the host: folder of the
-    container}, with an image; nothing else outlives a container. nodes, dies: how many, and how many dies each.
-    device: Ray's name of a die. hosts: addresses in the order of ranks (ssh), the first has Ray's head. command: words,
-    run on the head's node. env: variables of Ray and the command. secrets: names of variables, whose values are in the
-    environment of up.sh and run.sh or in env_file. uploads: of the command's results.
-    checkout, upstream, python: the same paths on every node, in the image where there is one. folder: of sockets, logs
-    and the record of what was started, on each node's own disk. wait_s: the longest wait for nodes.
+    Unknown keys are refused. provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder
+    of the host: folder of the container}, with an image; only they outlive a container. nodes, dies: how many nodes,
+    and dies of each. device: Ray's name of a die. hosts: addresses in the order of ranks (ssh), the first has Ray's
+    head. command: words, run on the head's node. env: variables of Ray and the command. secrets: names of variables,
+    whose values are in the environment of up.sh and run.sh or in env_file. uploads: of the command's results. checkout,
+    upstream, python: the same paths on every node, in the image where there is one. folder: sockets, logs and the
+    record of what was started, on each node's own disk. wait_s: the longest wait for nodes.
     """
 
     name: Name
@@ -179,29 +179,29 @@ class Job(_Strict):
 
     @property
     def port_plan(self) -> RayPorts:
-        """The ports of each node."""
+        """Return the port plan of each node."""
         return RayPorts(self.ports.gcs, self.ports.first, (self.ports.workers[0], self.ports.workers[1]))
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits: two jobs are the same if everything but waiting and logs is."""
+        """Return twelve hex digits that name the job, whatever its command, interface, uploads, waiting and logs."""
         text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads", "env_file"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def written_folders(self) -> list[str]:
-        """Where the job's runs write, relative to the checkout; what a shell puts in later ($X) the run looks at."""
+        """Return the folders that the job's runs write to, relative to the checkout, without any that holds $."""
         given = [match[1] for word in self.command for match in _OUTPUT_ROOT.finditer(word)]
         return [folder for folder in given or ["outputs"] if "$" not in folder]
 
     @property
     def logs_folder(self) -> str:
-        """Where the logs of all nodes go, relative to the checkout; by default where the job's runs write."""
+        """Return the folder of all nodes' logs, relative to the checkout; outputs/NAME/cluster by default."""
         return self.logs or f"outputs/{self.name}/cluster"
 
 
 def load_job(path: Path, environ: Mapping[str, str]) -> Job:
-    """Read a job file; ConfigError for anything else, which names the file."""
+    """Read a job file; raise a ConfigError that names the file where it is not valid."""
     given = dict(read_yaml(path))
     source = str(path)
     environ = _completed(given, path, environ)
@@ -216,12 +216,12 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
 
 
 def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Put values for ${NAME}, and nodes for replica_count; return the environment with that of env_file.
+    """Expand ${NAME}, and rename replica_count to nodes; return the environment with that of env_file.
 
     A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
     """
     if "nodes" not in given and "replica_count" in given:
-        given["nodes"] = given.pop("replica_count")  # else it is refused as an unknown key
+        given["nodes"] = given.pop("replica_count")  # otherwise it is refused as an unknown key
     listed = given.get("secrets")
     secrets = listed if isinstance(listed, list) else []
 
@@ -252,7 +252,7 @@ def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) 
 
 
 def _read_env_file(path: Path) -> dict[str, str]:
-    """{name: value} of lines NAME=VALUE, as docker's --env-file reads them: values as they are, # begins a comment."""
+    """Return {name: value} of lines NAME=VALUE as docker's --env-file reads them: literal values, # for comments."""
     found = {}
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -269,20 +269,20 @@ def _read_env_file(path: Path) -> dict[str, str]:
 
 
 def _take(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
-    """A number or name of the environment fills a field; ConfigError where the file says otherwise."""
+    """Fill a field from a variable of the environment; raise ConfigError where the file says otherwise."""
     taken: Any = value
     if field != "interface":
         if not re.fullmatch("[0-9]{1,9}", value):
             raise ConfigError(f"{variable} is {value!r}, expected a whole number")
         taken = int(value)
-    if given.get(field) is None or field == "interface":  # nodes may name their interfaces differently
+    if given.get(field) is None or field == "interface":  # nodes may have different interface names
         given[field] = taken
     elif given[field] != taken:
         raise ConfigError(f"{source} has {field}: {given[field]!r}, but {variable} is {value}; remove one of them")
 
 
 def require_volumes(job: Job) -> None:
-    """ConfigError where what the job's containers write, results or logs, would be deleted with them."""
+    """Refuse a job whose results or logs would be deleted with its containers."""
     if not job.image or job.provider == "nodes":
         return
     needed = dict.fromkeys(job.written_folders, "runs write")

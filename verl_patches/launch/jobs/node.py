@@ -1,11 +1,11 @@
-"""What node.sh asks Python on a node of a job: `python -m verl_patches.launch.jobs.node QUESTION ARGUMENT...`.
+"""Answer a question of node.sh on a node of a job: `python -m verl_patches.launch.jobs.node QUESTION ARGUMENT...`.
 
-    place RANK NODES HEAD INTERFACE PORT HOST...  the addresses of this node and of Ray's head, which other nodes reach
-    ports ADDRESS PORT=SERVICE...                 whether all are free; a taken one is named with its process
-    preload                                       LD_PRELOAD of Ray, and notes of what would stop or slow it
+place RANK NODES HEAD INTERFACE PORT HOST...  print the addresses of this node and of Ray's head, which others reach
+ports ADDRESS PORT=SERVICE...                 check that all are free; a taken one is named with its process
+preload                                       print LD_PRELOAD of Ray, and notes of what would stop or slow it
     wait HEAD:PORT JOB NODES LIMIT_S PORT HOST... wait until all nodes of the job are in Ray; the missing ones are named
 
-Answers are on standard output; exit code 2 (wrong use, something in the way) or 1 with a sentence on standard error.
+Answers are on standard output. The exit code is 2 for wrong use or an obstacle, else 1, with a sentence on stderr.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from verl_patches.platform.npu.machine import preload, start_notes
 from verl_patches.processes import taken_by
 from verl_patches.run.ray_nodes import CALL_S, ask_nodes
 
-LOOPBACK = ("127.0.0.1", "127.0.1.1")  # what /etc/hosts gives a machine's own name, the second on Debian and Ubuntu
+LOOPBACK = ("127.0.0.1", "127.0.1.1")  # /etc/hosts gives them to a machine's own name, the second on Debian and Ubuntu
 
 
 def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Sequence[str]) -> tuple[str, str]:
     """Return (address of this node, address of Ray's head), as other nodes reach them.
 
-    A node's own name may be its loopback; then its address is that of the interface, else the one that the route to
-    another node takes. ConfigError where that is not enough or is not of this node.
+    A node's own name may be its loopback; then its address is that of the interface, or the one that the route to
+    another node takes. ConfigError where no address is found, or where it is not this node's.
     """
     if not head:
         if nodes > 1:
@@ -59,7 +59,7 @@ def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Se
 
 
 def _reachable(name: str, interface: str, other: str, port: int) -> str:
-    """Return the address of this node's own name, or where that is the loopback another of its addresses."""
+    """Return the address of this node's own name, or another one of the node where that is the loopback."""
     address = _resolved(name)
     if address not in LOOPBACK:
         return address
@@ -115,14 +115,14 @@ def _towards(other: str, port: int) -> str:
     """Return the address from which this node reaches another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((other, port))  # chooses a route, sends nothing
+            probe.connect((other, port))  # a UDP socket chooses a route and sends nothing
         except OSError as error:
             raise ConfigError(f"node {socket.gethostname()} has no route to {other}: {error.strerror}") from None
         return str(probe.getsockname()[0])
 
 
 def require_free_ports(address: str, services: Mapping[int, str]) -> None:
-    """ConfigError that names the service and the process for each port that is taken."""
+    """Refuse ports that are taken, and name the service and the process of each."""
     holders = {port: taken_by(port, ("0.0.0.0", address)) for port in services}
     taken = [f"port {port} ({services[port]}) is taken by {holder}" for port, holder in holders.items() if holder]
     if taken:
@@ -150,7 +150,7 @@ def missing_nodes(
 
 
 def _unreachable(host: str, port: int) -> str:
-    """Return why no connection can be made; empty where one can."""
+    """Return why a connection to HOST:PORT fails; empty where it works."""
     try:
         with socket.create_connection((host, port), timeout=3.0):
             return ""
@@ -179,7 +179,7 @@ def _answer(question: str, words: Sequence[str]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Answer a question; return 1 or 2, with a sentence, where there is no good answer."""
+    """Answer a question and return the exit code: 1 or 2, with a sentence, where there is no good answer."""
     try:
         if answer := _answer(words[0], words[1:]):
             sys.stdout.write(f"{answer}\n")

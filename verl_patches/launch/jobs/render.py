@@ -1,7 +1,7 @@
-"""What `cluster render` writes for a job: the scripts of templates/, job.sh with the job's values, and for Slurm and
-Kubernetes the file that `sbatch` or `kubectl apply` takes. Neither was tried on a cluster.
+"""Write the files of a job for `cluster render`: the scripts of templates/, job.sh, and those of Slurm and Kubernetes.
 
-The scripts are the same for every job: all that differs is in job.sh.
+The scripts are the same for every job; job.sh has the job's values. The further file is what `sbatch` or `kubectl
+apply` takes; neither was tried on a cluster.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from verl_patches.run.ray_nodes import ray_start
 TEMPLATES = Path(__file__).parent / "templates"
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 BEGINS = "verl_patches: output begins"
-START_S, RECONNECT_S, RETRY_S = 120, 900, 10  # the longest `ray start`; how long, how often a lost connection is tried
+START_S, RECONNECT_S, RETRY_S = 120, 900, 10  # longest `ray start`; how long, and how often, a lost connection is tried
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 
 
 def render(job: Job, folder: Path, source: str) -> str:
-    """Write the scripts of a job into a folder; return the command that starts it. `source`: the job file's name.
+    """Write the scripts of a job into a folder and return the command that starts it. source: the job file's name.
 
-    ConfigError where something else lies there. A second call writes them anew.
+    Raise ConfigError where the folder has other files. A second call writes the scripts anew.
     """
     job_sh, names = folder / "job.sh", ["node.sh"]
     if folder.exists() and not job_sh.exists() and any(folder.iterdir()):
@@ -59,10 +59,10 @@ def render(job: Job, folder: Path, source: str) -> str:
 
 
 def job_values(job: Job, source: str) -> str:
-    """Return the text of job.sh. It has the names of secrets, and no value of one."""
+    """Return the text of job.sh, which has the names of secrets but no values of them."""
     logs = str(REPOSITORY / job.logs_folder) if job.provider == "ssh" else job.logs_folder
     srun = list(job.slurm.srun_options)
-    if job.image and job.provider == "slurm":  # of the plugin pyxis
+    if job.image and job.provider == "slurm":  # options of Slurm's plugin pyxis
         srun.append(f"--container-image={job.image}")
         srun += ["--container-mounts=" + ",".join(f"{host}:{to}" for host, to in job.volumes.items())]
     values: dict[str, str | int | list[str]] = {
@@ -77,7 +77,7 @@ def job_values(job: Job, source: str) -> str:
         "container_options": job.ssh.container_options,
         "checkout": job.checkout,
         "python": job.python,
-        "paths": os.pathsep.join([job.checkout, *job.upstream]),  # before a node's own PYTHONPATH
+        "paths": os.pathsep.join([job.checkout, *job.upstream]),  # these come before a node's own PYTHONPATH
         "folder": job.folder,
         "written": [str(Path(job.checkout, folder)) for folder in job.written_folders],
         "logs": logs,
@@ -109,7 +109,7 @@ def job_values(job: Job, source: str) -> str:
 
 
 def _quoted(value: str | int | list[str]) -> str:
-    """Return a value as bash reads it; a text with an apostrophe in double quotes, where they change nothing."""
+    """Return a value quoted for bash: a text with an apostrophe in double quotes, where they change nothing."""
     if isinstance(value, list):
         return f"({' '.join(map(_quoted, value))})"
     text = str(value)
@@ -117,20 +117,20 @@ def _quoted(value: str | int | list[str]) -> str:
 
 
 def _services(job: Job, is_head: bool) -> list[str]:
-    """Return PORT=NAME of each service of Ray on a node; its workers take what is free of their ports."""
+    """Return PORT=NAME of each service of Ray on a node; its workers take any free ports of their range."""
     spans = job.port_plan.spans(is_head).items()
     return [f"{first}={name}" for name, (first, last) in spans if first == last]
 
 
 def _ray_options(job: Job, is_head: bool) -> list[str]:
-    """Return the options of a node's `ray start` without addresses and labels, which node.sh adds."""
+    """Return the options of a node's `ray start`, without the addresses and labels that node.sh adds."""
     temp = f"{job.folder}/ray"
     words = ray_start("", "", is_head, {job.device: job.dies}, job.port_plan, job.dashboard, temp_dir=temp)
     return [word for word in words[2:] if not word.startswith(("--address=", "--node-ip-address="))]
 
 
 def slurm_script(job: Job, folder: Path) -> str:
-    """Return the batch script: one task a node, which runs node.sh. The job's secrets are in sbatch's environment."""
+    """Return the batch script of Slurm: one task a node runs node.sh; sbatch's environment has the job's secrets."""
     slurm = job.slurm
     lines = [f"--job-name={job.name}", f"--nodes={job.nodes}", "--ntasks-per-node=1", "--exclusive"]
     lines += [f"--partition={slurm.partition}"] if slurm.partition else []
@@ -142,14 +142,14 @@ def slurm_script(job: Job, folder: Path) -> str:
 
 
 def kubernetes_file(job: Job, scripts: Mapping[str, str]) -> str:
-    """Return templates/kubernetes.yaml with the job's values, as JSON, which YAML reads as it is; `scripts`: by name.
+    """Return templates/kubernetes.yaml with the job's values, as JSON, which YAML can read; scripts: {name: text}.
 
-    Fields of batch/v1, v1, networking.k8s.io/v1 and, with a queue, Volcano's scheduling.volcano.sh/v1beta1.
+    It has fields of batch/v1, v1, networking.k8s.io/v1 and, with a queue, Volcano's scheduling.volcano.sh/v1beta1.
     """
     kubernetes, labels = job.kubernetes, {"verl-patches/job": job.name}
     metadata = {"name": job.name, "namespace": kubernetes.namespace, "labels": labels}
     group: dict[str, Any] = {"apiVersion": "scheduling.volcano.sh/v1beta1", "kind": "PodGroup", "metadata": metadata}
-    group["spec"] = {"minMember": job.nodes, "queue": kubernetes.queue}  # all of its pods start, or none
+    group["spec"] = {"minMember": job.nodes, "queue": kubernetes.queue}  # Volcano starts all of its pods or none
     memory_gib = kubernetes.memory_gib or (
         kubernetes.pinned_gib + kubernetes.shared_memory_gib + job.dies * kubernetes.worker_gib
     )

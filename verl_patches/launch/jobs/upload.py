@@ -1,10 +1,11 @@
-"""A job's uploads: copies of its results in another store (s3:// and others of fsspec), never deleted there.
+"""Upload a job's results to another store (s3:// and others of fsspec), where nothing is deleted.
 
     python -m verl_patches.launch.jobs.upload FROM TO [FROM TO ...] [-- COMMAND...]
 
-runs the command and, when it has ended, sends what TO lacks. The exit code is the command's, but 1 where that is 0 and
-not all was sent. A file is there where its copy has its size and is not older. Object stores show whole objects alone;
-on a file system a copy gets its name when it is whole. MARK in TO names the FROM whose copies are there.
+This runs the command and, when it has ended, sends the files that TO lacks. The exit code is the command's, or 1 where
+that is 0 and not all was sent. A file is not sent again where its copy has its size and is not older. Object stores
+show only whole objects; on a file system a copy gets its name when it is whole. MARK in TO names the FROM of the
+copies.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from verl_patches.shared_files import PARTIAL
 from verl_patches.values import is_secret_variable, printable, size_text
 from verl_patches.weights.manifest import CRITIC, MANIFEST, SAVED
 
-_NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$")  # names of what is hidden or being written
+_NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$")  # names of hidden files and of files being written
 MARK = ".verl_patches_upload"
 log = logging.getLogger(__name__)
 
 
 def command_words(job: Job) -> list[str]:
-    """Return the job's command, run by this module where the job has uploads: to a folder of the job's name in each."""
+    """Return the job's command, run by this module where the job has uploads, each to a folder of the job's name."""
     pairs = []
     for each in job.uploads:
         pairs += [str(Path(job.checkout, each.source)), f"{each.to.rstrip('/')}/{job.name}"]
@@ -43,7 +44,7 @@ def command_words(job: Job) -> list[str]:
 
 
 def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (path below `source`, file) of all whole files: no hidden ones, links, nor what is being written.
+    """Yield (path below `source`, file) of all whole files, without hidden files, links and files being written.
 
     A checkpoint without its manifest is left out.
     """
@@ -57,13 +58,13 @@ def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _manifests_last(file: tuple[str, Path]) -> int:
-    """Order files so that a copy of a checkpoint has its manifest, which makes it one, after all others."""
+    """Return a sort key that puts a checkpoint's manifest, which makes it a checkpoint, after all its other files."""
     path = file[1]
     return 0 if path.name != MANIFEST else 1 if path.parent.name == CRITIC else 2
 
 
 def send(source: Path, to: str) -> bool:
-    """Send the files that a target lacks, and log how many; return whether all are there. A failure ends it."""
+    """Send the files that a target lacks, log how many, and return whether all arrived. The first failure ends it."""
     sizes, fault = [], ""
     try:
         for size in _sent(source, to):
@@ -75,7 +76,7 @@ def send(source: Path, to: str) -> bool:
 
 
 def _sent(source: Path, to: str) -> Iterator[int]:
-    """Send the files that `to` lacks; yield the size of each in bytes. Errors are fsspec's, and ConfigError."""
+    """Send the files that `to` lacks and yield the size of each in bytes; raises errors of fsspec, and ConfigError."""
     if not source.exists():
         raise ConfigError(f"{source}: expected a file or a folder, found none")
     store, root = url_to_fs(to, **({"auto_mkdir": True} if to.startswith(("file:", "local:")) else {}))
@@ -89,7 +90,7 @@ def _sent(source: Path, to: str) -> Iterator[int]:
         name, facts = f"{root}/{path}", file.stat()
         copy = there.get(name)
         if not copy or copy["size"] != facts.st_size or _modified(store, name, copy) < facts.st_mtime:
-            if "file" in store.protocol:  # of a file system: another name until the copy is whole
+            if "file" in store.protocol:  # on a file system the copy has another name until it is whole
                 store.put_file(str(file), name + PARTIAL)
                 store.mv(name + PARTIAL, name)
             else:
@@ -98,12 +99,12 @@ def _sent(source: Path, to: str) -> Iterator[int]:
 
 
 def _modified(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:
-    """Return when a copy was written, s since 1970; of a listing where it says so (ossfs.modified gives local time)."""
+    """Return when a copy was written, in s since 1970, from its listing if possible (ossfs.modified is local time)."""
     return (copy.get("LastModified") or store.modified(name)).timestamp()
 
 
 def _without_secrets(error: Exception) -> str:
-    """Return an error as one line, with names in place of the values of variables that are secrets by their name."""
+    """Return an error as one line, with values of secret variables replaced by the variables' names."""
     text = f"{type(error).__name__}: {error}"
     for name, value in os.environ.items():
         if is_secret_variable(name) and len(value) > 5:
@@ -112,7 +113,7 @@ def _without_secrets(error: Exception) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the words of `command_words`; return their exit code, 128 + n where signal n ended the command."""
+    """Run the words of `command_words` and return their exit code, 128 + n where signal n ended the command."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
     end = words.index("--") if "--" in words else len(words)
     pairs, command = words[:end], words[end + 1 :]

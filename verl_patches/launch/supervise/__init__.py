@@ -1,1 +1,1 @@
-"""Watching a run: what each node sees of its processes, and which rank a run waits for."""
+"""Watch a run: see its processes on each node, and find the rank that the others wait for."""

@@ -1,8 +1,8 @@
-"""Decide which rank is stalled, from the nodes' reports. Plain data in and out; no Ray, no torch.
+"""Decide which rank is stalled, from the nodes' reports: plain data in and out, without Ray and torch.
 
-A place is a phase of a worker, or a call where it has no phases. The first time there has a fixed bound; later ones the
-larger of a least time and `factor` times the longest time that any rank was there so far. A rank that waits for another
-in a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited.
+A place is a phase of a worker, or a call where it has no phases. The first stay there has a fixed bound; later ones
+have the larger of a least time and `factor` times the longest stay of any rank so far. A rank that waits for another in
+a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited.
 
 A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
 it has begun more operations than another rank. Then the culprit is the first of these that there is:
@@ -14,11 +14,11 @@ it has begun more operations than another rank. Then the culprit is the first of
     the controller, where no rank is in a call
     all overdue ranks, where none of these holds
 
-In the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits, then
-those that are still in their constructor.
+During the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits,
+or, if there are none, those that are still in their constructor.
 
-A group's numbers are compared only if its members had equal ones, above 0, when their calls began: gloo counts sends
-and receives too, so that the stages of a pipeline do not agree.
+A group's numbers are compared only if its members had equal numbers, above 0, when their calls began: gloo counts sends
+and receives too, so that the numbers of a pipeline's stages differ.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from verl_patches.heartbeat.node import STOPPED, Seen
 from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
 from verl_patches.values import size_text
 
-GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
+GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer notice first
 SILENT_S = 20.0
-# {rank: {rank that waits for it: (group, its number, the other's)}}; ranks as of a Beat
+# {rank: {rank that waits for it: (group, its number, the other's number)}}; ranks are those of a Beat
 Awaited = dict[int | None, dict[int | None, tuple[str, int, int]]]
-# They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
+# They wait for the slowest disk or analyse a trace, so that earlier times predict nothing: Bounds.load_s holds.
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
-WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest (216 s of 18 min) is left to collect stacks
+WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
 SHOWN = 8
 _STARTING = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
 
 
 class StallError(RecipeError):
-    """A rank, or the controller, is in one phase for longer than expected."""
+    """Raised where a rank, or the controller, stays in one phase for longer than expected."""
 
 
 class LostNodeError(RecipeError):
-    """A node with ranks of the run does not answer any more."""
+    """Raised where a node with ranks of the run no longer answers."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """When a place is overdue, in seconds: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts.
+    """Bound the seconds in a place: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts.
 
     collective_s: how long a rank may wait for another in an operation of a process group, wherever it is.
     """
@@ -67,14 +67,14 @@ class Bounds:
     collective_s: float = float("inf")
 
     def of(self, seen: Seen, longest_s: float) -> float:
-        """Return the bound of where `seen` is; longest_s: the longest time that any process was there before."""
+        """Return the bound of the place of `seen`; longest_s: the longest time of any process there so far."""
         if _is_slow(seen.beat):
             return max(self.factor * longest_s, self.first_s, self.load_s)
         been_there = seen.beat.place in seen.beat.longest_s
         return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
 
     def of_wait(self, seen: Seen) -> float:
-        """Return the bound of a wait for another rank; where it may be for that rank's disk, as long as `of`."""
+        """Return the bound of a wait for another rank; as long as `of` where it may wait for that rank's disk."""
         return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def _is_slow(beat: Beat) -> bool:
 
 @dataclass(frozen=True)
 class Stall:
-    """What is wrong: culprits, some rank that waits for them, one sentence."""
+    """Describe a stall: the culprits, some rank that waits for them, and one sentence."""
 
     culprits: tuple[Seen, ...]
     waiting: tuple[Seen, ...]
@@ -97,7 +97,7 @@ class Stall:
 
 
 def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Stall | None:
-    """The stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
+    """Return the stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
     longest: defaultdict[str, float] = defaultdict(float)
@@ -127,7 +127,7 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Sta
 
 
 def _long_wait(ranks: Sequence[Seen], busy: Sequence[Seen], bounds: Bounds, controller: Seen | None) -> Stall | None:
-    """No phase is overdue yet, but a rank waits in an operation of a process group that another has not begun."""
+    """Return the stall of a rank that waits too long in a process group's operation that another has not begun."""
     still = [seen for seen in busy if seen.still_s > bounds.of_wait(seen)]
     awaited = awaited_by(ranks) if still else {}
     waiting = [seen for seen in still if _waits(seen, awaited)]
@@ -142,7 +142,7 @@ def _long_wait(ranks: Sequence[Seen], busy: Sequence[Seen], bounds: Bounds, cont
 
 
 def _stalled_start(ranks: Sequence[Seen], first: Seen, limit_s: float, world: int) -> Stall:
-    """`first` is overdue in the start; no process group says yet who waits for whom."""
+    """Return the stall of `first`, overdue in the start, when no process group yet says who waits for whom."""
     text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
     late = not_started(ranks, world)
     culprits = () if _missing(ranks, world) else [seen for seen in ranks if seen.beat.call == START] or [first]
@@ -154,7 +154,7 @@ def _missing(ranks: Sequence[Seen], world: int) -> list[int]:
 
 
 def not_started(processes: Sequence[Seen], world: int) -> str:
-    """The ranks that have not started, as text; "" where all have."""
+    """Return as text the ranks that have not started; "" where all have."""
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     inside = [seen for seen in ranks if seen.beat.call == START and seen.state != "gone"]
     texts = []
@@ -167,7 +167,7 @@ def not_started(processes: Sequence[Seen], world: int) -> str:
 
 
 def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
-    """(ranks that have started, text with what they do) of a run's start; the text is "" once a step has begun."""
+    """Return (ranks that have started, text with what they do); the text is "" once a step has begun."""
     if any(seen.beat.rank is None and seen.beat.step for seen in processes):
         return world, ""
     doing = Counter(_STARTING.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None)
@@ -181,7 +181,7 @@ def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
 
 
 def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:
-    """The controller, with the time since it called a rank last; none before step 1."""
+    """Return the controller, with the time since its last call of a rank; empty before step 1."""
     if controller is None or not controller.beat.call:
         return []
     alone_s = min((seen.in_place_s for seen in ranks), default=controller.in_place_s)
@@ -195,7 +195,7 @@ def _stall(culprits: Sequence[Seen], waiting: Sequence[Seen], sentence: str, con
 
 
 def _culprits(ranks: Sequence[Seen], overdue: Sequence[Seen]) -> tuple[list[Seen], str]:
-    """(culprits, what they do) by the order of the module's docstring."""
+    """Return (culprits, what they do), chosen in the order that the module's docstring gives."""
     if stopped := [seen for seen in ranks if seen.state[:1] in STOPPED]:
         return stopped, f"{_verb(stopped)} stopped (state {stopped[0].state}: SIGSTOP or a debugger)"
     silent = [seen for seen in ranks if seen.silent_s > SILENT_S]
@@ -236,7 +236,7 @@ def _waits(seen: Seen, awaited: Awaited) -> bool:
 
 
 def _waiting(others: Sequence[Seen], culprits: Sequence[Seen]) -> str:
-    """How many ranks wait, and in which operation of which group."""
+    """Return as text how many ranks wait, and in which operation of which group."""
     if not others:
         return ""
     count = f"; {len(others)} other rank{'s are' if len(others) > 1 else ' is'} in a call"

@@ -1,8 +1,8 @@
-"""The watch of a run, in its driver: looks at the heartbeats on all nodes, and ends the run at a stall or a lost node.
+"""Watch a run from its driver: read the heartbeats of all nodes, and end the run at a stall or a lost node.
 
-The driver only waits for the controller, and its looks are calls without waiting: a rank, the controller or a node that
-does not answer cannot keep it. On its own node it reads the files itself; on each other node an actor without resources
-does.
+The driver only waits for the controller, and never waits for an answer to its calls: a rank, the controller or a node
+that does not answer cannot block it. On its own node it reads the files itself, on each other node an actor without
+resources reads them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from verl_patches.run.ray_nodes import living, on_node, results, said
 
 log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
-LOST_S = 60.0  # without an answer of a node; Ray's own health check takes about 30 s
+LOST_S = 60.0  # without an answer a node is lost; Ray's own health check takes about 30 s
 AGENT_S = 20.0  # from a failure of a node's agent to the first call of the next one
-ASK_S = 20.0  # for stacks, and for the end
+ASK_S = 20.0  # limit for stacks, and for the end
 RECORD, STACKS = "watch.json", "stacks"
 DEVICE, COLLECTIVE = "device", "collective"
 _RAISED_BY = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
@@ -48,9 +48,10 @@ _DEVICE = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
 
 
 class Watcher:
-    """Looks at a run of `world` ranks, whose record is in `to`.
+    """Watch a run of `world` ranks, whose record is in `to`.
 
-    stops: a stall ends the run, else it is only logged and recorded, once. say(text): called with how far the start is.
+    stops: whether a stall ends the run, or is only logged and recorded, once. say(text): gets the progress of the
+    start.
     """
 
     def __init__(self, to: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
@@ -59,13 +60,13 @@ class Watcher:
         self._to, self._bounds, self._world, self._stops = to, bounds, world, stops
         self._folder, self._own = folder_of_run(), ray.get_runtime_context().get_node_id()
         self._others: dict[str, _Other] = {}
-        self._address = ""  # of the driver's node
+        self._address = ""  # the address of the driver's node
         self._checked = self._listed = 0.0
         self._recorded = False
         self._say, self._start, self._say_at = say, (0, ""), 0.0
 
     def check(self) -> None:
-        """Check the run once, at most every EVERY_S. StallError or LostNodeError names the culprit."""
+        """Check the run, at most once in EVERY_S; raise a StallError or LostNodeError that names the culprit."""
         now = time.monotonic()
         if now - self._checked < EVERY_S:
             return
@@ -78,9 +79,9 @@ class Watcher:
         self._refuse_lost()
         processes = self.processes()
         start = start_of(processes, self._world)
-        goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records in writing
+        goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records that are being written
         if not start[1]:
-            self._start = self._world + 1, ""  # a step has begun: nothing is said of the start any more
+            self._start = self._world + 1, ""  # a step has begun, so nothing more is said of the start
         elif goes_on and now >= self._say_at:
             self._start, self._say_at = start, now + SAY_EVERY_S
             self._say(start[1])
@@ -90,7 +91,7 @@ class Watcher:
             self._end_at(stall)
 
     def processes(self) -> list[Seen]:
-        """Ranks and controller of all nodes, as their nodes saw them last."""
+        """Return the ranks and the controller, as their nodes saw them last."""
         seen_here = self._here() + [seen for other in self._others.values() for seen in other.seen]
         return sorted(seen_here, key=node.ranks_first)
 
@@ -98,9 +99,9 @@ class Watcher:
         return node.read_processes(self._folder, self._own)
 
     def explain(self, error: BaseException) -> None:
-        """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
+        """Raise LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
 
-        Where processes have ended, the record names them with their nodes; else the rank that raised an error of its
+        The record names processes that have ended, with their nodes, or else the rank that raised an error of its
         device or of a collective. Ranks that had not started are in the log.
         """
         self._list_nodes()
@@ -117,13 +118,13 @@ class Watcher:
             self._record([raised], f"{raised.where} raised an error of its {kind}", [], kind)
 
     def close(self, failed: bool) -> None:
-        """Remove the heartbeats on every node; of a run that failed, first kill what still runs there."""
+        """Remove the heartbeats on every node; of a run that failed, first kill its remaining processes."""
         calls = [other.agent.close.remote(failed) for other in self._others.values() if not other.lost]
         node.close(self._folder, failed)
         _answers(calls)
 
     def _raised(self, text: str) -> Seen | None:
-        """The rank whose error is `text`, by the innermost pid and address that Ray writes into it."""
+        """Return the rank that raised the error `text`, by the innermost pid and address that Ray writes into it."""
         for pid, address in reversed(_RAISED_BY.findall(text)):
             for seen in self.processes():
                 other = self._others.get(seen.node)
@@ -161,7 +162,7 @@ class Watcher:
                 log.warning("watch: %s", text)
 
     def _lost(self, own: bool) -> Iterator[tuple[str, list[Seen], str]]:
-        """(address, its processes, how) of each lost node with ranks; of the driver's `own` one too, if asked."""
+        """Yield (address, processes, reason) of each lost node with ranks; of the driver's `own` node too, if asked."""
         for other in self._others.values():
             if other.seen and (other.lost or other.unanswered_s() > LOST_S):
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
@@ -171,7 +172,7 @@ class Watcher:
             yield self._address, here, ended
 
     def _end_at(self, stall: Stall) -> None:
-        asked = [*stall.culprits, *stall.waiting]  # to be asked, a stopped one is continued
+        asked = [*stall.culprits, *stall.waiting]  # a stopped process would have to be continued to write its stack
         files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED])
         text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
         self._record(stall.culprits, text, files)
@@ -180,7 +181,7 @@ class Watcher:
         log.warning("watch: %s", text)
 
     def _write_stacks(self, asked: Sequence[Seen]) -> list[str]:
-        """Files of the Python stacks of these processes, below the run's folder."""
+        """Return the files of these processes' Python stacks, below the run's folder."""
         names = [seen.beat.name for seen in asked]
         nodes = {seen.node for seen in asked}
         calls = [other.agent.stacks.remote(names) for name, other in self._others.items() if name in nodes]
@@ -214,11 +215,11 @@ def _written(file: Path, text: str) -> bool:
 
 
 def _raylets_end() -> str | None:
-    """How the raylet of this node has ended, which ends all of Ray's processes here; None while it answers."""
+    """Return how this node's raylet has ended, which ends all of Ray's processes here; None while it answers."""
     import ray
 
     here = ray._private.worker.global_worker.node
-    for kind, process in here.dead_processes():  # of those that this process has started
+    for kind, process in here.dead_processes():  # among the processes that this one has started
         if kind == "raylet":
             code = process.returncode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
@@ -232,14 +233,14 @@ def _raylets_end() -> str | None:
 
 
 def fault_in(text: str) -> str | None:
-    """DEVICE or COLLECTIVE for an error of these, else None. The rank that raises the second is only who noticed it."""
+    """Return DEVICE or COLLECTIVE for such an error, else None; the rank of the second has only noticed the fault."""
     if _COLLECTIVE.search(text):
         return COLLECTIVE
     return DEVICE if _DEVICE.search(text) else None
 
 
 class _Other:
-    """A node that is not the driver's: its agent, and what it answered last."""
+    """Hold a node other than the driver's: its agent, and the agent's last answer."""
 
     def __init__(self, name: str, address: str):
         self.name, self.address, self.lost, self.seen = name, address, False, list[Seen]()
@@ -247,7 +248,7 @@ class _Other:
         self._next_call = 0.0
 
     def poll(self) -> None:
-        """Take the answer of the last call if it is there, and call again."""
+        """Take the answer of the last call if it has arrived, and call again."""
         import ray
 
         if time.monotonic() < self._next_call:
@@ -257,7 +258,7 @@ class _Other:
                 return
             try:
                 self.seen, self._answered = ray.get(self._call), time.monotonic()
-            except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
+            except ray.exceptions.RayError as error:  # the agent is gone: start another, until the node is lost
                 log.warning("watch: no answer from node %s: %s", self.address, said(error))
                 self.agent, self._next_call = on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
                 self._call = None
@@ -265,12 +266,12 @@ class _Other:
         self._call = self.agent.processes.remote()
 
     def unanswered_s(self) -> float:
-        """Seconds since the last answer."""
+        """Return the seconds since the last answer."""
         return time.monotonic() - self._answered
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    """The result of each call, None where it has none within ASK_S."""
+    """Return the result of each call, None for a call that has not ended within ASK_S."""
     answers = results(calls, ASK_S)
     for error in answers:
         if isinstance(error, Exception):
