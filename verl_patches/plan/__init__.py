@@ -1,1 +1,1 @@
-"""What a run would use before anything is started: checks, memory, step time, a search of layouts; no torch."""
+"""Plan a run before anything is started: checks, memory, step time, a search of layouts; no torch."""

@@ -1,8 +1,8 @@
-"""Modelled bytes of activations on line a3: what a layer saves for backward, and what a pass holds at once. No torch.
+"""Model the bytes of activations on line a3: what a layer saves for backward, and what a pass holds at once; no torch.
 
-As "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022, arXiv 2205.05198) counts
-them, for MLA and routed experts: every tensor that an op saves for its backward, once. Which these are was read from
-the pins, and is measured by tests/plan/test_activations.py with a real layer: MindSpeed-LLM's
+They are counted as in "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022, arXiv
+2205.05198), for MLA and routed experts: every tensor that an op saves for its backward, once. These were read from
+the pins, and tests/plan/test_activations.py measures them with a real layer: MindSpeed-LLM's
 multi_head_latent_attention.py, router.py, token_dispatcher.py, experts.py; what a compiled op saves from its C++
 (mindspeed/ops/csrc/cann) or torch_npu's derivatives (npu_fusion_attention: query, key, value, output, maximum and sum;
 npu_rms_norm: input and rstd; npu_swiglu: input).
@@ -22,8 +22,8 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
     shared     3 b T f shared / tp                         as dense_mlp
 
 w is the head width padded to a multiple of 128, 256 at 671B; with `unpadded` q and k have their own width and v is a
-part of kv_b_proj's output. alltoall_overlap saves the same bytes. Not modelled: what it holds at once, context
-parallelism, dynamic batches, fragmentation.
+part of kv_b_proj's output. alltoall_overlap saves the same bytes; those that it holds at once are not modelled, nor
+are context parallelism, dynamic batches and fragmentation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 
-CHUNK_BYTES = 8 << 20  # of fp32 logits in model/log_prob.py
-# Rows of the busiest rank's experts over the mean without balanced routing: an assumption, nothing here measured it
+CHUNK_BYTES = 8 << 20  # size of a chunk of fp32 logits in model/log_prob.py
+# Rows of the busiest rank's experts over the mean without balanced routing: assumed, not measured here
 UNBALANCED = 2.0
 _FLASH_WIDTH = 128  # MindSpeed-LLM's --padded-base-length
 _STATISTICS = 2 * 8 * 4  # maximum and sum of a query, each eight times in fp32
@@ -46,21 +46,21 @@ PerStage = int | tuple[int, ...]  # one number for all stages, or one for each
 
 
 def of_stage(layers: PerStage, stage: int) -> int:
-    """Recomputed layers of `stage`."""
+    """Return the number of recomputed layers of `stage`."""
     return layers if isinstance(layers, int) else layers[stage]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What decides the activations of a run besides model and layout.
+    """Hold what decides a run's activations beside model and layout.
 
     `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
-    replica. `recompute_layers`: layers of a stage whose activations are made again in backward, one number for all
+    replica. `recompute_layers`: layers of a stage whose activations are recomputed in backward, one number for all
     stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
-    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's
-    step, whose routed experts are recorded (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`:
-    no weight gradient of its own. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a
-    critic; `reward_tokens`: of a reward model.
+    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: tokens of a
+    replica's step whose routed experts are recorded (recipe.train.routing_replay). `fused_expert_wgrad`,
+    `fused_linear_wgrad`: whether weight gradients are added in place. `critic_tokens`, `critic_batches`: as
+    `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a reward model.
     """
 
     update_tokens: int
@@ -84,9 +84,9 @@ class Passes:
 def layer_terms(
     model: ModelShape, moe: bool, tokens: int, layout: ParallelLayout, imbalance: float = 1.0, unpadded: bool = False
 ) -> dict[str, int]:
-    """{term: bytes} that one layer saves for the backward pass of a micro batch of `tokens`; the table above.
+    """Return {term: bytes} that one layer saves for the backward pass of a micro batch of `tokens`, by the table above.
 
-    In the dtype of `model`; in fp32 the router saves no copies.
+    Values have the dtype of `model`; in fp32 the router saves no copies.
     """
     b, hidden, tp = DTYPE_BYTES[model.torch_dtype], model.hidden_size, layout.tp
     s, heads = -(-tokens // tp), model.num_attention_heads // tp
@@ -110,7 +110,7 @@ def layer_terms(
 
 
 def _attention_width(model: ModelShape, unpadded: bool) -> int:
-    """Values that attention saves of a token and head."""
+    """Return the number of values that attention saves for each token and head."""
     qk, v = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
     if unpadded:
         return 2 * qk + (model.qk_nope_head_dim + v) + v
@@ -119,13 +119,13 @@ def _attention_width(model: ModelShape, unpadded: bool) -> int:
 
 
 def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> dict[str, int]:
-    """{kept_activations, working_activations, logits, weight_gradient} of an update, on a rank of `stage`.
+    """Return {kept_activations, working_activations, logits, weight_gradient} bytes of an update on a rank of `stage`.
 
     `held`: routed experts of a layer on this rank. kept: of all micro batches in flight, min(pp - stage, micro batches)
     with 1F1B (megatron/core/pipeline_parallel/schedules.py, num_warmup_microbatches): a recomputed group of layers
-    saves its input, another layer saves all. working: the group that is made again, the experts' send and receive
-    buffers, and gradients of the activations of half a layer (attention or MLP), an upper bound. The last stage's
-    logits and the layers' work are not there at once: the smaller is left out.
+    saves its input, another layer saves all. working: the recomputed group, the experts' send and receive buffers, and
+    gradients of the activations of half a layer (attention or MLP), an upper bound. The last stage's logits and the
+    layers' work do not exist at once, so that the smaller is left out.
     """
     tokens, size = passes.update_tokens, DTYPE_BYTES[model.torch_dtype]
     layers = layout.stage_layers(stage, model.num_hidden_layers)
@@ -150,7 +150,7 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
 def forward_bytes(
     model: ModelShape, layout: ParallelLayout, stage: int, tokens: int, passes: Passes, entropy: bool
 ) -> dict[str, int]:
-    """{working_activations, logits} of a forward pass alone: half a layer (attention or MLP), an upper bound."""
+    """Return {working_activations, logits} bytes of a forward pass alone: half a layer (upper bound)."""
     layers = layout.stage_layers(stage, model.num_hidden_layers)
     terms = _terms_of(model, layers, tokens, layout, passes)
     working = max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
@@ -166,12 +166,12 @@ def _larger(working: int, logits: int) -> dict[str, int]:
 def logits_bytes(
     model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, *, gradient: bool, entropy: bool
 ) -> int:
-    """Bytes of the last stage's logits, with the gathered input of the head and what the log-probs take beside them.
+    """Return the bytes of the last stage's logits, with the gathered input of the head and the buffers of log-probs.
 
-    Logits of bf16 are converted to fp32 (megatron/core/transformer/module.py, float16_to_fp32): both are there at once,
-    and so are their gradients, of which ours is written over the fp32 logits. Beside them: by chunks two chunks for
-    each of log-prob and entropy; else one more fp32 tensor for log-probs, two with entropy (docs/memory.md has the
-    measured table).
+    Logits of bf16 are converted to fp32 (megatron/core/transformer/module.py, float16_to_fp32): both exist at once, as
+    do their gradients, of which ours is written over the fp32 logits. The buffers are two chunks for each of log-prob
+    and entropy, or without chunks one more fp32 tensor for log-probs, two with entropy (docs/memory.md has the measured
+    table).
     """
     size = DTYPE_BYTES[model.torch_dtype]
     values = tokens * -(-model.vocab_size // layout.tp)
@@ -185,20 +185,20 @@ def logits_bytes(
 def _terms_of(
     model: ModelShape, layers: tuple[int, ...], tokens: int, layout: ParallelLayout, passes: Passes
 ) -> list[dict[str, int]]:
-    """`layer_terms` of each of `layers`."""
+    """Return `layer_terms` of each of `layers`."""
     kinds = {model.is_moe(layer) for layer in layers}
     of_kind = {moe: layer_terms(model, moe, tokens, layout, passes.imbalance, passes.unpadded) for moe in kinds}
     return [of_kind[model.is_moe(layer)] for layer in layers]
 
 
 def _half(layer: dict[str, int]) -> int:
-    """Bytes of the larger half of a layer: attention, or MLP."""
+    """Return the bytes of the larger half of a layer: attention, or MLP."""
     attention = sum(layer[term] for term in _ATTENTION)
     return max(attention, sum(layer.values()) - attention)
 
 
 def _dispatch(model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, layers: tuple[int, ...]) -> int:
-    """Bytes of the experts' exchange: rows sent and received, of the busiest rank."""
+    """Return the bytes that the experts' exchange holds on the busiest rank: sent and received rows."""
     if not any(model.is_moe(layer) for layer in layers):
         return 0
     sent = -(-tokens // layout.tp) * model.num_experts_per_tok
@@ -207,7 +207,7 @@ def _dispatch(model: ModelShape, tokens: int, layout: ParallelLayout, passes: Pa
 
 
 def _weight_gradient(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> int:
-    """Bytes of the largest weight gradient in the model's dtype, before it is added to the fp32 gradients."""
+    """Return the bytes of the largest weight gradient in the model's dtype, before it joins the fp32 gradients."""
     size, hidden = DTYPE_BYTES[model.torch_dtype], model.hidden_size
     moe = any(model.is_moe(layer) for layer in layout.stage_layers(stage, model.num_hidden_layers))
     experts = 0 if passes.fused_expert_wgrad or not moe else held * hidden * 2 * model.moe_intermediate_size

@@ -1,7 +1,7 @@
-"""The published rows that the step model is fitted to, and its error on each. No torch.
+"""Fit the step model to published rows, and compute its error on each; no torch.
 
-All rows are of docs/plan.md: the public recipe's run on 256 dies (random weights, forced responses of 3072 tokens) and
-its single measurements. A row fixes at most one constant, with which the model gives its figure; the other rows check
+docs/plan.md has all rows: the public recipe's run on 256 dies (random weights, forced responses of 3072 tokens) and its
+single measurements. A row fixes at most one constant, with which the model reproduces its figure; the other rows check
 the model.
 """
 
@@ -18,10 +18,10 @@ from verl_patches.plan.step_model import Constants, Lengths, Offload, StepInput,
 from verl_patches.run.resolve import CONFIGS_DIR
 
 TOTAL_S = 801.29  # sum of the published phases
-# tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less the 3072 of its response
+# mean tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less 3072 of its response
 MEAN_PROMPT = 250.2 * 128 * TOTAL_S / (512 * 16) - 3072
 DECODE_MS = {64: 76, 32: 67, 16: 61, 8: 57, 4: 55, 2: 54, 1: 54}
-_CONTEXT = MEAN_PROMPT + 3072 / 2  # of the decode rows; not published
+_CONTEXT = MEAN_PROMPT + 3072 / 2  # context of the decode rows; not published
 _PUBLISHED_COLLECTIVES, _PUBLISHED_SYNC_BYTES = 3100, 73.9e9
 
 FITTED = Constants(
@@ -38,10 +38,10 @@ FITTED = Constants(
 
 @functools.cache
 def published() -> StepInput:
-    """The run of the published rows.
+    """Return the run of the published rows.
 
-    Recomputed layers are not published for random weights: the fewest of "4 to 8 a stage". Copies follow verl's own
-    memory schedule (memory/schedule.py), the worst die's; the old log-probs have no pass.
+    Recomputed layers are not published for random weights: the fewest of "4 to 8 a stage" are taken. Copies follow
+    verl's own memory schedule (memory/schedule.py) on the worst die; the old log-probs have no pass.
     """
     layers = (7, 7, 8, 8, 8, 8, 8, 7)
     train = ParallelLayout(256, tp=4, pp=8, ep=32, etp=1, layers_per_stage=layers)
@@ -65,13 +65,13 @@ def published() -> StepInput:
 
 
 def without_cache() -> StepInput:
-    """The published run without the tensor cache."""
+    """Return the published run without the tensor cache."""
     return replace(published(), tensor_cache=False)
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One published figure: how the model predicts it, and the constant that it fixes, if it does."""
+    """Describe one published figure: how the model predicts it, and the constant that it fixes, if any."""
 
     name: str
     quoted_s: float
@@ -118,7 +118,7 @@ ROWS = (
 
 
 def errors(constants: Constants = FITTED) -> list[dict[str, Any]]:
-    """[{row, quoted_s, modelled_s, error, fixes}] of all rows; error is a share of the quoted figure."""
+    """Return [{row, quoted_s, modelled_s, error, fixes}] of all rows; error is a share of the quoted figure."""
     figures = []
     for row in ROWS:
         modelled = row.predict(constants)

@@ -1,4 +1,4 @@
-"""Modelled bytes on a rank and its host, and the peak of every phase, for any pair of layouts. No torch.
+"""Model the bytes on a rank and its host, and the peak of every phase, for any pair of layouts; no torch.
 
 Weights, gradients and optimizer follow layout/sharding.py, activations plan/activations.py.
 
@@ -9,8 +9,8 @@ CANN: `CONTEXT_BYTES` is an assumption. Two out-of-memory messages of one-proces
 0.89 GiB that are neither free nor torch's (zai-org/CogVideo issue 63, hiyouga/LlamaFactory issue 5491).
 
 While the KV cache is on the device, the rollout's communicators and the context are inside vLLM's share: its profile
-run takes from gpu_memory_utilization what a dummy batch needs at most, and all memory of the process that is not of
-torch (vllm-ascend f20869ef, worker_v1.py, determine_available_memory). So activations of the rollout never come on
+run subtracts from gpu_memory_utilization the most that a dummy batch needs, and all memory of the process that is not
+torch's (vllm-ascend f20869ef, worker_v1.py, determine_available_memory). So activations of the rollout never come on
 top. Graphs are captured after that; their memory is not modelled.
 """
 
@@ -34,9 +34,9 @@ _OF_VALUES = ("rm_scores", "values", "update_critic")  # phases of value models
 
 @dataclass(frozen=True)
 class Setting:
-    """Model, layouts and settings of a run, from which all bytes follow; the model's dtype is the inventory's.
+    """Hold model, layouts and settings of a run, from which all bytes follow; the model's dtype is the inventory's.
 
-    `bucket_bytes`: recipe.reshard.bucket_bytes, four such buffers exist in a weight sync; None: verl's own path.
+    `bucket_bytes`: recipe.reshard.bucket_bytes, of which a weight sync has four buffers; None: verl's own path.
     `swap_pieces`: recipe.train.swap_optimizer_times, None if the optimizer is not swapped. `vllm_bytes`: vLLM's share
     of a die (gpu_memory_utilization), of which the KV cache takes what the weights leave. `absorbed_copies`: the engine
     has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend
@@ -68,17 +68,17 @@ class Setting:
 
 
 def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
-    """Bytes of each memory group of `rank` while it is on the device.
+    """Return the bytes of each memory group of `rank` while it is on the device.
 
-    Without Megatron's alignment of its buffers and without the correction bias, a buffer that never moves. In fp32
-    parameters have no main copies, so the optimizer has Adam's two moments only.
+    Megatron's alignment of its buffers is left out, and so is the correction bias, a buffer that never moves. In fp32
+    parameters have no main copies, so that the optimizer has only Adam's two moments.
     """
     inventory, train, rollout = setting.inventory, setting.train, setting.rollout
     trained = _trained_bytes(setting, inventory, ACTOR, rank)
     weights, projections = served_bytes(inventory, rollout, rank, setting.rollout_library)
     if setting.bucket_bytes is None:
         buffers = _gathered(inventory, train)
-    else:  # two buckets to receive into and two to send from (reshard/execute.py), at most the bytes that there are
+    else:  # two buckets to receive into and two to send from (reshard/execute.py), at most all bytes
         buffers = 2 * min(setting.bucket_bytes, weights)
         buffers += 2 * min(setting.bucket_bytes, weights * (rollout.world_size - 1))
     weights += projections if setting.absorbed_copies else 0
@@ -104,14 +104,14 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
 
 
 def served_bytes(inventory: Inventory, rollout: ParallelLayout, rank: int, library: str) -> tuple[int, int]:
-    """(bytes of the weights that a rank of vLLM holds, those of kv_b_proj among them, which an engine may copy)."""
+    """Return (bytes of the weights that a rank of vLLM holds, those of kv_b_proj, which an engine may copy)."""
     served = local_parameters(inventory, rollout, rank, library)
     projections = [shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj"]
     return served.size_bytes(), sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
 
 
 def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:
-    """Bytes of the groups of one trained model."""
+    """Return the bytes of the groups of one trained model."""
     static, dtype = static_bytes(inventory, setting.train, rank, setting.train_library), inventory.model.torch_dtype
     per_value, pieces = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces
     states = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
@@ -124,13 +124,13 @@ def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups
 
 
 def _window(setting: Setting, rank: int, per_value: int, pieces: int) -> int:
-    """Bytes of one swapped piece: the rank's share in `pieces` parts, but at least one tensor.
+    """Return the bytes of one swapped piece: the rank's share in `pieces` parts, but at least one tensor.
 
-    As mindspeed/core/optimizer/swap_optimizer.py, swap_adamw_step: a piece is whole tensors, and one piece at a time is
+    Pieces are those of mindspeed/core/optimizer/swap_optimizer.py, swap_adamw_step: whole tensors, one piece at a time
     on the device. MindSpeed stacks all local experts of a layer into two tensors, gate and up being the larger.
     """
     train, largest, total = setting.train, 0, 0
-    stacks: dict[tuple[int | None, int | None], int] = {}  # by layer and, but for MindSpeed, expert
+    stacks: dict[tuple[int | None, int | None], int] = {}  # by layer and, without MindSpeed, by expert
     for shard in local_parameters(setting.inventory, train, rank, setting.train_library).shards.values():
         parameter = shard.parameter
         if not parameter.trainable:
@@ -146,7 +146,7 @@ def _window(setting: Setting, rank: int, per_value: int, pieces: int) -> int:
 
 
 def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
-    """Bytes that verl's per_tensor_generator holds at once: the pieces of one tensor and the joined tensor.
+    """Return the bytes that verl's per_tensor_generator holds at once: the pieces of one tensor and the joined tensor.
 
     Gate and up of an expert are one tensor, which every rank gathers from all EP ranks; other tensors are gathered from
     the TP group (verl.utils.megatron_utils.per_tensor_generator).
@@ -158,7 +158,7 @@ def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
 
 
 def always_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
-    """{term: bytes} that a rank has throughout a phase, with or without the KV cache on the device."""
+    """Return {term: bytes} that a rank has throughout a phase, with or without the KV cache on the device."""
     if setting.hccl is None:
         return {}
     if kv_cache:
@@ -167,7 +167,7 @@ def always_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
 
 
 def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
-    """{term: bytes} of activations and recorded experts on `rank`; empty for phases without a pass of the model."""
+    """Return {term: bytes} of activations and recorded experts on `rank`; empty for phases without a model pass."""
     model, train, passes = setting.inventory.model, setting.train, setting.passes
     stage = train.coordinates(rank).pp
     if passes is None or phase not in ("update", "old_log_prob", "ref", *_OF_VALUES):
@@ -183,15 +183,15 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     else:
         tokens = {"ref": passes.ref_tokens, "values": passes.critic_tokens, "rm_scores": passes.reward_tokens}[phase]
         work = forward_bytes(model, train, stage, tokens, passes, entropy=False)
-    # by micro batch and, at the end of the pass that records, by sample too
-    copies = {"old_log_prob": 2, "rm_scores": 0}.get(phase, 1)  # which comes before the pass that records
+    # records are kept by micro batch and, at the end of the recording pass, by sample too
+    copies = {"old_log_prob": 2, "rm_scores": 0}.get(phase, 1)  # rm_scores comes before the recording pass
     return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}
 
 
 def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: int) -> int:
-    """Bytes of the routed experts of `tokens` in a stage's layers (step/replay/routing_replay.py).
+    """Return the bytes of the routed experts of `tokens` in a stage's layers (step/replay/routing_replay.py).
 
-    Each rank of a replica has all its tokens: context parallelism is refused.
+    Each rank of a replica has all of its tokens, as context parallelism is refused.
     """
     layers = sum(model.is_moe(layer) for layer in train.stage_layers(stage, model.num_hidden_layers))
     one = 1 if model.n_routed_experts <= 256 else 2
@@ -200,7 +200,7 @@ def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: i
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that hold equally many bytes: those of each memory group, and what a schedule does with them by phase."""
+    """Describe ranks that hold equally many bytes: those of each memory group, and how a schedule moves them."""
 
     ranks: list[int]
     sizes: dict[str, int]
@@ -208,7 +208,7 @@ class Alike:
 
 
 def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> list[Alike]:
-    """A step of `schedule` on all ranks. ConfigError as `local_parameters`, and if the world sizes differ."""
+    """Simulate a step of `schedule` on all ranks; ConfigError as `local_parameters`, or if world sizes differ."""
     train, rollout = setting.train, setting.rollout
     if train.world_size != rollout.world_size:
         raise ConfigError(
@@ -230,7 +230,7 @@ def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ())
 def moments_of(
     schedule: Schedule, setting: Setting, sizes: dict[str, int], stays: Collection[str]
 ) -> dict[str, Moment]:
-    """`simulate`, where each reward model is loaded in turn."""
+    """Return the moments of `simulate`, with each reward model loaded in turn."""
     moments = simulate(schedule, sizes, stays)
     if "rm_scores" in moments:
         moments["rm_scores"].to_device_bytes *= setting.reward_models
@@ -238,14 +238,14 @@ def moments_of(
 
 
 def phase_peak(phase: str, step: Collection[Alike], setting: Setting) -> dict[str, Any]:
-    """{phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}} of the worst rank, the lowest."""
+    """Return {phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}} of the lowest worst rank."""
     held = {each.ranks[0]: _at_peak(phase, each, setting) for each in step}
     rank = max(held, key=lambda r: (sum(held[r].values()), -r))
     return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
 
 
 def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
-    """{memory group or term: bytes} when these ranks have most in a phase: as they move groups, or in its work."""
+    """Return {memory group or term: bytes} at these ranks' peak of a phase, while they move groups or in its work."""
     moment, moments = each.moments[phase], []
     for groups, terms in ((moment.at_peak, {}), (moment.resident, work_bytes(setting, each.ranks[0], phase))):
         held = {group: each.sizes[group] for group in each.sizes if group in groups}
@@ -255,9 +255,9 @@ def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
 
 
 def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> dict[str, Any]:
-    """Peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
+    """Return the peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
 
-    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as `simulated`.
+    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as in `simulated`.
     """
     step = simulated(schedule, setting, stays)
     phases = [phase_peak(phase, step, setting) for phase in step[0].moments]
@@ -280,11 +280,11 @@ def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> 
 def host_bytes(
     sizes: dict[str, int], schedule: Schedule, stays: Collection[str], *, swapped: bool, saves: bool
 ) -> dict[str, int]:
-    """{memory group: bytes} of pinned host memory of a rank.
+    """Return {memory group: bytes} of pinned host memory of a rank.
 
-    `sizes`: bytes of each group, `optimizer` whole. A group that is loaded has a host copy (gradients are allocated and
-    freed, so they have none). `swapped`: the optimizer lives on the host. `saves`: checkpoints copy what never leaves
-    the device into host memory that they keep (docs/checkpoints.md); the others are read where they are.
+    `sizes`: bytes of each group, `optimizer` whole. A group that is loaded has a host copy, but gradients have none, as
+    they are allocated and freed. `swapped`: the optimizer lives on the host. `saves`: checkpoints copy groups that
+    never leave the device into host memory that they keep (docs/checkpoints.md), and read the others in place.
     """
     moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
     on_host = {move.group for move in moves if move.verb == "load"} - set(stays)

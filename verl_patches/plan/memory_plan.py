@@ -1,6 +1,6 @@
-"""The memory of a run as plain data: the worst die of each phase, the fullest node, and the settings that fit a die.
+"""Plan a run's memory as plain data: the worst die of each phase, the fullest node, and the settings that fit a die.
 
-Everything is modelled, in plan/expected.py and plan/activations.py.
+All figures are modelled, in plan/expected.py and plan/activations.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl_patches.run import hccl
 from verl_patches.spec import A3, RunSpec
 
 DEVICES = Path("/dev")
-# Left free of a die by an update whose recomputed layers the plan chooses: for what the plan does not count
+# Room of a die that is kept free where the plan chooses the recomputed layers of an update, for what it does not count
 # (fragmentation of torch's pool, workspaces of kernels)
 MARGIN_BYTES = 5 * 10**9
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
@@ -36,9 +36,9 @@ LAYERS = f"{_KWARGS}num_layers"
 
 
 class RunMemory(NamedTuple):
-    """What a run's memory follows from: its sizes, its order of a step, and the memory groups that never move.
+    """Hold what a run's memory follows from: its sizes, its order of a step, and the memory groups that never move.
 
-    `setting`: with buffers of verl's own weight sync where that one runs.
+    `setting`: with buffers of verl's own weight sync where the run uses that.
     """
 
     setting: Setting
@@ -47,7 +47,7 @@ class RunMemory(NamedTuple):
 
 
 def run_memory(run: RunSpec) -> RunMemory:
-    """Return what the memory of a run follows from; ConfigError where sizes do not divide."""
+    """Return what the memory of a run follows from; raise ConfigError where sizes do not divide."""
     recipe, section = run.recipe, run.verl.actor_rollout_ref
     train, inventory = run.train, inventory_of(run.trained_model)
     npu = run.platform == "npu"
@@ -61,7 +61,7 @@ def run_memory(run: RunSpec) -> RunMemory:
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         vllm_bytes=int(section.rollout.gpu_memory_utilization * run.hardware.seen_bytes) if npu else 0,
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
-        absorbed_copies=npu or run.line == A3,  # MindSpeed's view on the CPU too
+        absorbed_copies=npu or run.line == A3,  # MindSpeed's torch.Tensor.view copies on the CPU too
         passes=passes_of(run, train.dp) if run.line == A3 else None,
         hccl=hccl.buffer_bytes(run) if npu else None,
         critic=run.has_critic,
@@ -76,14 +76,14 @@ def run_memory(run: RunSpec) -> RunMemory:
 def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     """Return {modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
 
-    Bytes of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
+    Bytes are those of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
     activations are not modelled.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
     for the run's own order, which `followed` names. Activations are counted on line a3, HCCL's buffers and CANN's
-    context on platform npu. `hbm_bytes` is what a process sees of a die, None on other platforms, where the KV cache is
-    not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes
-    do not divide.
+    context on platform npu. `hbm_bytes` is the part of a die that a process sees, None on other platforms, where the KV
+    cache is not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError
+    where sizes do not divide.
     """
     npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
@@ -106,18 +106,18 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
 
 
 def followed_peaks(run: RunSpec) -> dict[str, Any]:
-    """Only `expected.peaks` of the run's own order."""
+    """Return `expected.peaks` of the run's own order alone."""
     setting, schedule, stays = run_memory(run)
     return peaks(schedule, setting, stays)
 
 
 def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> PerStage:
-    """The fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
+    """Return the fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
 
-    One number where all stages have the same. All layers of a stage where even these are not enough.
+    One number stands for all stages where it is the same; all layers of a stage where even these are not enough.
     """
     train, given, found = setting.train, setting.passes, []
-    assert given is not None  # of line a3
+    assert given is not None  # line a3 counts activations
     for stage in range(train.pp):
         ranks = [each for each in step if train.coordinates(each.ranks[0]).pp == stage]
         updates = [phase for phase in ranks[0].moments if phase in ("update", "update_critic")]
@@ -128,7 +128,7 @@ def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> P
             return all(phase_peak(phase, ranks, tried)["peak_bytes"] <= room for phase in updates)
 
         most = len(train.stage_layers(stage, setting.inventory.model.num_hidden_layers))
-        # one recomputed layer may need more than none: it is there whole while it is made again
+        # one recomputed layer may need more than none: all of it exists while it is recomputed
         found.append(0 if fits(0) else bisect.bisect_left(range(most), True, lo=1, key=fits))
     return found[0] if len(set(found)) == 1 else tuple(found)
 
@@ -143,9 +143,9 @@ def recompute_keys(layers: PerStage | Literal["auto"]) -> dict[str, Any]:
 def with_recompute(run: RunSpec) -> RunSpec:
     """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
 
-    Those of `fewest_recomputed` with MARGIN_BYTES left. Recomputed activations are the same values, so another number
-    changes no result, also in a resumed run. All layers where sizes do not divide, which the checks of a plan refuse.
-    ConfigError on line pypi, whose activations are not counted, and for another granularity or method.
+    The number is that of `fewest_recomputed` with MARGIN_BYTES left, or all layers where sizes do not divide, which the
+    checks of a plan refuse. Recomputed activations are the same values, so another number changes no result, also in a
+    resumed run. ConfigError on line pypi, whose activations are not counted, and for another granularity or method.
     """
     if OmegaConf.select(run.verl, LAYERS) != "auto":
         return run
@@ -169,12 +169,12 @@ def with_recompute(run: RunSpec) -> RunSpec:
 
 
 def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
-    """Of phases that a die of `room` bytes does not hold: one sentence for those of a die with the same largest terms.
+    """Return a sentence for each group of phases that a die of `room` bytes cannot hold, grouped by the largest terms.
 
-    It says what the die needs, of what, for what.
+    It says how much the die needs, of which terms, in which phases.
     """
     short = [phase for phase in phases if phase["peak_bytes"] > room]
-    alike: dict[tuple, list[dict[str, Any]]] = {}  # such as wake_kv and rollout
+    alike: dict[tuple, list[dict[str, Any]]] = {}  # groups such as wake_kv and rollout
     for phase in short:
         largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
         alike.setdefault((phase["rank"], largest), []).append(phase)
@@ -190,7 +190,7 @@ def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
 
 @functools.lru_cache(maxsize=2)
 def inventory_of(model: ModelShape) -> Inventory:
-    """Return the tensors of `model`. Cached because a search plans the same model many times."""
+    """Return the tensors of `model`, cached because a search plans the same model many times."""
     return build_inventory(model)
 
 
@@ -214,9 +214,9 @@ def _communicators(run: RunSpec) -> list[dict[str, Any]]:
 
 
 def recomputation(run: RunSpec) -> tuple[PerStage, int]:
-    """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none.
+    """Return (layers of each stage whose forward pass is recomputed, how many at once); selective counts as none.
 
-    Of a configuration without auto (`with_recompute`). ConfigError for a list that has not one number for each stage.
+    The configuration has no auto (see `with_recompute`). ConfigError for a list without one number for each stage.
     """
     model = run.verl.actor_rollout_ref.model
     given = model.get("gradient_checkpointing_kwargs") or {}
@@ -233,11 +233,14 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
 
 
 def passes_of(run: RunSpec, replicas: int) -> Passes:
-    """Activations are those of the longest samples; micro batches of verl at this line are of a number of samples."""
+    """Return the passes whose activations a plan counts, at the longest samples.
+
+    Micro batches of verl at this line are of a number of samples.
+    """
     data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
     longest, actor = run.longest_tokens, section.actor
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
-    size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
+    size = actor.ppo_micro_batch_size_per_gpu or 1  # another check refuses null
     layers, together = recomputation(run)
     critic_size = critic_batches = 0
     if (critic := run.critic) is not None:
@@ -264,7 +267,7 @@ def passes_of(run: RunSpec, replicas: int) -> Passes:
 
 
 def cached_bytes(run: RunSpec) -> int:
-    """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
+    """Return the most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
 
     Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
     needs them.
@@ -282,8 +285,8 @@ def cached_bytes(run: RunSpec) -> int:
 def node_host_bytes(run: RunSpec) -> int:
     """Return the modelled bytes of model states in the host memory of the fullest node.
 
-    With dies what workers pin, without (platform cpu, npu_emulated) all states of training and rollout. Processes and
-    Ray's object store come on top. ConfigError where sizes do not divide.
+    With dies these are what workers pin; without (platform cpu, npu_emulated) all states of training and rollout.
+    Processes and Ray's object store come on top. ConfigError where sizes do not divide.
     """
     memory = run_memory(run)
     if run.platform not in NO_DEVICE:
@@ -294,7 +297,7 @@ def node_host_bytes(run: RunSpec) -> int:
 
 
 def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
-    """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
+    """Return {memory group: bytes} of each node (consecutive ranks); `of_rank` is called once for each stage."""
     dies, of_stage, nodes = run.verl.trainer.n_gpus_per_node, {}, list[Counter[str]]()
     for rank in range(train.world_size):
         stage = train.coordinates(rank).pp
@@ -307,13 +310,13 @@ def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict
 
 
 def _on_host(setting: Setting, rank: int) -> dict[str, int]:
-    """`group_bytes` with all reward models, of which the device has one at a time."""
+    """Return `group_bytes` with all reward models, of which the device has one at a time."""
     sizes = group_bytes(setting, rank)
     return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
 
 
 def _host(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
-    """The node whose workers pin most. The parts of a host copy are equal within a stage."""
+    """Return the plan of the node whose workers pin most; the parts of a host copy are equal within a stage."""
     whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
 
     def of_rank(rank: int) -> dict[str, int]:
@@ -325,7 +328,7 @@ def _host(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
 
 
 def host_limit(run: RunSpec) -> int | None:
-    """Bytes of a node's host memory: recipe.memory.host_gib, else this machine's where it has dies; else None."""
+    """Return the bytes of a node's host memory: recipe.memory.host_gib, this machine's if it has dies, or None."""
     given = run.recipe.memory.host_gib
     if given is not None:
         return given << 30

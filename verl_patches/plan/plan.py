@@ -1,6 +1,6 @@
-"""What a run would use, as plain data: ranks, groups, checks, memory, patch rows, environment, commands.
+"""Plan a run as plain data: ranks, groups, checks, memory, patch rows, environment, commands.
 
-Starts nothing and writes nothing; torch and verl are not imported.
+It starts and writes nothing, and does not import torch or verl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_LAYOUT = {TRAIN, ROLLOUT, "memory", *_SIZED}  # checks that another layout m
 
 
 def driver_command(folder: Path) -> list[str]:
-    """Return the command line of the driver, which the launcher starts with the environment of the run in `folder`."""
+    """Return the driver's command line, which the launcher starts with the environment of the run in `folder`."""
     return [sys.executable, "-m", DRIVER_MODULE, str(folder)]
 
 
@@ -50,7 +50,7 @@ def build_plan(
 ) -> dict[str, Any]:
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
-    checks: what the table of rules says of the run. Keys: config, ok, checks, train, rollout, those of `figures_of`,
+    checks: results of the table of rules for this run. Keys: config, ok, checks, train, rollout, those of `figures_of`,
     inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. Ranks and groups are
     whole lists.
     """
@@ -89,7 +89,7 @@ def plan_without_layout(
 def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
     """Return the checks of a plan, with those of its memory, and {memory, step, disk, traffic, ports}.
 
-    `memory_plan`, and `step_sections`: all None where layers or experts cannot be split.
+    They come from `memory_plan` and `step_sections`, and are all None where layers or experts cannot be split.
     """
     checks = list(checks)
     ok = {check.name: check.ok for check in checks}
@@ -106,9 +106,9 @@ def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tup
 def _verdict(
     checks: Sequence[Check], memory: dict[str, Any] | None, todo: list[dict[str, str]], search: str | None
 ) -> dict[str, Any]:
-    """Return {verdict, next: [{what, command}]}: how a plan ends, and the commands that lead on from it.
+    """Return {verdict, next: [{what, command}]}: a plan's result, and the commands to go on with.
 
-    todo: the commands of a run. search: the command that searches layouts, None where there is none.
+    todo: the commands of a run. search: the command that searches layouts, None if there is none.
     """
     if failed := [check.name for check in checks if not check.ok]:
         text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
@@ -131,7 +131,7 @@ def _verdict(
 
 
 def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
-    """Return the command that searches layouts on whole nodes; None for what `search.search` refuses.
+    """Return the command that searches layouts on whole nodes; None where `search.search` would refuse it.
 
     given: words of the command line that gave the plan.
     """
@@ -144,7 +144,7 @@ def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
 
 
 def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
-    """Return ranks, groups and layers of the training; no layers or experts where they cannot be split."""
+    """Return ranks, groups and layers of the training; layers or experts are missing where they cannot be split."""
     layout, model = run.train, run.model
     stages = range(layout.pp) if ok["layers"] else ()
     return {
@@ -156,7 +156,7 @@ def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
 
 
 def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
-    """Return ranks and groups of vLLM's instances; no experts where they cannot be split."""
+    """Return ranks and groups of vLLM's instances; experts are missing where they cannot be split."""
     layout = run.rollout
     groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
     experts = run.model.n_routed_experts if ok.get("rollout experts") else None
@@ -170,7 +170,7 @@ def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
 
 
 def _memory(plan: dict[str, Any]) -> Check:
-    """The memory plan as a check of the dry run; it does not refuse a start, as it is a model with assumptions."""
+    """Return the memory plan as a check of the dry run; it refuses no start, as it is a model with assumptions."""
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled, with no die to compare with on this platform")
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
@@ -188,7 +188,7 @@ def _memory(plan: dict[str, Any]) -> Check:
 
 
 def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
-    """The same for the host memory of a node with dies; a note where nothing says how much it has."""
+    """Yield the check of host memory of a node with dies; a note where its size is unknown."""
     need, limit = plan["host"]["node_bytes"], plan["host"]["limit_bytes"]
     largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
     pins = f"modelled: workers pin {need / 2**30:.0f} GiB of the fullest node, most of it for {largest}"
@@ -224,10 +224,10 @@ def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, 
 
 
 def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
-    """The commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
+    """Return the commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the user's nodes.
 
     `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
-    PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
+    PYTHONPATH, as its workers import verl_patches; without trees they import the image's upstream packages.
     """
     lines, nodes, dies = [], run.verl.trainer.nnodes, run.verl.trainer.n_gpus_per_node
     places = [str(environment.REPOSITORY), *map(str, run.trees.folders)]

@@ -1,7 +1,7 @@
-"""Layouts for a number of dies that pass an ordinary plan: the fastest, or without seconds those with least traffic.
+"""Search layouts for a number of dies that pass an ordinary plan: the fastest, or without seconds least traffic.
 
 Training and rollout are enumerated apart, each with its cost: seconds of a step, or bytes that a die sends. Pairs are
-planned in the order of their costs until enough of them pass, so a row has the figures of its own plan. No torch.
+planned in the order of their costs until enough of them pass, so that a row has the figures of its own plan. No torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from verl_patches.run import hccl
 from verl_patches.run.resolve import changed
 from verl_patches.spec import A3, Rule, RunSpec
 
-Sides = Iterator[tuple[float, dict[str, Any]]]  # cost and keys of each
+Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
 SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
 _TP, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
-_PLANNED, _COMPARED = 60, 12  # most pairs that are planned, and least that pass, as the costs are not exact
+_PLANNED, _COMPARED = 60, 12  # most pairs that are planned, and fewest that must pass, as the costs are not exact
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
     """Return the `top` best layouts of the run's model and batch on `dies` that keep `rules` and pass a plan.
 
-    Best first, with total_s, tokens_per_s_per_die and phases of None on machines without seconds. Raises ConfigError
-    for another platform than npu, another line than a3, dies that are no whole nodes, and where nothing fits.
+    The best comes first; total_s, tokens_per_s_per_die and phases are None on machines without seconds. Raises
+    ConfigError for another platform than npu, another line than a3, dies that do not fill nodes, and where nothing
+    fits.
     """
     node, listed, refused = run.hardware.node_dies, [], Counter[str]()
     if dies % node or not node <= dies <= _MOST_DIES:
@@ -45,7 +46,7 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
         raise ConfigError(f"plan --search: expected {needs}")
     given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
     batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
-    if batch % dies:  # take the nearest that they divide
+    if batch % dies:  # take the nearest batch that the dies divide
         steps = max(1, round(batch / mini))
         batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
         given |= {"data.train_batch_size": batch, f"{ACTOR}.ppo_mini_batch_size": batch // steps}
@@ -71,12 +72,12 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 
 
 def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
-    """Return (cost, keys) of layouts with the fewest recomputed layers that fit a die."""
+    """Yield (cost, keys) of training layouts with the fewest recomputed layers that fit a die."""
     (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
     most = max(splits, default=1)
-    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # in no update
+    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # does not matter to an update
     given = setting.passes
-    assert given is not None  # of line a3
+    assert given is not None  # line a3 counts activations
     update = "update" if run.trains_actor else "update_critic"
     stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
     for tp, pp, ep in itertools.product(_TP, stages, splits):
@@ -99,7 +100,7 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
 
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
-    """Return (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
+    """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
     machine, sizes = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
     for tp, ranks in itertools.product(_TP, splits):
@@ -110,10 +111,10 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
         graphs = [*(size for size in sizes or () if size < seats), seats]
         keys = rollout_keys(tp, ranks) | {SEATS: seats, **({} if sizes is None else {GRAPHS: graphs})}
         if (run.recipe.logprob_check.sequences or 0) % layout.dp:
-            keys["recipe.logprob_check.sequences"] = None  # one a replica
+            keys["recipe.logprob_check.sequences"] = None  # one for each replica
         one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
-        kv_bytes = share - sync.received_bytes  # what the weights leave
+        kv_bytes = share - sync.received_bytes  # the rest of the share beside the weights
         one = replace(one, kv_bytes=kv_bytes)
         if kv_bytes >= run.longest_tokens * one.model.kv_bytes:
             seconds = step_model.rollout_s(one, calibration.FITTED) + step_model.reshard_s(sync, calibration.FITTED)
@@ -121,7 +122,7 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
 
 
 def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of one candidate; ConfigError for what its plan refuses."""
+    """Return the row of one candidate; raise ConfigError where its plan refuses it."""
     run = memory_plan.with_recompute(changed(run, memory_plan.recompute_keys("auto") | keys))
     checks, figures = plan.figures_of(run, (check for rule in rules for check in rule(run)), workload)
     require(checks)
@@ -143,7 +144,7 @@ def as_overrides(keys: Mapping[str, Any]) -> list[str]:
 
 
 def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[str, Any]:
-    """Return the keys that make a training layout of whole experts."""
+    """Return the keys that give a training layout with whole experts on each rank."""
     sizes = {"tensor_model": tp, "pipeline_model": pp, "expert_model": ep}
     keys = {f"{ACTOR}.megatron.{name}_parallel_size": size for name, size in sizes.items()}
     keys |= {f"{side}.megatron.sequence_parallel": tp > 1 for side in (ACTOR, REF)}
@@ -151,9 +152,9 @@ def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[
 
 
 def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
-    """Return the keys that make instances of `ranks` ranks, as many as there are dies for."""
+    """Return the keys that give instances of `ranks` ranks, as many as there are dies for."""
     instances = {"recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
     return {f"{ROLLOUT}.tensor_model_parallel_size": tp, **instances}
 
 
-ANY_LAYOUT = train_keys(1, 1, 1, None) | rollout_keys(1, 1) | memory_plan.recompute_keys(0)  # ranks can be split so
+ANY_LAYOUT = train_keys(1, 1, 1, None) | rollout_keys(1, 1) | memory_plan.recompute_keys(0)  # fits any rank count

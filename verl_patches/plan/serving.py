@@ -1,4 +1,4 @@
-"""What `generate`, `chat` and `eval` need: one instance of a run's rollout, without training beside it."""
+"""Plan `generate`, `chat` and `eval`, which need one instance of a run's rollout without training beside it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _TRAIN_SIZES = [
 
 
 def instance_of(config: DictConfig) -> DictConfig:
-    """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many.
+    """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many nodes.
 
-    So the layout of the run itself need not be one of all its ranks. ConfigError where nodes are not whole.
+    So the run's own layout need not fit its number of ranks. ConfigError where an instance does not fill its nodes.
     """
     tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
     dies = min(tp * dp, config.trainer.n_gpus_per_node)
@@ -37,7 +37,7 @@ def instance_of(config: DictConfig) -> DictConfig:
 
 
 def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
-    """Return the keys of one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
+    """Return the keys of one instance on `nodes` x `dies` that trains nothing, also of a run without rollout."""
     sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
     alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.rollout.instances": 1, "recipe.train.layers_per_stage": None}
     alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
@@ -54,7 +54,7 @@ def _alone(run: RunSpec, dp: int, dies: int) -> RunSpec:
 
 
 def instance_checks(run: RunSpec) -> list[Check]:
-    """Whether NPUs run the instance that `instance_of` made, with weights of this model, as far as it is modelled."""
+    """Check that NPUs can run the instance of `instance_of` with weights of this model, as far as that is modelled."""
     need, share = _on_a_die(run)
     said = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
     if need > share:
@@ -64,10 +64,11 @@ def instance_checks(run: RunSpec) -> list[Check]:
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:
-    """{nodes, dies, dp, die_bytes, share_bytes}: the fewest nodes that hold an instance with recipe.rollout.dp=`dp`.
+    """Return {nodes, dies, dp, die_bytes, share_bytes} of the rollout instance that needs the fewest nodes.
 
-    die_bytes: weights on the fullest die with the KV of one longest response; share_bytes: of gpu_memory_utilization.
-    The rollout's tp is that of the run. Without such nodes the last three are None, as `nodes` is.
+    dp: its recipe.rollout.dp. die_bytes: weights on the fullest die with the KV of one longest response; share_bytes:
+    of gpu_memory_utilization. The rollout's tp is that of the run. If no number of nodes suffices, nodes and the last
+    three are None.
     """
     dies, tp = run.hardware.node_dies, run.rollout.tp
     found = {"dies": dies, "dtype": run.recipe.dtype}
@@ -81,7 +82,7 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
 
 
 def serving_text(plan: dict[str, Any]) -> str:
-    """A `serving_plan` in a sentence."""
+    """Return a `serving_plan` as a sentence."""
     if plan["nodes"] is None:
         return f"no number of nodes of {plan['dies']} dies holds the weights in {plan['dtype']} (modelled)"
     held = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
@@ -90,7 +91,7 @@ def serving_text(plan: dict[str, Any]) -> str:
 
 
 def _on_a_die(run: RunSpec) -> tuple[int, int]:
-    """(bytes of weights and of the KV of one longest response on the fullest die, vLLM's share of it)."""
+    """Return (bytes of weights and of one longest response's KV on the fullest die, vLLM's share of the die)."""
     layout, inventory = run.rollout, inventory_of(run.trained_model)
     weights = sum(served_bytes(inventory, layout, layout.world_size - 1, run.rollout_library))
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * run.hardware.seen_bytes

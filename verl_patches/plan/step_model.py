@@ -1,4 +1,4 @@
-"""Modelled seconds of one GRPO step by phase, from sizes, layouts and a few constants. No torch; nothing is measured.
+"""Model the seconds of one GRPO step by phase, from sizes, layouts and a few constants; no torch, no measurement.
 
 Every phase is a sum of terms in seconds. FLOPs and bytes follow from the model's shape and the layouts; a rate is a
 figure of an A3 die times an efficiency. Letters: T tokens of a micro batch on one TP group, H hidden, M
@@ -51,31 +51,31 @@ from verl_patches.plan.activations import PerStage, of_stage
 from verl_patches.rollout.rebalance import Cost
 from verl_patches.step.batches.batch_plan import replicas_of_expert_group
 
-# Of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The host link's
-# rate is not published: 25 GB/s is the lowest of the range 25, 40, 64.
+# Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The
+# last is not published: 25 GB/s is the lowest of the range 25, 40, 64.
 FLOPS_PER_S, MEMORY_BYTES_PER_S = PEAK_FLOPS_PER_S["npu"], 1.6 * 2**40
 NETWORK_BYTES_PER_S, HOST_LINK_BYTES_PER_S = 196e9, 25e9
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
 # Dies of a node share its host memory: four Kunpeng CPUs (arXiv 2506.12708), the slowest kind: 8 channels of DDR4-2933.
 NODE_MEMORY_BYTES_PER_S, NODE_DIES = 4 * 8 * 2.933e9 * 8, 16
 HOST_BYTES_PER_S = min(HOST_LINK_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY / NODE_DIES)
-DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
+DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # seconds of one call, quoted
 EMPTY_CACHE_S_PER_BYTE = 4 / 26e9  # quoted
 EAGER_LAYER_S = 0.0012  # assumed: about 120 kernel launches of 10 us; binds for short micro batches only
 HEAD_PASSES = 6  # assumed: reads and writes of the fp32 logits for log-softmax, entropy and their reductions
-_SEGMENTS = 64  # of the rollout's integral over response tokens
+_SEGMENTS = 64  # steps of the rollout's integral over response tokens
 PHASES = tuple(phase.planned for phase in STEP_PHASES)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted, each to the one row that plan/calibration.py names.
+    """Hold the fitted constants, each fixed by the one row that plan/calibration.py names.
 
     train_efficiency: share of the die's FLOP/s that a layer reaches in training. decode_layer_s: seconds of a layer in
     a decode graph that do not depend on the batch, beyond reading its weights. engine_step_s: seconds of a decode step
     outside of the model (scheduler, sampling, output). driver_bytes_per_s: batches through Ray's driver. collective_s:
-    one collective of a weight sync, with its share of Python. empty_cache_s: a call of empty_cache that releases
-    nothing. reward_s, advantage_s: of one response token.
+    seconds of one collective of a weight sync, with its share of Python. empty_cache_s: a call of empty_cache that
+    releases nothing. reward_s, advantage_s: seconds of one response token.
     """
 
     train_efficiency: float
@@ -90,7 +90,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts (mean) and responses: all `longest`, lognormal of a mean before the cut, or `recorded`."""
+    """Hold tokens of prompts (mean) and responses: all `longest`, lognormal of a mean before the cut, or `recorded`."""
 
     prompt: float
     longest: int
@@ -99,7 +99,7 @@ class Lengths:
     recorded: tuple[int, ...] = ()  # sorted
 
     def survival(self, tokens: float) -> float:
-        """Share of responses that are longer than `tokens`."""
+        """Return the share of responses that are longer than `tokens`."""
         if tokens >= self.longest:
             return 0.0
         if self.recorded:
@@ -110,7 +110,7 @@ class Lengths:
         return 1 - NormalDist(math.log(self.mean) - sigma**2 / 2, sigma).cdf(math.log(tokens))
 
     def mean_of_longest(self, draws: int = 1) -> float:
-        """Expected tokens of the longest of `draws` responses; of one: the mean after the cut."""
+        """Return the expected tokens of the longest of `draws` responses; for one draw the mean after the cut."""
         if self.mean is None and not self.recorded:
             return float(self.longest)
         step = self.longest / 512
@@ -119,7 +119,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """One weight sync: bytes of the busiest die, in and out, and number of collectives."""
+    """Describe the traffic of one weight sync: bytes of the busiest die, in and out, and number of collectives."""
 
     received_bytes: float
     sent_bytes: float
@@ -128,7 +128,7 @@ class SyncTraffic:
 
 @dataclass(frozen=True)
 class Offload:
-    """Copies and releases of a step on the worst die, in bytes, and calls of empty_cache."""
+    """Describe a step's copies and releases on the worst die, in bytes, and its calls of empty_cache."""
 
     to_device_bytes: float = 0
     to_host_bytes: float = 0
@@ -138,7 +138,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class StepInput:
-    """All that the model reads of a run. Sizes count ranks, responses or tokens; bytes say so.
+    """Hold all that the model reads of a run; sizes count ranks, responses or tokens, and bytes are named so.
 
     `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
@@ -190,12 +190,12 @@ class StepInput:
 
     @property
     def responses(self) -> int:
-        """Responses of a step."""
+        """Return the number of responses of a step."""
         return self.prompts * self.samples
 
     @property
     def rollout_library(self) -> str:
-        """The rules by which the rollout's tensors are cut (layout/sharding.py)."""
+        """Return the name of the rules by which the rollout's tensors are cut (layout/sharding.py)."""
         return "vllm-ascend" if self.shared_whole else "vllm"
 
 
@@ -203,23 +203,23 @@ class StepInput:
 
 
 def memory_s(size_bytes: float) -> float:
-    """Seconds to move bytes through the die's memory."""
+    """Return the seconds to move bytes through the die's memory."""
     return size_bytes / (MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY)
 
 
 def network_s(size_bytes: float) -> float:
-    """Seconds to send or receive bytes."""
+    """Return the seconds to send or receive bytes."""
     return size_bytes / (NETWORK_BYTES_PER_S * NETWORK_EFFICIENCY)
 
 
 def compute_s(flops: float, efficiency: float = COMPUTE_EFFICIENCY) -> float:
-    """Seconds of FLOPs."""
+    """Return the seconds of FLOPs at an efficiency."""
     return flops / (FLOPS_PER_S * efficiency)
 
 
 @functools.lru_cache(4096)
 def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, library: str) -> tuple[float, float]:
-    """(dense, routed) elements of a rank of `stage`."""
+    """Return (dense, routed): the elements of both kinds on a rank of `stage`."""
     dense = routed = 0.0
     whole_shared = "shared_expert_gate" in LIBRARIES[library].whole
     for layer in layout.stage_layers(stage, model.num_hidden_layers):
@@ -235,7 +235,7 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
 
 
 class _Pass(NamedTuple):
-    """Seconds of a forward pass of a layer: computing, exposed communication."""
+    """Hold the seconds of a layer's forward pass: computing, and exposed communication."""
 
     compute: float
     network: float
@@ -246,27 +246,27 @@ class _Pass(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Gradients of inputs and of weights; the same bytes as forward."""
+        """Return the seconds of backward: gradients of inputs and of weights, and the same bytes as forward."""
         return max(2 * EAGER_LAYER_S, 2 * self.compute + self.network)
 
 
 def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants) -> _Pass:
-    """One layer of one micro batch: compute and exposed communication of a forward pass, in seconds."""
+    """Return compute and exposed communication of one layer's forward pass on one micro batch, in seconds."""
     model, layout = run.model, run.train
     sizes, efficiency = layer_sizes(model, moe, "vllm"), constants.train_efficiency
     flops = layer_flops(model, moe, tokens, length)
-    # 0 elements of experts in dense layers
+    # dense layers have 0 elements of experts
     flops += 2 * (run.expert_load[0] - 1) * model.num_experts_per_tok * sizes.expert * tokens
     compute = compute_s(flops / layout.tp / layout.cp, efficiency)
     gathered, exchanged = map(network_s, _layer_bytes(run, moe, tokens))
-    if run.alltoall_overlap:  # behind the shared experts
+    if run.alltoall_overlap:  # runs behind the shared experts
         behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
         exchanged = max(0.0, exchanged - behind)
     return _Pass(compute, gathered + exchanged)
 
 
 def _layer_bytes(run: StepInput, moe: bool, tokens: float) -> tuple[float, float]:
-    """Bytes that a die sends in a forward pass of a layer: of tensor and context parallelism, and of the experts."""
+    """Return the bytes that a die sends in a layer's forward pass: of TP with context parallelism, and of experts."""
     model, layout = run.model, run.train
     size, exchanged = DTYPE_BYTES[model.torch_dtype], 0.0
     row = model.hidden_size * size * tokens / layout.cp
@@ -280,13 +280,16 @@ def _layer_bytes(run: StepInput, moe: bool, tokens: float) -> tuple[float, float
 
 
 def pipeline_s(stages: list[float], micro_batches: float, virtual: int = 1) -> float:
-    """1F1B: the slowest stage works on every micro batch; the others are the fill, 1/virtual with virtual stages."""
+    """Return the seconds of 1F1B: the slowest stage works on every micro batch, the others fill the pipeline.
+
+    The fill is 1/virtual of that with virtual stages.
+    """
     slowest = max(stages)
     return micro_batches * slowest + (sum(stages) - slowest) / virtual
 
 
 def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants) -> list[float]:
-    """Seconds of each stage for one micro batch: forward, or with `train` forward, backward and recompute."""
+    """Return the seconds of each stage for one micro batch: forward; with `train` backward and recompute too."""
     model, layout = run.model, run.train
     length = padded_length(run, micro_batch)
     tokens = micro_batch * length
@@ -311,21 +314,24 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
 
 
 def padded_length(run: StepInput, micro_batch: int) -> float:
-    """Tokens of a sample as computed: micro batches run at their longest sample, and all replicas of an expert group
-    at the longest of theirs, unless the tensor cache sorts samples by length."""
+    """Return the tokens of a sample as computed, padding included.
+
+    Micro batches run at their longest sample, and all replicas of an expert group at the longest of theirs, unless the
+    tensor cache sorts samples by length.
+    """
     draws = 1 if run.tensor_cache and run.balanced_lengths else micro_batch * replicas_of_expert_group(run.train)
     return run.lengths.prompt + run.lengths.mean_of_longest(draws)
 
 
 def log_prob_s(run: StepInput, micro_batch: int, constants: Constants) -> float:
-    """Seconds of one forward pass over the batch, and of its way through the driver."""
+    """Return the seconds of one forward pass over the batch, and of the batch's way through the driver."""
     batches = run.responses / run.train.dp / micro_batch
     stages = stage_s(run, micro_batch, False, constants)
     return pipeline_s(stages, batches, run.train.vpp) + driver_bytes(run, 0) / constants.driver_bytes_per_s
 
 
 def update_s(run: StepInput, constants: Constants) -> float:
-    """Seconds of the update: pipeline, gradients, optimizer, the batch's way through the driver."""
+    """Return the seconds of the update: pipeline, gradients, optimizer, the batch's way through the driver."""
     batches = run.responses / run.train.dp / run.micro_batch / run.mini_batches
     stages = stage_s(run, run.micro_batch, True, constants)
     once = pipeline_s(stages, batches, run.train.vpp) + _optimizer_s(run)
@@ -333,13 +339,16 @@ def update_s(run: StepInput, constants: Constants) -> float:
 
 
 def train_s(run: StepInput, constants: Constants) -> float:
-    """Seconds of the actor's passes: update, and the log-probs of old policy and reference where a step has them."""
+    """Return the seconds of the actor's passes: update, and the log-probs of old policy and reference if needed."""
     sizes = [size for size in (run.old_micro_batch, run.ref_micro_batch) if size]
     return update_s(run, constants) + sum(log_prob_s(run, size, constants) for size in sizes)
 
 
 def _optimizer_s(run: StepInput) -> float:
-    """Gradients to their owners, states through memory (and over the host link if swapped), parameters back."""
+    """Return the seconds of an optimizer step.
+
+    Gradients go to their owners, states through memory (and over the host link if swapped), parameters back.
+    """
     model, layout = run.model, run.train
     worst = 0.0
     for stage in range(layout.pp):
@@ -354,7 +363,7 @@ def _optimizer_s(run: StepInput) -> float:
 
 
 def _gradient_bytes(run: StepInput, stage: int) -> float:
-    """Bytes that a die of `stage` sends of gradients, and of parameters after the optimizer's step."""
+    """Return the bytes that a die of `stage` sends of gradients, and of parameters after the optimizer's step."""
     layout, replicas = run.train, run.train.dp * run.train.cp
     dense, routed = stage_elements(run.model, layout, stage, "mindspeed")
     sent = dense * (replicas - 1) / replicas + routed * (layout.edp - 1) / layout.edp
@@ -362,7 +371,7 @@ def _gradient_bytes(run: StepInput, stage: int) -> float:
 
 
 def train_bytes(run: StepInput) -> float:
-    """Bytes that the busiest die sends in the passes of a step and in the exchange of its gradients and parameters."""
+    """Return the bytes that the busiest die sends in a step's passes and its exchange of gradients and parameters."""
     model, layout, stages = run.model, run.train, []
     tokens = run.responses / layout.dp * padded_length(run, run.micro_batch)
     of_layer = {moe: sum(_layer_bytes(run, moe, tokens)) for moe in (False, True)}
@@ -375,10 +384,11 @@ def train_bytes(run: StepInput) -> float:
 
 
 def driver_bytes(run: StepInput, float_columns: int) -> float:
-    """Bytes that one call to all workers sends through Ray.
+    """Return the bytes that one call to all workers sends through Ray.
 
-    Without the tensor cache: padded int64 ids, mask, positions, prompts, responses and their mask, and fp32 columns of
-    responses. With it: one number a sample; ids cross once, after generation (step/batches/limits.py:trainer_bytes).
+    Without the tensor cache these are padded int64 ids, mask, positions, prompts, responses and their mask, and fp32
+    columns of responses. With it they are one number a sample, as ids cross once, after generation
+    (step/batches/limits.py:trainer_bytes).
     """
     prompt, response = run.most_prompt, run.lengths.longest
     if run.tensor_cache:
@@ -391,11 +401,11 @@ def driver_bytes(run: StepInput, float_columns: int) -> float:
 
 
 def decode_s(run: StepInput, running: float, context: float, tier: float, constants: Constants) -> float:
-    """Seconds of the model's part of a decode step: `tier` rows are computed, the KV of `running` of them is read."""
+    """Return the seconds of the model in a decode step that computes `tier` rows and reads the KV of `running`."""
     model, layout = run.model, run.rollout
     size, layers = DTYPE_BYTES[model.torch_dtype], model.num_hidden_layers
     dense, routed = stage_elements(model, layout, 0, run.rollout_library)
-    read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # not the embedding
+    read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # the embedding is not read whole
     flops = 2 * model.vocab_size * model.hidden_size / layout.tp
     for moe, count in layer_kinds(model):
         sizes = layer_sizes(model, moe, run.rollout_library)
@@ -409,7 +419,7 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
 
 
 def _token_bytes(run: StepInput) -> float:
-    """Bytes that a die of the rollout sends for one token of its replica."""
+    """Return the bytes that a die of the rollout sends for one token of its replica."""
     model, layout, sent = run.model, run.rollout, 0.0
     reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
     for moe, count in layer_kinds(model):
@@ -420,13 +430,13 @@ def _token_bytes(run: StepInput) -> float:
 
 
 def rollout_bytes(run: StepInput) -> float:
-    """Bytes that a die sends for the tokens of its replica in a step."""
+    """Return the bytes that a die sends for the tokens of its replica in a step."""
     tokens = run.responses * (run.lengths.prompt + run.lengths.mean_of_longest())
     return tokens / (run.rollout.world_size / run.rollout.tp) * _token_bytes(run)
 
 
 def rollout_s(run: StepInput, constants: Constants) -> float:
-    """Seconds until the longest response of the batch ends."""
+    """Return the seconds until the longest response of the batch ends."""
     layout, lengths = run.rollout, run.lengths
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
@@ -449,7 +459,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     for tokens, most in zip(at.tolist(), fullest, strict=True):
         context = lengths.prompt + tokens
         running = most
-        if every:  # the mean, as it was half of the steps between exchanges before
+        if every:  # rebalanced to the mean of half of the steps between exchanges before
             running = min(most, max(1.0, seats * lengths.survival(tokens - every / 2)))
             exchange = DP_SYNC_S["gloo"]
             if tier_of(running) < tier_of(most):
@@ -461,7 +471,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
 
 
 def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
-    """Expected responses, at least 1, of the fullest of `replicas`, each of whose `seats` goes on by chance."""
+    """Return the expected responses, at least 1, of the fullest of `replicas`, whose `seats` each go on by chance."""
     count = max(1, round(seats))
     of = np.arange(count + 1)
     chance = np.clip(np.asarray(survival)[:, None], 1e-15, 1 - 1e-15)
@@ -472,14 +482,14 @@ def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[f
 
 
 def _kv_seats(run: StepInput, mean: float) -> float:
-    """Responses whose KV the cache holds, at the mean context of a response that has half of its tokens."""
+    """Return the number of responses whose KV the cache holds, at the mean length of prompt and response."""
     if run.kv_bytes is None:
         return math.inf
     return run.kv_bytes / run.model.kv_bytes / (run.lengths.prompt + mean)
 
 
 def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:
-    """Prompts of a replica in pieces of the token budget; eager, each piece reads the weights once."""
+    """Return the seconds of a replica's eager prefill, in pieces of the token budget that each read the weights."""
     model, layout = run.model, run.rollout
     tokens = replica * run.lengths.prompt / (run.samples if run.prefix_caching else 1)
     pieces = math.ceil(tokens / run.token_budget)
@@ -494,9 +504,12 @@ def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:
 
 
 def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
-    """verl's own sync at the a3 pin: every rank receives its EP part of all stages' experts, and all other tensors.
+    """Return the traffic of verl's own sync at the a3 pin.
 
-    At TP4 PP8 EP32 75 GB; 73.9 GB and about 3,100 collectives are quoted. Collectives: for each MoE layer gate, up and
+    Every rank receives its EP part of all stages' experts, and all other tensors: 75 GB at TP4 PP8 EP32, where 73.9 GB
+    and
+
+    about 3,100 collectives are quoted. Collectives: for each MoE layer gate, up and
     down of the local experts along PP and then to vLLM's ranks, and five tensors of each layer (assumed).
     """
     size, moe = DTYPE_BYTES[model.torch_dtype], layer_kinds(model)[1][1]
@@ -509,7 +522,7 @@ def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
 
 
 def direct_sync_bound(model: ModelShape, run: StepInput, bucket_bytes: int) -> SyncTraffic:
-    """Our sync, as an upper bound that needs no plan: every die receives all weights that it serves."""
+    """Return an upper bound of our sync's traffic that needs no plan: every die receives all weights that it serves."""
     dense, routed = stage_elements(model, run.rollout, 0, run.rollout_library)
     served = (dense + routed) * DTYPE_BYTES[model.torch_dtype]
     busiest = max(len(run.train.stage_layers(stage, model.num_hidden_layers)) for stage in range(run.train.pp))
@@ -518,23 +531,23 @@ def direct_sync_bound(model: ModelShape, run: StepInput, bucket_bytes: int) -> S
 
 
 def reshard_s(sync: SyncTraffic, constants: Constants) -> float:
-    """Seconds of one weight sync; packing reads and writes what is sent, unpacking what is received."""
+    """Return the seconds of one weight sync; packing reads and writes what is sent, unpacking what is received."""
     wire = network_s(max(sync.received_bytes, sync.sent_bytes))
     packed = memory_s(2 * (sync.received_bytes + sync.sent_bytes))
     return wire + packed + sync.collectives * constants.collective_s
 
 
 def offload_s(moved: Offload, constants: Constants) -> float:
-    """Seconds of the step's copies between host and device, and of returning cached blocks."""
+    """Return the seconds of a step's copies between host and device, and of returning cached blocks."""
     copied = (moved.to_device_bytes + moved.to_host_bytes) / HOST_BYTES_PER_S
     return copied + moved.released_bytes * EMPTY_CACHE_S_PER_BYTE + moved.empty_cache_calls * constants.empty_cache_s
 
 
 def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
-    """{phase: modelled seconds} of a step; phases that the run leaves out are 0."""
+    """Return {phase: modelled seconds} of a step; phases that the run leaves out are 0."""
     tokens = run.responses * run.lengths.mean_of_longest()
     passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
-    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch, also with the cache
+    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch even with the cache
     critic = replace(whole, micro_batch=run.critic_micro_batch) if run.critic_micro_batch else None
     scores_s = log_prob_s(whole, run.reward_micro_batch, constants) if run.reward_models else 0.0
     sync = run.sync or verl_sync(run.model, run.train)
@@ -552,6 +565,6 @@ def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
 
 
 def tokens_per_s_per_die(run: StepInput, seconds: float) -> float:
-    """Tokens of prompts and responses over seconds and dies, as verl's perf/throughput counts them."""
+    """Return the tokens of prompts and responses over seconds and dies, as verl's perf/throughput counts them."""
     tokens = run.responses * (run.lengths.prompt + run.lengths.mean_of_longest())
     return tokens / seconds / run.train.world_size

@@ -1,4 +1,4 @@
-"""What the step model says of a configuration: its inputs, seconds by phase, traffic, ports. No torch."""
+"""Apply the step model to a configuration: its inputs, seconds by phase, traffic, ports; no torch."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ from verl_patches.run import hccl
 from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import trainer_bytes
 
-DISK_GB_S = 10.0  # of a shared file system; assumed
-# CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
-# hold for all of engine_step_s, which holds launches and copies too
+DISK_GB_S = 10.0  # rate of a shared file system; assumed
+# CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
+# (tests/benchmarks/decode_step.py); assumed to hold for all of engine_step_s, which has launches and copies too
 ENGINE_RATIO = 0.6
-COLLECTOR_AND_CORES = 0.136  # of rollout, quoted for another model; rollout.no_collector, update.bind_cores
+COLLECTOR_AND_CORES = 0.136  # share of rollout, quoted for another model; rows rollout.no_collector, update.bind_cores
 DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What no configuration says: mean tokens of prompts and of responses that end by themselves, backend of DP syncs.
+    """Describe the workload that a configuration does not give: mean tokens of prompts and responses, DP sync backend.
 
-    None: the published run's prompts, and RESPONSE_TOKENS. A mean of responses is not read where all have full length.
+    None stands for the published run's prompts, and for RESPONSE_TOKENS of responses that end by themselves. A mean of
+    responses is not read where all have full length.
     lengths, expert_load: runs that recorded theirs; recorded: tokens of their prompts and responses; loads: of the
-    busiest rank in training and rollout over the mean, not read where routing is balanced. disk_gb_s: of the file
+    busiest rank in training and rollout over the mean, not read where routing is balanced. disk_gb_s: rate of the file
     system with weights and checkpoints, to or from all nodes together.
     """
 
@@ -79,7 +80,7 @@ class Workload:
 
     @property
     def option(self) -> tuple[str, ...]:
-        """The words of the command line that give it; none for the defaults."""
+        """Return the words of the command line that give it; none for the defaults."""
         given: dict[str, Any] = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
         given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
         given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
@@ -94,7 +95,7 @@ def step_input(
     offload: Offload | None = None,
     kv_bytes: float | None = None,
 ) -> StepInput:
-    """Return the step model's input of a run. Without `sync` its upper bound, or verl's own."""
+    """Return the step model's input of a run; without `sync` it has the weight sync's upper bound, or verl's own."""
     recipe, rows, data, section = run.recipe, run.rows, run.verl.data, run.verl.actor_rollout_ref
     actor, rollout = section.actor, section.rollout
     train, train_batch, n = run.train, data.train_batch_size, rollout.n
@@ -163,10 +164,10 @@ def _lengths(run: RunSpec, workload: Workload) -> Lengths:
 
 
 def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[str, Any]:
-    """Return {step, disk, traffic, ports} of a plan, as JSON-ready data; all modelled.
+    """Return {step, disk, traffic, ports} of a plan, as JSON-ready data; all figures are modelled.
 
-    step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
-    sync do not fit.
+    step: None on a CPU and on machines for which no published run gives seconds. ConfigError where layouts or the
+    weight sync do not fit.
     """
     sync, spread = verl_sync(run.trained_model, run.train), dict[str, int]()
     if not run.samples:
@@ -183,7 +184,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
     if model.tensor_cache:
         dispatch = {stage: sum(sizes.values()) for stage, sizes in cached.items()}
-    whole = replace(model, tensor_cache=False)  # value models get the trainer's batch, also with the cache
+    whole = replace(model, tensor_cache=False)  # value models get the trainer's batch even with the cache
     if model.reward_models:
         dispatch["rm_scores"] = round(driver_bytes(whole, 0))
     if model.critic_micro_batch:
@@ -202,14 +203,14 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
 
 
 def sent_bytes(run: StepInput) -> dict[str, int]:
-    """Return {train, rollout, weight_sync}: bytes of a step that the busiest die of each sends to others."""
+    """Return {train, rollout, weight_sync}: bytes that the busiest die of each sends to others in a step."""
     sync = run.sync or verl_sync(run.model, run.train)
     sampled = {"rollout": rollout_bytes(run), "weight_sync": sync.sent_bytes} if run.sampled else {}
     return {side: round(size) for side, size in {"train": train_bytes(run), **sampled}.items()}
 
 
 def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
-    """`trainer_bytes` of the stages that this run has; none without the tensor cache. `send_back`: KL in the reward."""
+    """Return `trainer_bytes` of the run's stages; empty without the tensor cache. `send_back`: KL in the reward."""
     if not run.tensor_cache:
         return {}
     tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
@@ -221,7 +222,7 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
-    """Seconds by phase, their sum, tokens a second and die, what was assumed, and the model's error on each row."""
+    """Return seconds by phase, their sum, tokens/s of a die, the assumptions, and the model's error on each row."""
     seconds = step_time(run, FITTED)
     total = sum(seconds.values())
     absent = [] if run.critic_micro_batch else [phase.planned for phase in STEP_PHASES if phase.critic]
@@ -253,9 +254,10 @@ def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
 def direct_traffic(
     blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int
 ) -> tuple[SyncTraffic, dict[str, int]]:
-    """Our weight sync without a plan of routes, and {received_mean_bytes}.
+    """Return the traffic of our weight sync without a plan of routes, and {received_mean_bytes}.
 
-    What must arrive is exact; what a rank sends is its stage's mean, which routes miss by 0.1 % (docs/weight-sync.md).
+    The bytes that must arrive are exact; sent bytes are the mean of a rank's stage, which the routes miss by 0.1 %
+    (docs/weight-sync.md).
     """
     received, sent = [0] * train.world_size, defaultdict[int, int](int)
     for block in blocks:
@@ -270,10 +272,10 @@ def direct_traffic(
 
 
 def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
-    """Return {gb_s, parts: [{part, bytes, seconds}]}: what a start reads and a save writes at `gb_s` of all nodes.
+    """Return {gb_s, parts: [{part, bytes, seconds}]} of a start's reads and a save's writes, at `gb_s` of all nodes.
 
     A first start reads the weights that each rank holds, half the bytes where the model's config.json is here and says
-    FP8; one that goes on reads them and the optimizer's states from a checkpoint, which has each of both once.
+    FP8. A resumed start reads them and the optimizer's states from a checkpoint, which has each of both once.
     """
     train, library, parts = run.train, run.train_library, []
     size = DTYPE_BYTES[run.torch_dtype]
@@ -311,12 +313,12 @@ def offload_of(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
 
 
 def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> int:
-    """Bytes that the allocator returns to the device in a step: freed and not taken again before empty_cache.
+    """Return the bytes that the allocator returns to the device in a step: freed and not reused before empty_cache.
 
-    Memory of vLLM's sleep mode counts too, which is unmapped instead; its seconds are not published.
+    Memory of vLLM's sleep mode, which is unmapped instead, counts too; its seconds are not published.
     """
     cached = total = 0
-    for _ in range(2):  # the second step finds what the first one left
+    for _ in range(2):  # the second step starts with what the first one left
         total = 0
         for move in (move for moment in moments.values() for move in moment.moves):
             if move.verb == "empty_cache":
