@@ -1,1 +1,1 @@
-"""The commands of `python -m verl_patches`."""
+"""Define the commands of `python -m verl_patches`."""

@@ -1,4 +1,4 @@
-"""The command `cluster render`: from a job file to the scripts that start Ray and a run on all its nodes."""
+"""Define the command `cluster render`: from a job file to the scripts that start Ray and a run on all its nodes."""
 
 from __future__ import annotations
 

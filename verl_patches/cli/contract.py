@@ -1,4 +1,4 @@
-"""The commands about upstream's sources: `check`, `explain`, `fingerprint` and `versions`."""
+"""Define the commands about upstream's sources: `check`, `explain`, `fingerprint` and `versions`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def explain_command(
         facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
     drifted = facts["reviewed"] not in (None, facts["fingerprint"])
     facts["state"] = "off"
-    if facts["wanted"]:  # and nothing is applied here
+    if facts["wanted"]:  # nothing is applied here
         facts["state"] = "drifted" if drifted else "waiting"
     if as_json:
         print_json(facts)
@@ -140,8 +140,8 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
 def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]:
     """Return the fingerprint of a target's body here, and how the body differs from the pinned one.
 
-    With clones: of the files as they are there, against those of the pinned commit. On line pypi: of the installed
-    package, against `upstream`. A target of a package that is in neither is compared with itself.
+    With clones the files on disk are compared with those of the pinned commit; on line pypi the installed package is
+    compared with `upstream`. A target of a package that is in neither is compared with itself.
     """
     package = split(target)[0].split(".")[0]
     pins = load_pins().line(line).repositories.values()
@@ -164,9 +164,9 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
 
 
 def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
-    """{top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
+    """Return {top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
 
-    Raises ConfigError for packages that are missing; with `part` only where all are.
+    Raise ConfigError for packages that are missing; with `part` only where all are.
     """
     if not folder.is_dir():
         raise ConfigError(f"--upstream {folder} is not a folder")
@@ -185,15 +185,15 @@ def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
 def fingerprints(
     engine: Engine, row_ids: list[str], write: bool, no_source: bool, upstream: Path | None = None
 ) -> dict[str, Any]:
-    """{line, rows: [{target, found, reviewed}], dropped}, recorded first if `write`; ConfigError for absent targets.
+    """Return {line, rows: [{target, found, reviewed}], dropped}, recorded if `write`; ConfigError for absent targets.
 
     A target without Python text is recorded where the row is an `extend`, where it was reviewed as such, or with
-    `no_source`. `dropped`: targets that no row has any more; writing the whole line takes their records out.
+    `no_source`. `dropped`: targets that no row has any more, whose records are removed when the whole line is written.
     """
     line = engine.switches.line
     names = row_ids or [name for name, spec in engine.specs.items() if line in spec.lines]
     for name in names:
-        engine.explain(name)  # refuses an unknown one, with the nearest
+        engine.explain(name)  # refuses an unknown row and names the nearest
         lines = engine.specs[name].lines
         if line not in lines:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The command `doctor`: are this node, and all nodes of a running Ray, ready for a run?"""
+"""Define the command `doctor`, which checks whether this node, and all nodes of a running Ray, are ready for a run."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def doctor_command(
 
 
 def _default() -> str:
-    """The config of a platform, where the command names none: as VERL_PATCHES says, else production's."""
+    """Return the config for a command that names none: of VERL_PATCHES's platform, else production's."""
     given = os.environ.get(VARIABLE)
     return CONFIG_NAME if given and parse(given).platform in NO_DEVICE else PRODUCTION

@@ -1,4 +1,4 @@
-"""The commands `generate`, `chat` and `eval`: the trained model in use (docs/use.md)."""
+"""Define the commands `generate`, `chat` and `eval`, which use the trained model (docs/use.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verl_patches.tools.inference.model import Model, find_model, restart_in_env
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
-CONVERSATION = 8192  # most tokens of one, where the model takes more
+CONVERSATION = 8192  # most tokens of a conversation, where the model takes more
 SHOWN_WRONG = 5
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or a Megatron folder.")]
 ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
@@ -167,7 +167,7 @@ def eval_command(
 def _score(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines
 ) -> None:
-    """Write a line for each checkpoint and prompt that has none."""
+    """Write a line for each checkpoint and prompt that has none yet."""
     score, data = scores.scorer(chosen.run, tokenizer, prompts[0].row), chosen.run.verl.data
     for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
         scored = score(prompt.row, [each.token_ids for each in made])
@@ -179,7 +179,7 @@ def _score(
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
-    """A row for each checkpoint and source, how intervals were made, and the first wrong answers of the newest."""
+    """Print a row for each checkpoint and source, how intervals were made, and the newest's first wrong answers."""
     measured = [(each["step"], source, of) for each in report["steps"] for source, of in each["sources"].items()]
     cells = []
     for step, source, of in measured:
@@ -198,7 +198,7 @@ def _show(report: dict[str, Any], output: Path) -> None:
 def _start(
     given: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
-    """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
+    """Return the model, in a process with the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
     model = find_model(given, output_root(), config_name, overrides or [], trees, rows_of, newest)
     check_switches(model.run)
@@ -211,7 +211,7 @@ def _start(
 def _settings(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], rewards: Any = None
 ) -> dict[str, Any]:
-    """What a call has in common with one that goes on with its output."""
+    """Return the settings that a call must share with the one whose output it continues."""
     models = [source.identity for source in chosen.sources.values()]
     dtype = chosen.run.verl.actor_rollout_ref.rollout.dtype
     return {"models": models, "dtype": dtype, "prompts": prompts, "rewards": rewards, **sampling}
@@ -220,7 +220,7 @@ def _settings(
 def _outputs(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], done: int
 ) -> Iterator[tuple[int, rows.Prompt, Any]]:
-    """(step, prompt, vLLM's responses) of each checkpoint and prompt but the first `done`."""
+    """Yield (step, prompt, vLLM's responses) of each checkpoint and prompt after the first `done`."""
     from verl_patches.tools.inference import engine as engines  # imports vllm
 
     params = engines.sampling_params({**sampling, "detokenize": False})
@@ -236,11 +236,11 @@ def _outputs(
                     for prompt, output in zip(prompts[kept:], outputs, strict=True):
                         yield step, prompt, output.outputs
                         advance(1)
-                    del engine, outputs, output  # before the next engine is made
+                    del engine, outputs, output  # frees it before the next engine is made
 
 
 def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[Any]:
-    """The engine of a configuration of one rank in this process, else those of its ranks on Ray."""
+    """Return the engine of a one-rank configuration in this process, or else the engines of its ranks on Ray."""
     if run.platform != "npu" and run.world_size == 1:
         from verl_patches.tools.inference.engine import Engine
 
@@ -251,19 +251,22 @@ def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[A
 
 
 def _response(made: Any, tokenizer: Any) -> dict[str, Any]:
-    """One of vLLM's CompletionOutputs, whose own text lacks half a character at its end; finish: stop or length."""
+    """Return one of vLLM's CompletionOutputs, decoded again, as its own text lacks half a character at its end.
+
+    finish: stop or length.
+    """
     text = tokenizer.decode(made.token_ids, skip_special_tokens=True)
     return {"text": text, "tokens": len(made.token_ids), "finish": made.finish_reason}
 
 
 @contextmanager
 def _stdout_kept() -> Iterator[None]:
-    """Inside, what libraries print on standard output, in C too, goes to standard error."""
+    """Redirect what libraries print on standard output, in C too, to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        with redirect_stdout(sys.stderr):  # vLLM keeps the stream that is there when it is imported
+        with redirect_stdout(sys.stderr):  # vLLM keeps the stream that it finds when it is imported
             yield
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`config`, a composed configuration; `reshard-plan`, a weight sync; `report` and `compare`, recorded runs."""
+"""Define `config` and `reshard-plan`, which show a configuration and a weight sync, and `report` and `compare`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def config_command(
 
 
 def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
-    """Print what each key becomes; exit code 1 where one is refused."""
+    """Print what each key becomes; the exit code is 1 where one is refused."""
     rows = explain_engine(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
     if as_json:

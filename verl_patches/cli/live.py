@@ -1,7 +1,7 @@
-"""`status RUN`: what a run does now, from the files of its folder alone, so from any terminal that sees them.
+"""Show what a run does now (`status RUN`) from the files of its folder, and so from any terminal that sees them.
 
 `state` is one of
-    starting   no step's work has begun, and the launcher is there
+    starting   no step's work has begun, and the launcher is alive
     running    a step is in progress
     ended      all steps were made
     ending     this start failed; `exit` says why; its launcher ends processes, or makes the next start
@@ -37,7 +37,7 @@ from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start, starts_in
 
 REFRESH_S = 2.0
-LINES = 5  # of progress.log, the last ones
+LINES = 5  # last lines of progress.log that are shown
 RUNNING = ("starting", "running", "ending")
 STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
 FIGURES = ("step s", "reward", "grad_norm", "|dlogp|", "tokens/s/rank", "TFLOP/s/rank", "MFU")
@@ -60,7 +60,7 @@ def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
                     shown.update(view(facts), refresh=True)
         finally:
             if not out.is_terminal:
-                out.print()  # there Live ends without a newline
+                out.print()  # Live ends without a newline in a pipe
     else:
         out = console()
         out.print(view(facts), soft_wrap=not out.is_terminal)
@@ -68,12 +68,12 @@ def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
 
 
 def live(folder: Path, now: float | None = None) -> dict[str, Any]:
-    """Plain data about a run at `now` (seconds since the epoch); None where the run does not have it yet.
+    """Return plain data about a run at `now` (seconds since the epoch); values that the run lacks so far are None.
 
-    step, steps: the one in progress, or the last one, of how many. resumed: after which steps, as text. off: the rows
+    step, steps: the step in progress, or the last one, and their total. resumed: after which steps, as text. off: rows
     that the user switched off, once they are proven. phase, phase_s, phase_last_s: the call in progress, its seconds so
-    far, and those of the last step. eta_s: of the run's end, by the median of `step s`. figures: {name: {last step,
-    median}} as run/record/report.py has them. quiet_s: since anything was written. Between nodes seconds are as exact
+    far, and those of the last step. eta_s: until the run's end, by the median of `step s`. figures: {name: {last step,
+    median}} as in run/record/report.py. quiet_s: since the last write. Between nodes seconds are as exact
     as their clocks. ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
@@ -102,7 +102,7 @@ def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
         return "ended"
     home = folder.resolve().parent
     later = [start for start in starts_in(home) if start.name > folder.resolve().name]
-    locked = not later and is_locked(home / LOCK)  # by the launcher; None where none made one
+    locked = not later and is_locked(home / LOCK)  # by the launcher; None where no launcher made a lock
     if ended != "running":
         return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
     if locked is False:
@@ -111,7 +111,7 @@ def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
 
 
 def view(facts: dict[str, Any]) -> Group:
-    """What `live` found, for a terminal. Each text is a Text: a str would be read as Rich's markup."""
+    """Render the facts of `live` for a terminal; each text is a Text, as Rich would read a str as markup."""
     state, step, steps = facts["state"], facts["step"], facts["steps"]
     reason = LOST if state == "lost" else state in ("failed", "interrupted") and facts["exit"].partition("\n")[0][:500]
     last = "" if facts["phase_last_s"] is None else f", {facts['phase_last_s']:.1f} s in the last step"
@@ -127,7 +127,7 @@ def view(facts: dict[str, Any]) -> Group:
     bar = []
     if step and steps and console().is_terminal:
         done = steps if state == "ended" else step - 1
-        bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar ends no line
+        bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar does not end its line
     known = [
         (name, of.values()) for name, of in facts["figures"].items() if any(value is not None for value in of.values())
     ]

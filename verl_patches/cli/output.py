@@ -1,4 +1,4 @@
-"""How commands print: sentences, tables, a Report, and the plan of a run, for people or as JSON."""
+"""Print what commands say: sentences, tables, a Report, and the plan of a run, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
-PIPE_COLUMNS = 120  # of tables in pipes and files
-_WHOLE = 40  # columns of a first column that is not wrapped
+PIPE_COLUMNS = 120  # width of tables in pipes and files
+_WHOLE = 40  # widest first column that is not wrapped
 _TOO_MUCH = " TOO MUCH"
 _SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
-# Sections of a plan: title, key in --json, the columns of its rows or the keys that are shown.
+# Sections of a plan: title, key in --json, and the columns of its rows or the shown keys
 _MEMORY = (
     ("pinned host memory of the fullest node (modelled)", "memory.host", ()),
     ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
@@ -63,14 +63,14 @@ def leave_with(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
 
 
 def show(report: Report, fine: bool = True) -> None:
-    """Print a table of findings, the details of those that are not fine, and one line of counts."""
+    """Print a table of findings, the details of those that need attention, and one line of counts."""
     title = f"{report.command}, line {report.line}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:
         rows: dict[Any, tuple[str, ...]] = {}
         for f in shown:
             place = " ".join(filter(None, (f.found, f.where and f"[{f.where}]")))
-            alike = (place, f.todo) if f.state == NOT_RUN else id(f)  # checks that wait for the same are one row
+            alike = (place, f.todo) if f.state == NOT_RUN else id(f)  # checks that wait for the same thing are one row
             same = rows.get(alike)
             row = (f.state, f.name, f.expected, place, f.todo)
             rows[alike] = row if same is None else (f.state, f"{same[1]}, {f.name}", "", place, f.todo)
@@ -84,7 +84,7 @@ def show(report: Report, fine: bool = True) -> None:
 
 
 def console(err: bool = False) -> Console:
-    """Return the terminal; a pipe or file has PIPE_COLUMNS, or COLUMNS where it is exported."""
+    """Return the terminal; a pipe or file has PIPE_COLUMNS columns, or COLUMNS where it is exported."""
     out = Console(stderr=err, highlight=False)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = PIPE_COLUMNS
@@ -92,16 +92,16 @@ def console(err: bool = False) -> Console:
 
 
 def say(text: str, style: str = "", err: bool = False, whole: bool = False) -> None:
-    """Print a text, in a pipe as it is; in a terminal it is wrapped between words unless it must stay `whole` to paste.
+    """Print a text: unchanged in a pipe, in a terminal wrapped between words unless it must stay `whole` to paste.
 
-    No markup is read, and control characters but newlines are escaped.
+    Markup is not read, and control characters except newlines are escaped.
     """
     out = console(err)
     out.print(Text(printable(text, keep="\n"), style), soft_wrap=whole or not out.is_terminal)
 
 
 def say_command(command: str) -> None:
-    """Print a command of a shell, indented, in lines that end with a backslash; no word is broken."""
+    """Print a shell command, indented, in lines that end with a backslash; no word is broken."""
     out, lines = console(), [" "]
     for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
         if len(lines[-1]) + len(word) + 3 > out.width and lines[-1].strip():
@@ -133,7 +133,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s."""
+    """Show a progress bar on stderr, updated twice a second on a terminal and every 30 s in a file."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30.0
@@ -142,7 +142,7 @@ def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Call
 
 
 def show_plan(plan: dict[str, Any], run: RunSpec) -> None:
-    """Print a plan (plan/plan.py); of one that failed only the phases that do not fit: its checks come below."""
+    """Print a plan (plan/plan.py); of a failed plan only the phases that do not fit, as its checks come below."""
     trainer, memory = run.verl.trainer, plan["memory"]
     nodes = f"{run.world_size} ranks on {trainer.nnodes} node(s) x {trainer.n_gpus_per_node}"
     say(f"{plan['config']}: {nodes}; line {run.line}, platform {run.platform}", "bold")
@@ -208,7 +208,7 @@ def _label(name: str) -> str:
 
 
 def _figure_text(value: Any, key: str) -> str:
-    """Return a figure of a plan in words; its key says whether it is a size in bytes, a list of two is a range."""
+    """Return a figure of a plan as text; its key says whether it is a size in bytes, and a list of two is a range."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_figure_text(each, f'{key}.{name}')}" for name, each in value.items())
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The commands that show patches: `status` and `digest`; and `install-prelude`."""
+"""Define the commands `status` and `digest`, which show patches, and `install-prelude`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from verl_patches.weights.run_folders import find_start
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
 
-_NO_ROLE = "not in this catalogue"  # of a row in the record of another version
-_WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
+_NO_ROLE = "not in this catalogue"  # for a row in the record of another version
+_WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
 WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
 RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
 
 
 def engine_of(switches: str | None) -> Engine:
-    """An engine over the rows of a platform with these switches, default VERL_PATCHES; nothing is applied."""
+    """Return an engine over the rows of a platform with these switches (default VERL_PATCHES); nothing is applied."""
     taken = switches_here(switches)
     return Engine(catalog.rows_of(taken.platform), taken)
 
 
 def switches_here(switches: str | None) -> Switches:
-    """Switches as given, else of VERL_PATCHES.
+    """Return the given switches, or those of VERL_PATCHES.
 
-    Without both: of the line whose packages are installed, else of production; standard error says which and why.
+    Without both they are those of the line whose packages are installed, or else production's, as standard error says.
     """
     if switches is not None or os.environ.get(VARIABLE):
         return from_environment() if switches is None else parse(switches)
@@ -118,7 +118,7 @@ def _tables_by_role(title: str, columns: Sequence[str], rows: Iterable[Mapping[s
 
 
 def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Recorded states folded to one entry a row: {id, target, states: {process: state}, reason (of a wrong state)}."""
+    """Return recorded states by row: {id, target, states: {process: state}, reason (of a wrong state)}."""
     folded: dict[str, dict[str, Any]] = {}
     for row in rows:
         entry = folded.setdefault(row["id"], {"id": row["id"], "target": row["target"], "states": {}, "reason": ""})
@@ -128,7 +128,7 @@ def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]
 
 
 def _states_text(states: Mapping[str, str]) -> str:
-    """{process: state} as "controller: active, workers 0-255: active"."""
+    """Return {process: state} as text, such as "controller: active, workers 0-255: active"."""
     texts, ranks = [], dict[str, list[int]]()
     for process, state in states.items():
         kind, _, rank = process.partition(" ")

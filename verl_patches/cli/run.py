@@ -1,4 +1,4 @@
-"""The commands `smoke`, `train` and `plan`: check everything, start a run, report how it ended; or plan it."""
+"""Define the commands `smoke`, `train` and `plan`: check everything, and start a run and report its end, or plan it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REPLAY_HELP = "Train on the responses that another run recorded: its name, a fol
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_AGAIN_S = 15.0
-LOAD_STEPS = 10  # last steps of a run whose expert load is taken
+LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
@@ -86,7 +86,7 @@ OldLayout = Annotated[
 
 
 def _run_or_path(given: Path | None) -> Path | None:
-    """Return what --replay-rollout names: a path, or a run by its name."""
+    """Return the value of --replay-rollout: a path, or the folder of a run that it names."""
     places = [] if given is None else [given, output_root() / given]
     if places and not any(place.exists() for place in places):
         raise typer.BadParameter(f"{given}: no such path, and no run of that name in {output_root()}")
@@ -159,7 +159,7 @@ def train_command(
 
 
 def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
-    """Return `composed` of a run that is to start; exit code 1, as of a failed rule, where it has no layout."""
+    """Return `composed` of a run that will start; exit with 1, as for a failed rule, where it has no layout."""
     try:
         return composed(config_name, overrides, trees)
     except LayoutError as error:
@@ -170,7 +170,7 @@ def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSp
 def _require_startable(run: RunSpec) -> str:
     """Refuse a run that cannot start, before anything is written; return a sentence about rows that are switched off.
 
-    ConfigError for a start or a key that cannot be; exit code 1 where a rule fails.
+    Raise ConfigError for a start or a key that is not possible; exit with 1 where a rule fails.
     """
     require_trees(run)
     run_folder.require_start(run)
@@ -217,7 +217,7 @@ def plan_command(
 def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
     """Return the facts of a run, ready for plan and start: automatic recomputation has its number of layers.
 
-    ConfigError for a switch of a row that another row needs, or for other switches in the shell.
+    Raise ConfigError for a switch of a row that another row needs, or for other switches in the shell.
     """
     run = compose(config_name, overrides, rows_of, trees)
     check_switches(run)
@@ -225,10 +225,10 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 
 
 def check_switches(run: RunSpec) -> None:
-    """ConfigError for a switch that switches off a row that another needs, or for other switches in the shell."""
+    """Refuse a switch that switches off a row that another row needs, and other switches in the shell."""
     in_shell = os.environ.get(VARIABLE)
     Engine(rows_of(run.platform), run.process_switches)
-    if in_shell and replace(parse(in_shell), rows=None) != run.switches:  # rows: of a command that started itself again
+    if in_shell and replace(parse(in_shell), rows=None) != run.switches:  # a command that restarted itself has rows
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
             f"what runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
@@ -238,7 +238,7 @@ def check_switches(run: RunSpec) -> None:
 def report_plan(
     config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool
 ) -> NoReturn:
-    """Print the plan of a run, what failed, how to go on and a verdict; exit with 0, or 1 if a check failed."""
+    """Print the plan of a run, its failures, how to go on and a verdict; exit with 0, or 1 if a check failed."""
     try:
         run = composed(config_name, overrides, trees)
         require_trees(run)
@@ -272,7 +272,7 @@ def report_plan(
 def search_layouts(
     config_name: str, overrides: Sequence[str], trees: Trees, dies: int | None, workload: Workload, top: int
 ) -> dict[str, Any]:
-    """Return {config, dies, modelled, layouts}: the best layouts of a configuration, whose own need not be legal."""
+    """Return {config, dies, modelled, layouts}: the best layouts for a configuration, whose own may be invalid."""
     run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT)], rows_of, trees)
     check_switches(run)
     if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
@@ -283,7 +283,10 @@ def search_layouts(
 
 
 def _expert_loads(run: Path) -> tuple[float, float]:
-    """Tokens of the busiest rank over the mean in training and rollout, by a run's last steps; ConfigError without."""
+    """Return the busiest rank's tokens over the mean in training and rollout, from a run's last steps.
+
+    Raise ConfigError where the run has none.
+    """
     steps = read_summary(find_start(run, output_root())).get("steps", [])[-LOAD_STEPS:]
     found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
     loads = [load.get("ranks_over_mean") for load in found]
@@ -327,7 +330,7 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
 
 
 def _file_checks(run: RunSpec) -> Iterator[Check]:
-    """What the rules about files say at a start, where all files must exist on this machine."""
+    """Yield the checks of the rules about files at a start, when all files must exist on this machine."""
     run = all_must_exist(run)
     for rule in RULES.files:
         yield from rule(run)
@@ -343,7 +346,7 @@ def _end_unless(checks: Iterable[Check]) -> None:
 
 
 def _refuse_without_effect(run: RunSpec) -> None:
-    """ConfigError for keys that the line cannot act on: the run would differ from its configuration."""
+    """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
     given = [entry.key for entry, _ in refused_keys(run) if entry.planned]
     if given:
         raise ConfigError(
@@ -354,10 +357,10 @@ def _refuse_without_effect(run: RunSpec) -> None:
 
 @contextmanager
 def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
-    """A function that shows lines of progress.log (trainer/record.py): "| " lines, the step table, and the stage now.
+    """Yield a function that shows lines of progress.log (trainer/record.py): "| " lines, the step table, and the stage.
 
     `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
-    a pipe or file it is a line of its own, and only until step 1. `first` is shown at once.
+    a pipe or file it has a line of its own, and only until step 1. `first` is shown at once.
     """
     console = Console(quiet=silent, highlight=False, markup=False, soft_wrap=True)
     stay, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
@@ -384,7 +387,7 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
 
 
 def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "") -> None:
-    """Print how a run ended, the rows that were `off`, what it proved, or how to go on; exit with its code."""
+    """Print how a run ended, the rows that were `off`, and what it proved or how to go on; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
@@ -413,7 +416,10 @@ def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "
 
 
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:
-    """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
+    """Return lines about the newest whole checkpoint of a run that ended early, and the command that resumes from it.
+
+    Runs that save no checkpoints have none.
+    """
     resume = "trainer.resume_mode"
     if run.verl.trainer.save_freq <= 0 or "checkpoint.save" not in run.rows:
         return []
@@ -423,7 +429,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         checkpoint = chain_of_start(start_in(record)).newest()
         if last_step_is_saved(run, record):
             return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
-    except (ConfigError, OSError) as error:  # the first says what to go on from instead
+    except (ConfigError, OSError) as error:  # the error says what to go on from instead
         return [str(error)]
     if checkpoint is None:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]

@@ -1,4 +1,4 @@
-"""The commands `weights convert`, `weights export`, `weights verify` and `weights show`."""
+"""Define the commands `weights convert`, `weights export`, `weights verify` and `weights show`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def export_command(
 
 
 def _newest_of_run(given: Path) -> Path:
-    """Return the newest checkpoint of a run or of a start; ConfigError for anything else."""
+    """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
     if SAVED.fullmatch(given.name):
         raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
     run = find_start(given, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")

@@ -1,1 +1,1 @@
-"""What is done beside a run: its data before, the trained model afterwards."""
+"""Prepare data before a run, and use the trained model after it."""

@@ -1,1 +1,1 @@
-"""Data in: files of many schemas become the parquet files that a run reads (`data build`, docs/data.md)."""
+"""Convert files of many schemas to the parquet files that a run reads (`data build`, docs/data.md)."""

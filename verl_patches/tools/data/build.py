@@ -1,4 +1,4 @@
-"""`data build`: read, make rows, leave out, shuffle, split, write. The same input and keys give the same bytes.
+"""Build data (`data build`): read, make rows, leave out, shuffle, split, write. Equal input and keys give equal bytes.
 
 Records and the rows made of them, as JSON, are files of `datasets` in a scratch folder beside the output, in the order
 of the input; memory holds the place and the digests of each row.
@@ -32,20 +32,20 @@ from verl_patches.values import printable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
-MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
+SHOWN, PLACES = 20, 3  # most sentences of a reason in the report, and places of each
+MAX_GOLD_WORDS = 4  # the reward compares longer gold answers, like any phrase, only as text
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
 _BATCHES_OF_A_WORKER = 4  # between two writes
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
-# what a record becomes: the row as JSON unless it is left out, and why it is left out or doubted; digests of its prompt
-# and of all that makes two rows repeated ones; tokens of its prompt and of its longest response
+# the result of a record: the row as JSON unless it is left out, and why it is left out or doubted; digests of its
+# prompt and of all that two repeated rows share; tokens of its prompt and of its longest response
 MADE = {"origin": "string", "text": "string", "reason": "string", "sentence": "string"}
 MADE |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_tokens"), "int64")
 
 
 def make_rows(settings: Settings, origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
-    """Return the columns of MADE for some pickled records. Runs in any process."""
+    """Return the columns of MADE for some pickled records; this runs in any process."""
     made = [_make(settings, origin, pickle.loads(record)) for origin, record in zip(origins, records, strict=True)]
     return {name: [each.get(name) for each in made] for name in MADE}
 
@@ -76,7 +76,7 @@ def _make(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
 
 @functools.cache
 def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
-    """Return (template, tokenizer) of this process."""
+    """Return (template, tokenizer), made once in each process."""
     if tokenizer is None:
         return template_of(prompt_type), None
     expected = "tokenizer_name_or_path to be a model folder that is there, or an id"
@@ -87,13 +87,13 @@ def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
 
 
 def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
-    """Return (prompt, longest response with its end tokens), as a run counts them (step/objectives/dataset.py)."""
+    """Return tokens of (prompt, longest response with end tokens), counted as in a run (step/objectives/dataset.py)."""
     if "text" in row:
         return 1, len(tokenizer.encode(row["text"]))
     prompt = len(prompt_tokens(tokenizer, row["prompt"]))
     texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
     sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
-    return prompt, max(sizes) + len(sizes) if sizes else 0  # of a pair, a reward model has two end tokens
+    return prompt, max(sizes) + len(sizes) if sizes else 0  # a reward model adds two end tokens to a pair
 
 
 def _records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
@@ -104,7 +104,7 @@ def _records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[..., dict[str, list[Any]]]]:
-    """Yield make_rows, with more than one worker in that many processes."""
+    """Yield make_rows, which with more than one worker runs in that many processes."""
     if workers < 2:
         yield functools.partial(make_rows, settings)
         return
@@ -129,7 +129,7 @@ def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[...,
 
 @contextmanager
 def _end_signals_held() -> Iterator[None]:
-    """Hold end signals back until the block ends: Python ignores what their handlers raise while it forks."""
+    """Hold end signals back until the block ends, because Python ignores errors of their handlers while it forks."""
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in END_SIGNALS}
     try:
@@ -142,9 +142,9 @@ def _end_signals_held() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Begin a worker, which is forked with end signals held back: the handlers of the command are not its own.
+    """Prepare a worker, which is forked with end signals held back, as the command's handlers are not its own.
 
-    In its own session it gets no signal of a terminal: the command alone does, and ends its workers. A kill -9 of the
+    In its own session it gets no signal of a terminal: only the command does, which ends its workers. A kill -9 of the
     command ends it too.
     """
     os.setsid()
@@ -154,11 +154,11 @@ def _begin_worker() -> None:
 
 
 def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
-    """Return the dataset of MADE, a row for each record. ConfigError where there is none."""
+    """Return the dataset of MADE, with a row for each record; raise ConfigError if there is none."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 
-    if all(next(source.rows(), None) is None for source in sources):  # datasets has an error of its own then
+    if all(next(source.rows(), None) is None for source in sources):  # otherwise datasets raises an error of its own
         raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
     features = Features({"origin": Value("string"), "record": Value("binary")})
     given = {"cache_dir": str(scratch / "records"), "gen_kwargs": {"sources": tuple(sources)}}
@@ -176,7 +176,7 @@ def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> D
             remove_columns=["record"],
             features=Features({name: Value(kind) for name, kind in MADE.items()}),
             cache_file_name=str(scratch / "rows.arrow"),
-            new_fingerprint="rows",  # a function that holds processes has none
+            new_fingerprint="rows",  # a function that holds processes has no fingerprint
             desc="Making rows",
         )
 
@@ -215,7 +215,7 @@ def _sort_out(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tuple[i
 
 
 def _split(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return {file: row numbers} in their order; test has the first ones, and all others with their prompts."""
+    """Return {file: row numbers} in their order; test has the first rows, and all others with the same prompts."""
     size = len(kept)
     if size < 2:
         out_of = ", ".join(f"{n} {why}" for why in ("bad", "repeated", "too_long") if (n := report[why]["rows"]))
@@ -233,17 +233,17 @@ def _split(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str,
 
 
 def build(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
-    """Write the folder of output_prefix: (0, report), or (1, report) and nothing written (refuse_above).
+    """Write the folder of output_prefix and return (0, report), or (1, report) without writing (refuse_above).
 
-    ConfigError for wrong use. Progress bars go to stderr.
+    Raise ConfigError for wrong use. Progress bars go to stderr.
     """
     target = Path(settings.output_prefix)
     with whole_folder(target, overwrite) as work:
-        os.environ["HF_HOME"] = str((work / "hub").absolute())  # of this process and its workers, before HF's imports
+        os.environ["HF_HOME"] = str((work / "hub").absolute())  # also for workers; set before HF's imports
         from tqdm import tqdm
 
         sources = list(sources_of(settings, work))
-        _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
+        _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # faults end the command here
         made = _make_all(settings, sources, work)
         report, kept, longest = _sort_out(made, settings.dedupe)
         limits = REASONS | settings.refuse_above

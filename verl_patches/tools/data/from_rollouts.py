@@ -1,13 +1,13 @@
-"""Data of a run's recorded rollouts (step/replay/recording.py): what its own reward makes of its responses.
+"""Make data from a run's recorded rollouts (step/replay/recording.py), chosen by the run's own reward.
 
 best         rejection sampling: the best of each prompt's responses by reward (arXiv:2307.09288, section 3.2.2)
 conditional  conditional SFT: prompts tagged with the reward of their response (arXiv:2308.12050); the tag is that of
              OpenRLHF's conditional_sft_processor (openrlhf/utils/processor.py)
 pairs        preference pairs: the best response of each prompt as `chosen`, the worst as `rejected`
 
-Prompts are those of the run's data: a recorded one is found there by its tokens, made as verl's dataset makes them. A
-prompt's responses are those of one step (verl's uid). Rows are in the order of steps, prompts and rewards, and depend
-on the recording, the data and the options alone.
+Prompts are those of the run's data: a recorded prompt is found there by its tokens, made as verl's dataset makes them.
+Only responses of one step belong to the same prompt (verl's uid). Rows are in the order of steps, prompts and rewards,
+and depend only on the recording, the data and the options.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SLACK = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
 
 @dataclass(frozen=True)
 class Choice:
-    """best: of a prompt's responses at most. threshold: the least reward of a response, or of a chosen one.
+    """Hold the options. best: most responses of a prompt. threshold: the least reward of a response, or a chosen one.
 
-    margin: the least difference of a pair's rewards, which differ in any case.
+    margin: the least difference of a pair's rewards, which are never equal.
     """
 
     kind: Annotated[str, one_of(*COLUMNS)] = "best"
@@ -70,12 +70,12 @@ def from_rollouts(
     overwrite: bool = False,
     progress: Callable[[int], Any] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Write the folder `target`, train.parquet and manifest.json, from a start of a run; returns the report's counts.
+    """Write the folder `target`, train.parquet and manifest.json, from a start of a run; return the report's counts.
 
-    Steps of the starts that it came from count too.
+    Steps of the starts that it resumes count too.
 
-    progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
-    RecipeError where no row is left. Then nothing is written.
+    progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
+    read, and RecipeError where no row is left; then nothing is written.
     """
     with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
         try:
@@ -120,7 +120,7 @@ def from_rollouts(
 
 
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
-    """Return {step: folder} of the steps whose responses and rewards are recorded. ConfigError without one."""
+    """Return {step: folder} of the steps whose responses and rewards are recorded; raise ConfigError without any."""
     steps = recording_in(run)
     if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
         return scored
@@ -138,9 +138,9 @@ def _tokenizer(spec: RunSpec) -> Any:
 
 
 def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
-    """Return {digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (rl_dataset.py)."""
+    """Return {digest of ids: row} of the wanted prompts, made and cut as in verl's dataset (rl_dataset.py)."""
     data, found, most = spec.verl.data, dict[int, Any](), spec.verl.data.max_prompt_length
-    head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
+    head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # tokens that a cut keeps of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:
         with load(f"{file}: expected the run's data as it was; put it there again"):
@@ -159,7 +159,7 @@ def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, 
 
 
 def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
-    """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
+    """Yield (digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
     sampled = folder / f"step_{step}.safetensors"
     prompts, responses, masks = _load(sampled, "prompts", "responses", "attention_mask")
     scores, width = _load(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
@@ -179,7 +179,7 @@ def _load(path: Path, *names: str) -> list[torch.Tensor]:
 def _groups(
     folder: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
 ) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
-    """(uid, digest of the prompt, (text, reward)s) in the order of first rows; no text twice, none empty."""
+    """Yield (uid, prompt digest, (text, reward)s) in the order of first rows, without repeated and empty texts."""
     groups: dict[str, tuple[int, dict[str, float]]] = {}
     for key, ids, score, uid in _responses(folder, step):
         _, texts = groups.setdefault(uid, (key, {}))
@@ -197,8 +197,8 @@ def _groups(
 def chosen(
     group: list[tuple[str, float]], choice: Choice, left_out: Counter[str]
 ) -> Iterator[tuple[dict[str, str], float]]:
-    """({column: text}, reward) of the rows of one prompt's (text, reward)s; of a pair the difference of the rewards."""
-    group = sorted(group, key=lambda each: -each[1])  # of equal rewards the first
+    """Yield ({column: text}, reward) of one prompt's rows; the reward of a pair is the difference of its rewards."""
+    group = sorted(group, key=lambda each: -each[1])  # the first of equal rewards stays first
     good = [each for each in group if choice.threshold is None or each[1] >= choice.threshold - _SLACK]
     if choice.kind == "pairs":
         margin = good[0][1] - group[-1][1] if good else 0.0

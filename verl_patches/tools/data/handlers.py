@@ -1,8 +1,8 @@
-"""Handlers of `data build`: what is read of a record, its prompt by prompt_type, and the row that it becomes.
+"""Handle the records of `data build`: read their fields, make prompts by prompt_type, and return rows.
 
 Each row has verl's columns (data_source, prompt, ability, reward_model, extra_info), and those that an objective on
-fixed data reads (step/objectives/settings.py). Whatever is wrong with a record is a ValueError: one sentence, without
-place.
+fixed data reads (step/objectives/settings.py). Any fault of a record is a ValueError of one sentence, which does not
+name the record's place.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row = dict[str, Any]
-EXTRA = ("index", "split", "answer", "solution", "origin")  # of extra_info
+EXTRA = ("index", "split", "answer", "solution", "origin")  # keys of extra_info
 RESPONSES = ("response", "chosen", "rejected", "steps")
 TEMPLATES = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
-MODEL = "model"  # prompt_type: messages as they are
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
+MODEL = "model"  # prompt_type that leaves messages as they are
+_ROLES = {"human": "user", "gpt": "assistant"}  # roles of ShareGPT
 
 
 class Record:
-    """One record of an input, read by the fields of a handler; `columns`: {field: columns, the first that is there}."""
+    """Hold one record of an input; `columns`: {field: its columns, of which the first with a value counts}."""
 
     def __init__(self, values: Any, columns: Mapping[str, tuple[str, ...]]):
         _require(isinstance(values, dict), "an object", values)
@@ -39,11 +39,11 @@ class Record:
 
     @property
     def there(self) -> str:
-        """The names of its columns."""
+        """Return the names of its columns."""
         return f"{', '.join(sorted(map(str, self.values))):.200}"
 
     def get(self, field: str, needed: bool = True) -> Any:
-        """The value; None for one that may be missing."""
+        """Return the value of a field; None if it is not needed and missing."""
         columns = self.columns.get(field, ())
         found = next((self.values[name] for name in columns if self.values.get(name) is not None), None)
         if found is None and needed:
@@ -52,21 +52,21 @@ class Record:
         return found
 
     def text(self, field: str, needed: bool = True) -> str:
-        """A text; empty where it may be missing."""
+        """Return a field's text; empty if it is not needed and missing."""
         value = self.get(field, needed)
         return "" if value is None else text_of(value, field, may_be_empty=not needed)
 
     def response(self, field: str) -> str:
-        """A text, or the last of messages, which is of the assistant."""
+        """Return a field's text, or the last one of its messages, which must be the assistant's."""
         value = self.get(field)
         return text_of(value, field) if isinstance(value, str) else _talk(value, field)[-1]["content"]
 
 
 class Template:
-    """The Jinja text of a user message, and the system message or None. ConfigError for a text that is no Jinja."""
+    """Hold the Jinja text of a user message, and the system message or None; ConfigError for invalid Jinja."""
 
     def __init__(self, user: str, system: str | None = None):
-        from jinja2 import StrictUndefined, TemplateError  # here, as other commands need no jinja2
+        from jinja2 import StrictUndefined, TemplateError  # imported here, as other commands need no jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.system = system
@@ -76,15 +76,15 @@ class Template:
             raise ConfigError(f"prompt_type: expected Jinja, found {user!r:.80}: {error}") from None
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text; ValueError where it cannot be made, such as of a value that is missing."""
+        """Return the text; raise ValueError where it cannot be made, for example of a missing value."""
         try:
             return self._template.render(values)
-        except Exception as error:  # any that a template raises
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"prompt_type: {error}") from None
 
 
 def template_of(prompt_type: str) -> Template | None:
-    """Return the template that a prompt_type names or is, None for the model's own. ConfigError for neither."""
+    """Return the template that a prompt_type names or contains, None for the model's own; ConfigError if neither."""
     if prompt_type == MODEL:
         return None
     if "{{" in prompt_type or "{%" in prompt_type:
@@ -103,17 +103,17 @@ def _require(fits: bool, expected: str, found: Any) -> None:
 
 
 def text_of(value: Any, field: str, may_be_empty: bool = False) -> str:
-    """The same text; ValueError for another value, an empty one, and one that UTF-8 cannot store."""
+    """Return the same text; raise ValueError if it is not text, is empty, or cannot be stored as UTF-8."""
     _require(isinstance(value, str), f"{field} to be text", value)
     if not value.strip() and not may_be_empty:
         raise ValueError(f"expected {field} to hold text, found it empty")
-    value.encode()  # a lone surrogate; UnicodeEncodeError is a ValueError
+    value.encode()  # refuses a lone surrogate, as UnicodeEncodeError is a ValueError
     return value
 
 
 def _answer(value: Any) -> str:
     if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
-        value = str(value)  # ValueError for an integer of more than 4300 digits
+        value = str(value)  # raises ValueError for an integer of more than 4300 digits
     answer = text_of(value, "the answer").strip()
     if len(answer) > MAX_ANSWER_CHARS:
         raise ValueError(f"expected an answer of at most {MAX_ANSWER_CHARS} characters, found {len(answer)}")
@@ -121,7 +121,7 @@ def _answer(value: Any) -> str:
 
 
 def _messages(value: Any, field: str) -> list[dict[str, str]]:
-    """Messages of a text, or of a list of {role, content} or {from, value}."""
+    """Return messages of a text, or of a list of {role, content} or {from, value}."""
     if isinstance(value, str):
         return [{"role": "user", "content": text_of(value, field)}]
     _require(isinstance(value, list) and value != [], f"{field} to be text or messages", value)
@@ -135,7 +135,7 @@ def _messages(value: Any, field: str) -> list[dict[str, str]]:
 
 
 def _talk(value: Any, field: str, last: str = "assistant") -> list[dict[str, str]]:
-    """Messages whose last one has this role."""
+    """Return messages whose last one has the role `last`."""
     messages = _messages(value, field)
     if (role := messages[-1]["role"]) != last:
         raise ValueError(f"expected {field} to end with a message of {last}, found {role}")
@@ -155,7 +155,7 @@ def _prompt(record: Record, value: Any, template: Template | None) -> list[dict[
     return messages
 
 
-# of each handler: what it reads, `prompt` as it is given, and `answer`, the gold answer
+# what each handler reads: `prompt` as it is given, and `answer`, the gold answer
 
 
 def _maths(record: Record) -> Row:
@@ -209,7 +209,7 @@ def _text(record: Record) -> Row:
 
 @dataclass(frozen=True)
 class Handler:
-    """`fields`: {field: columns that it is read from, the first that is there}; `columns`: those of fixed data."""
+    """Describe a handler; `fields`: {field: columns, of which the first counts}; `columns`: those of fixed data."""
 
     read: Callable[[Record], Row]
     ability: str
@@ -240,7 +240,7 @@ HANDLERS = {
 def make_row(
     handler: Handler, record: Record, template: Template | None, data_source: str, origin: str, additional: list[str]
 ) -> Row:
-    """The row of a record; extra_info.index and .split are filled in when it is written."""
+    """Return the row of a record; extra_info.index and .split are filled in when it is written."""
     row = handler.read(record)
     answer, solution = row.pop("answer", ""), row.pop("solution", None) or record.text("solution", needed=False)
     if "prompt" in row:
@@ -257,12 +257,12 @@ def make_row(
 
 
 def digest_of(value: Any) -> int:
-    """64 bits of a value of JSON; among a million values two have the same once in 37 million."""
+    """Return a 64-bit digest of a JSON value; among a million values two are alike once in 37 million cases."""
     return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def schema_of(columns: Iterable[str], additional: Iterable[str] = ()) -> pyarrow.Schema:
-    """The schema of rows with these columns of fixed data and further keys of extra_info, which are text."""
+    """Return the schema of rows with these columns of fixed data and further keys of extra_info, which are text."""
     import pyarrow as pa
 
     text, columns = pa.string(), tuple(columns)

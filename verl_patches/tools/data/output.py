@@ -1,4 +1,4 @@
-"""The folder that data comes out as: parquet files of rows, whole or not there."""
+"""Write a folder of data as parquet files, so that it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GROUP_ROWS = 1024
 
 @contextmanager
 def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a folder for scratch, whose `out` takes the name `target` where the block ends well and it holds files.
+    """Yield a scratch folder, whose `out` takes the name `target` if the block ends well and it holds files.
 
-    It is `.NAME.partial/scratch` beside `target`, locked while it is used; what a killed call has left there is removed
-    first, and all of it in the end. ConfigError where `target` is taken (`overwrite`: by files that have other names
-    than these), cannot be written, or is being written.
+    It is `.NAME.partial/scratch` beside `target`, locked while it is used; leftovers of a killed call are removed
+    first, and all of it in the end. ConfigError where `target` exists (with `overwrite`: has files of other names than
+    these), cannot be written, or is being written.
     """
 
     def wrong(text: object) -> ConfigError:
@@ -70,7 +70,7 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
 def write_rows(path: Path, rows: Iterable[str], schema: pyarrow.Schema) -> None:
     """Write rows, each as JSON, to a parquet file, numbered in extra_info.index, with the file's stem as .split.
 
-    GROUP_ROWS rows are held at a time; the file's bytes depend on the rows alone.
+    At most GROUP_ROWS rows are held at a time; the file's bytes depend only on the rows.
     """
     import pyarrow
     from pyarrow import parquet

@@ -1,4 +1,4 @@
-"""The YAML of `data build`: MindSpeed-RL's keys of its preprocessing, and ours. docs/data.md says what each does."""
+"""Read the YAML of `data build`: MindSpeed-RL's keys of its preprocessing, and ours, which docs/data.md describes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from verl_patches.recipe import one_of
 from verl_patches.tools.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
 from verl_patches.values import Count, Seed, Share, Text, parse_yaml, read_yaml, types_of, unknown_key, value_faults
 
-# why a record is left out, or with `sentences` doubted: above which share of the records none is written
+# reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
 REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
 
 
 class Settings(BaseModel):
-    """All keys; those without a default are needed."""
+    """Hold all keys; those without a default are required."""
 
     model_config = ConfigDict(frozen=True)
     input: Text | Annotated[list[Text], Field(min_length=1)]
@@ -43,21 +43,21 @@ class Settings(BaseModel):
 
     @property
     def inputs(self) -> list[str]:
-        """`input` as a list."""
+        """Return `input` as a list."""
         return [self.input] if isinstance(self.input, str) else self.input
 
     @property
     def handler(self) -> Handler:
-        """The handler, which reads its fields from the columns of map_keys."""
+        """Return the handler, which reads its fields from the columns of map_keys."""
         handler = HANDLERS[self.handler_name]
         mapped = {field: (column,) if column else () for field, column in self.map_keys.items()}
         if "messages" in handler.fields and {"prompt", "response"} & mapped.keys():
-            mapped.setdefault("messages", ())  # which would be read in their place
+            mapped.setdefault("messages", ())  # messages would take precedence over them
         return replace(handler, fields={**handler.fields, **mapped})
 
 
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
-    """The settings of a file, of texts KEY=VALUE, and of `output`, an output_prefix. ConfigError for what is wrong."""
+    """Return the settings of a file, of texts KEY=VALUE, and of `output` (an output_prefix); ConfigError for faults."""
     if file.suffix in (".jsonl", ".parquet"):
         hint = f"give a file of data as its input: data build data/sample.yaml input={file} -o DIR"
         raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found data; {hint}")
@@ -82,7 +82,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
 
 
 def _faults(settings: Settings) -> Iterator[str]:
-    """What is wrong with values that are right by themselves."""
+    """Yield the faults of values that are valid one by one."""
     name, additional = settings.handler_name, settings.dataset_additional_keys
     fields = HANDLERS[name].fields
     hint = f"{name} has {', '.join(fields)}"

@@ -1,6 +1,6 @@
-"""Rows of json, jsonl, parquet and HF datasets, local or remote, in order; and their prompts as tokens.
+"""Read rows of json, jsonl, parquet and HF datasets, local or remote, in order, and turn their prompts into tokens.
 
-Rows are (line or number from 1, value); a ValueError takes the place of a value that cannot be read.
+Rows are (line or number from 1, value), where a value that cannot be read is a ValueError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rows = Iterator[tuple[int, Any]]
 
 
 class Source(NamedTuple):
-    """One file or dataset: its name in origins, its rows, and what the manifest says of it."""
+    """Describe one file or dataset: its name in origins, its rows, and its entry in the manifest."""
 
     name: str
     rows: Callable[[], Rows]
@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:
-    """The sources of each input, in order; files of addresses go to `scratch`. ConfigError for what is none."""
+    """Yield the sources of each input in order; remote files go to `scratch`. ConfigError for an invalid input."""
     for number, given in enumerate(settings.inputs):
         if is_secret_value(given):
             raise ConfigError("input: an address holds a secret; credentials are read from the environment alone")
@@ -52,7 +52,7 @@ def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:
 
 
 def _readable(given: str, files: Iterable[Any]) -> list[Any]:
-    """The files, sorted, whose names say that they can be read; ConfigError where there are none."""
+    """Return the files, sorted, whose names say that they can be read; raise ConfigError without any."""
     if not (found := sorted(file for file in files if Path(file).suffix in ENDINGS)):
         raise ConfigError(f"input {given}: expected {', '.join(ENDINGS)} files or a saved HF dataset, found none")
     return found
@@ -66,7 +66,7 @@ def _file(path: Path) -> Source:
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Name, bytes and sha256 of a file."""
+    """Return name, bytes and sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -92,7 +92,7 @@ def _dataset(given: str, split: str, local: bool) -> Source:
 
 
 def _download(url: str, folder: Path) -> list[Path]:
-    """Copy the files of an address to `folder`, of a folder all that can be read; return them in order."""
+    """Copy the file of an address, or all readable files of a remote folder, to `folder`; return them in order."""
     import fsspec
 
     try:
@@ -106,9 +106,9 @@ def _download(url: str, folder: Path) -> list[Path]:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Yield the rows of a .json, .jsonl or .parquet file; of parquet these `columns` alone, those that it has.
+    """Yield the rows of a .json, .jsonl or .parquet file; of parquet only those of `columns` that it has.
 
-    ConfigError for a file that cannot be read.
+    Raise ConfigError for a file that cannot be read.
     """
     with load(f"{path}: expected a file that can be read"):
         if path.suffix == ".parquet":
@@ -141,7 +141,7 @@ def _jsonl(path: Path) -> Rows:
 
 
 def _parse(text: bytes) -> Any:
-    """Return the value of a JSON text; ValueError for what is none, for NaN, and for one that is nested too deep."""
+    """Return the value of a JSON text; raise ValueError if it is invalid, has NaN, or is nested too deep."""
     try:
         return json.loads(text.decode("utf-8-sig"), parse_constant=_refuse)
     except json.JSONDecodeError as error:
@@ -167,7 +167,7 @@ def _numbered(batches: Iterable[Any]) -> Rows:
 
 
 def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool = True, code: bool = False) -> Any:
-    """The tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run code that it has."""
+    """Return the tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run its own code."""
     from transformers import AutoTokenizer
 
     with load(f"{place}: expected {expected}"):
@@ -175,16 +175,16 @@ def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool
 
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
-    """The tokens of a text, or of messages; ValueError for anything else."""
+    """Return the tokens of a text, or of messages; raise ValueError for anything else."""
     text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
-    text.encode()  # UnicodeEncodeError for half a surrogate pair
+    text.encode()  # raises UnicodeEncodeError for half a surrogate pair
     if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
         raise ValueError("expected a text with tokens, found none")
     return tokens
 
 
 def render(tokenizer: Any, messages: Any) -> str:
-    """Return messages as the chat template writes them for an answer, as in verl's RLHFDataset; ValueError."""
+    """Return messages as the chat template writes them for an answer, as in verl's RLHFDataset, or raise ValueError."""
     if not isinstance(messages, list) or not messages:
         found = "none" if messages is None else type(messages).__name__
         raise ValueError(f"expected text or a list of messages, found {found}")
@@ -193,5 +193,5 @@ def render(tokenizer: Any, messages: Any) -> str:
             raise ValueError("expected role and content, both text, in each message")
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # any that a template raises
+    except Exception as error:  # a template may raise anything
         raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None

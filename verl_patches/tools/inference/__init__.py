@@ -1,1 +1,1 @@
-"""The trained model in use: generate, chat, eval (docs/use.md)."""
+"""Use the trained model: generate, chat, eval (docs/use.md)."""

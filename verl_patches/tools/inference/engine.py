@@ -1,7 +1,7 @@
-"""vLLM's engine in this process, as a run's rollout builds it, with weights read from any folder of weights.
+"""Build vLLM's engine in this process, as a run's rollout does, with weights read from any folder of weights.
 
-Alone it is one rank without a port: torch.distributed's store is in this process. Else it is one of several, each in a
-process of its own (ranks.py). Imported after the prelude.
+A single rank has no port, as torch.distributed's store is in this process. Several ranks each have a process of their
+own (ranks.py). Import this file only after the prelude.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALONE = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_para
 
 
 class Request(NamedTuple):
-    """A prompt as vLLM takes it."""
+    """Hold a prompt as vLLM takes it."""
 
     name: str
     tokens: list[int]
@@ -37,25 +37,25 @@ class Request(NamedTuple):
 
 
 class SourceLoader(BaseModelLoader):
-    """vLLM's model loader over the reader of all formats: HF in bf16 or FP8, Megatron's, checkpoints."""
+    """Load weights into vLLM with the reader of all formats: HF in bf16 or FP8, Megatron's, checkpoints."""
 
     def download_model(self, model_config: Any) -> None:
-        """The folder is here."""
+        """Do nothing, as the folder is on this machine."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """All weights by their HF names, through vLLM's own mapping; not those of experts that other ranks hold."""
+        """Load all weights by their HF names, through vLLM's own mapping, except experts that other ranks hold."""
         model.load_weights(_tensors(open_source(model_config.model), experts_elsewhere(model)))
 
 
 def experts_elsewhere(model: torch.nn.Module) -> set[str]:
-    """HF names of the experts, such as model.layers.3.mlp.experts.7, that vLLM has mapped to other ranks."""
+    """Return the HF names of the experts, such as model.layers.3.mlp.experts.7, that vLLM has mapped to other ranks."""
     maps = {name: getattr(module, "expert_map", None) for name, module in model.named_modules()}
     held = {name: places.tolist() for name, places in maps.items() if places is not None}
     return {f"{name}.{expert}" for name, places in held.items() for expert, at in enumerate(places) if at < 0}
 
 
 def _tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor), FP8 decoded to bf16; bytes are compared with a manifest's digests. `left_out`: experts."""
+    """Yield (name, whole tensor), FP8 decoded to bf16 and checked against a manifest's digests, but not `left_out`."""
     with WeightReader(source, sequential=True, verify=True) as reader:
         for name in source.tensors:
             if name.rsplit(".", 2)[0] not in left_out:
@@ -63,19 +63,19 @@ def _tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[s
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's SamplingParams of these names; ConfigError for values that it refuses."""
+    """Return vLLM's SamplingParams of these names; raise ConfigError for values that vLLM refuses."""
     with load("sampling: expected values that vLLM takes"):
         return SamplingParams(**sampling)
 
 
 class Engine:
-    """The engine of a run with the weights of `folder`; length: tokens of a prompt and its response, at most.
+    """Hold the engine of a run with the weights of `folder`; length: most tokens of a prompt and its response.
 
-    parallel: vLLM's arguments of the layout that this process is a rank of.
+    parallel: vLLM's arguments for the layout of which this process is a rank.
     """
 
     def __init__(self, folder: Path, run: RunSpec, length: int, parallel: Mapping[str, Any] = ALONE):
-        gc.collect()  # an engine before this one has cycles
+        gc.collect()  # frees an earlier engine, which has reference cycles
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not dist.is_initialized():
             os.environ.update(_LAUNCHER)
@@ -101,9 +101,9 @@ class Engine:
             raise RecipeError(f"{folder}: vLLM's engine does not start: {error}") from error
 
     def run(self, prompts: list[list[int]], params: SamplingParams, first: int) -> Iterator[Any]:
-        """vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.
+        """Yield vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.
 
-        Prompt i has seed + i * n, so a run that goes on draws as an uninterrupted one.
+        Prompt i has seed + i * n, so that a resumed call draws the same as an uninterrupted one.
         """
         requests = [
             _request(number, tokens, params, number * params.n, RequestOutputKind.FINAL_ONLY)
@@ -118,17 +118,17 @@ class Engine:
                 number += 1
 
     def stream(self, tokens: list[int], params: SamplingParams, turn: int) -> Iterator[Any]:
-        """vLLM's RequestOutput of one prompt after each step, with all of its text so far."""
+        """Yield vLLM's RequestOutput of one prompt after each step, with all of its text so far."""
         yield from self.outputs([_request(turn, tokens, params, turn, RequestOutputKind.CUMULATIVE)])
 
     def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
-        """vLLM's outputs as they come, until each rank of the layout has made its own; collective over them."""
+        """Yield vLLM's outputs as they come, until each rank has made its own; collective over the ranks."""
         engine = self._llm.llm_engine
         for name, tokens, params in requests:
             engine.add_request(name, {"prompt_token_ids": tokens}, params)
         while engine.has_unfinished_requests():
             yield from engine.step()
-        self._llm._run_engine(use_tqdm=False)  # a rank of V0 that has ended takes part in the steps of the others
+        self._llm._run_engine(use_tqdm=False)  # a rank of V0 that has ended takes part in the others' steps
 
 
 def _request(name: int, tokens: list[int], params: SamplingParams, more: int, kind: RequestOutputKind) -> Request:

@@ -1,7 +1,7 @@
-"""What `generate`, `chat` and `eval` run: the weights that a user names, and the configuration that they belong to.
+"""Find what `generate`, `chat` and `eval` run: the weights that a user names, and the configuration of their run.
 
-Weights are read where they are, in any format of weights/source.py. A run and its checkpoints have the settings of its
-config.yaml; other weights those of a file of configs/.
+Weights are read in place, in any format of weights/source.py. Those of a run and its checkpoints have the settings of
+the run's config.yaml, others those of a file of configs/.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from verl_patches.weights.source import Source, open_source
 
 
 class Model(NamedTuple):
-    """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
+    """Hold weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
 
     run: RunSpec
-    settings: str  # the file that `run` is from
+    settings: str  # the config file of `run`
     sources: dict[int, Source]
     length: int
 
@@ -52,9 +52,10 @@ def find_model(
     rows_of: RowsOf,
     newest: bool = False,
 ) -> Model:
-    """The weights of a folder, or the checkpoints (`newest`: that alone) of a run or a start (run_folders.find_start).
+    """Return the weights of a folder, or the checkpoints (with `newest` only that) of a run or a start.
 
-    config_name: a file of configs/ for weights of no run; None is that of smoke.sh. Headers of the weights are checked.
+    run_folders.find_start finds a run. config_name: a file of configs/ for weights without a run; None is smoke.sh's.
+    Headers of the weights are checked.
     ConfigError for anything else, for a value model, and for what cannot run here.
     """
     if SAVED.fullmatch(given.name) and not has_manifest(given):
@@ -116,7 +117,7 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         keys = keys_of(overrides)
-        if "recipe.dtype" in keys and f"{ROLLOUT}.dtype" not in keys:  # the file has values in the place of references
+        if "recipe.dtype" in keys and f"{ROLLOUT}.dtype" not in keys:  # the file has values in place of references
             config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
         check_dtype(config)
         check_engine_options(config, keys, OmegaConf.from_dotlist(list(overrides)))
@@ -125,9 +126,9 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
 
 
 def restart_in_environment(run: RunSpec) -> None:
-    """Start this command again with the variables of a run, unless it has them.
+    """Start this command again with the variables of a run, unless the process already has them.
 
-    Some are read when Python or torch starts.
+    Python and torch read some of them only when they start.
     """
     variables = [v for v in derive(run) if v.name != "TENSORBOARD_DIR"]
     wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
@@ -136,7 +137,7 @@ def restart_in_environment(run: RunSpec) -> None:
 
 
 def validation_sampling(run: RunSpec) -> dict[str, Any]:
-    """How the trainer of a run samples in a validation, by names of vLLM's SamplingParams."""
+    """Return how the trainer of a run samples in a validation, by names of vLLM's SamplingParams."""
     rollout = run.verl.actor_rollout_ref.rollout
     given = rollout.val_kwargs
     sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}

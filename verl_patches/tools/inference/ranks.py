@@ -1,8 +1,8 @@
-"""One instance of a run's rollout on the job's Ray: an engine on each of its ranks, and prompts spread over them.
+"""Run one instance of a run's rollout on the job's Ray: an engine on each of its ranks, and prompts spread over them.
 
-Workers are placed as the trainer's are, by verl's own worker group, and each reads its weights from the folder, which
+verl's own worker group places the workers like the trainer's, and each reads its weights from the folder, which
 every node needs under the same path. Ranks of a data-parallel group share experts, so they make their steps together;
-one that has nothing left takes part with a dummy batch, as in a run (vLLM's V1, row platform.vllm_dp_lockstep).
+a rank without requests takes part with a dummy batch, as in a run (vLLM's V1, row platform.vllm_dp_lockstep).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from verl_patches.tools.inference.engine import Engine, Request
 from verl_patches.trainer import ray_start
 
 log = logging.getLogger(__name__)
-SILENT_S = 20  # without dies, until it is said
+SILENT_S = 20  # how long it waits for dies before it says so
 
 
 class EngineWorker(Worker):
-    """One rank."""
+    """Run the engine of one rank."""
 
     def build(self, folder: Path, run: RunSpec, length: int) -> None:
-        """Collective over all ranks of the instance."""
+        """Build the engine; collective over all ranks of the instance."""
         dist.init_process_group("gloo")
         layout = run.rollout
         parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
@@ -46,20 +46,20 @@ class EngineWorker(Worker):
         self.engine = Engine(folder, run, length, parallel)
 
     def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
-        """Engine.outputs of a replica's requests, from its first rank alone: the others make the same ones."""
+        """Yield Engine.outputs of a replica's requests on its first rank only, as the others make the same outputs."""
         for output in self.engine.outputs(requests):
             if self.speaks:
                 yield output
 
 
 class RankedEngine(Engine):
-    """The engines of all ranks behind the interface of one."""
+    """Present the engines of all ranks as one engine."""
 
     def __init__(self, workers: Sequence[Any], tp: int):
         self._workers, self._tp = workers, tp
 
     def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
-        """vLLM's outputs as they come; replica d of R has requests d, d + R, ..."""
+        """Yield vLLM's outputs as they come; replica d of R has requests d, d + R, ..."""
         replicas, streams = len(self._workers) // self._tp, []
         for rank, worker in enumerate(self._workers):
             own = requests[rank // self._tp :: replicas]
@@ -76,10 +76,10 @@ class RankedEngine(Engine):
 
 @contextmanager
 def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
-    """The engines of a run, whose ranks are those of one instance, as long as the block lasts.
+    """Yield the engines of a run, whose ranks are those of one instance, as long as the block lasts.
 
-    Joins recipe.ray_address, or starts a Ray of its own on this machine. ConfigError where nodes are missing; where
-    other jobs have their dies, it waits, and says so.
+    This joins recipe.ray_address, or starts its own Ray on this machine. ConfigError where nodes are missing; where
+    other jobs have their dies, it waits and says so.
     """
     require_nodes(run)
     options = {**ray_options(run), "engine": None, "log_to_driver": False}  # no Megatron here
@@ -89,7 +89,7 @@ def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
         ends = signal.getsignal(signal.SIGTERM)
         ray_start.start(**options)
-        signal.signal(signal.SIGTERM, ends)  # Ray has put one of its own there
+        signal.signal(signal.SIGTERM, ends)  # replaces Ray's own handler
         stack.callback(ray.shutdown)
         leave_out(run)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
@@ -104,13 +104,13 @@ def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
 
 
 def _say_what_for(pool: RayResourcePool) -> None:
-    if pool.pgs is None:  # none is reserved
+    if pool.pgs is None:  # no placement group is reserved yet
         log.warning("waiting for nodes with %s free devices: other jobs of this Ray have them", pool.store)
 
 
 @contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """Inside, the error of a rank is raised as it is where it is one of ours, else as a RecipeError in one sentence."""
+    """Raise an error of a rank unchanged if it is one of ours, else as a RecipeError of one sentence."""
     try:
         yield
     except (ray.exceptions.RayError, RuntimeError) as error:  # RuntimeError: a rank could not start

@@ -1,4 +1,4 @@
-"""Files of `generate` and `eval`: prompts in, JSON lines out."""
+"""Read the prompts of `generate` and `eval`, and write their output as JSON lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_patches.tools.data.sources import ENDINGS, prompt_tokens, read_rows
 
 
 class Prompt(NamedTuple):
-    """A row, its number in all files from 0, and its prompt as tokens."""
+    """Hold a row, its number in all files from 0, and its prompt as tokens."""
 
     number: int
     row: dict[str, Any]
@@ -26,11 +26,11 @@ class Prompt(NamedTuple):
 def read_prompts(
     files: Sequence[Path], key: str, tokenizer: Any, most: int, skip: bool = False, columns: Sequence[str] = ()
 ) -> tuple[list[Prompt], int]:
-    """(the prompts of JSON and parquet files in order, how many were left out).
+    """Return (the prompts of JSON and parquet files in order, how many were left out).
 
-    key: their column: messages for the tokenizer's chat template, or text, which is taken as it is. most: tokens of a
+    key: the column of prompts: messages for the tokenizer's chat template, or literal text. most: tokens of a
     prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. columns:
-    others that are read. ConfigError, with file and row, for what cannot be used.
+    others to read. Raise ConfigError, with file and row, for a row that cannot be used.
     """
     prompts, left_out = list[Prompt](), 0
     for file in files:
@@ -51,7 +51,7 @@ def read_prompts(
 
 
 def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, or row from 1, values) of each row."""
+    """Yield (line, or row from 1, values) of each row."""
     if file.suffix not in ENDINGS or not file.is_file():
         found = "another" if file.exists() else "none"
         raise ConfigError(f"{file}: expected a file that ends in {', '.join(ENDINGS)}, found {found}")
@@ -63,34 +63,34 @@ def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, A
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has in place of numbers and arrays of numpy, and of dates, decimals and bytes of parquet."""
+    """Return a JSON value for numbers and arrays of numpy, and for dates, decimals and bytes of parquet."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class Lines:
-    """The lines of an output while it is written; done: how many there are."""
+    """Hold the lines of an output while it is written; done: their number."""
 
     def __init__(self, path: Path, file: Any, done: int):
         self.path, self._file, self.done = path, file, done
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append one line; a kill may cut it, and the next call removes it then."""
+        """Append one line; a kill may cut it, and the next call then removes it."""
         left = memoryview((json.dumps(line, default=_plain) + "\n").encode())
         while left:
             left = left[self._file.write(left) :]
         self.done += 1
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """All lines."""
+        """Yield all lines."""
         with self.path.open("rb") as file:
             yield from map(json.loads, file)
 
 
 @contextmanager
 def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
-    """Lines that become `output` where the block ends well; else they wait for a call with the same settings.
+    """Yield lines that become `output` if the block ends well, and otherwise wait for a call with the same settings.
 
-    Until then they are in a file whose name has the settings' digest. ConfigError where `output` is there, or another
+    Until then they are in a file whose name has the settings' digest. ConfigError where `output` exists, or another
     process writes it.
     """
     digest = hashlib.sha256(json.dumps(settings, default=_plain).encode()).hexdigest()[:8]

@@ -1,7 +1,7 @@
-"""What `eval` measures: responses by the training reward, mean@n, pass@k, intervals, accuracy over the steps of a run.
+"""Measure responses for `eval`: the training reward, mean@n, pass@k, intervals, accuracy over the steps of a run.
 
-The reward is that of training: verl's load_reward_manager with row reward.parts. The value of a response is, as in
-verl's validation, `acc` where the reward has it, else the reward.
+The reward is that of training: verl's load_reward_manager with row reward.parts. As in verl's validation, the value of
+a response is `acc` where the reward has it, else the reward.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIDENCE, DRAWS = 0.95, 1000
-ANSWER_CHARS = 200  # of a wrong answer in a report
+ANSWER_CHARS = 200  # shown of a wrong answer in a report
 WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
 
 def scored_by(run: RunSpec) -> tuple[list[Any], list[str]]:
-    """(the entries of the reward and facts of their Python files, labels of its models, which no validation runs)."""
+    """Return (the reward's entries and facts of their Python files, labels of its models, which no validation runs)."""
     parts = run.rewards
     models = [part.label for part in parts if part.entry.name == "reward_model"]
     if len(models) == len(parts):
@@ -47,9 +47,9 @@ def scored_by(run: RunSpec) -> tuple[list[Any], list[str]]:
 def scorer(
     run: RunSpec, tokenizer: Any, row: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
-    """score(row, tokens of its responses): {value, reward, what parts of the reward return} of each response.
+    """Return score(row, tokens of its responses), which returns {value, reward, results of parts} of each response.
 
-    `row` is scored once here, with a response of one token, so that one that fails does so before an engine starts.
+    `row` is scored here with a response of one token, so that a reward that fails does so before an engine starts.
     """
     import numpy as np
     import torch
@@ -78,7 +78,7 @@ def scorer(
 
 
 def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each checkpoint of a responses.jsonl: step, score (the mean over sources), sources (`measure`), wrong."""
+    """Return step, score (mean over sources), sources (`measure`) and wrong answers of each checkpoint's responses."""
     steps = []
     for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
         values, wrong = dict[str, list[Any]](), []
@@ -95,7 +95,7 @@ def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Of the values of n responses to each prompt: prompts, n, mean, its interval (low, high, how it was made), pass.
+    """Return prompts, n, mean, its interval (low, high, how it was made) and pass, of n response values to each prompt.
 
     pass: {k: pass@k} for k = 1, 2, 4, ... and n, where n > 1 and all values are 0 or 1.
     """
@@ -110,7 +110,7 @@ def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
-    """Wilson's interval for a share, at CONFIDENCE."""
+    """Return Wilson's interval for a share, at CONFIDENCE."""
     from scipy.stats import binomtest
 
     interval = binomtest(correct, count).proportion_ci(CONFIDENCE, "wilson")
@@ -118,7 +118,7 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
 
 
 def bootstrap(means: Sequence[float]) -> tuple[float, float]:
-    """The interval for the mean of `means`, at CONFIDENCE, with seed 0."""
+    """Return the bootstrap interval for the mean of `means`, at CONFIDENCE, with seed 0."""
     import numpy as np
 
     generator, given = np.random.default_rng(0), np.array(means)
@@ -128,7 +128,7 @@ def bootstrap(means: Sequence[float]) -> tuple[float, float]:
 
 
 def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """The mean of each source, with its interval, over `steps`: {step, sources: {source: measures}}."""
+    """Draw the mean of each source, with its interval, over `steps`: {step, sources: {source: measures}}."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
