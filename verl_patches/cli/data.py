@@ -30,7 +30,7 @@ def build_command(
     from verl_patches.tools.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
-    if not sys.stderr.isatty():  # tqdm's, which datasets uses: a line every so many records
+    if not sys.stderr.isatty():  # tqdm, which datasets uses, then prints a line every so many records
         os.environ |= {"TQDM_MINITERS": str(settings.log_interval), "TQDM_MININTERVAL": "0", "TQDM_MAXINTERVAL": "inf"}
     code, report = build(settings, overwrite)
     if as_json:

@@ -429,7 +429,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         checkpoint = chain_of_start(start_in(record)).newest()
         if last_step_is_saved(run, record):
             return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
-    except (ConfigError, OSError) as error:  # the error says what to go on from instead
+    except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]

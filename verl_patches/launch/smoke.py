@@ -104,7 +104,7 @@ class SmokeOptions:
 def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
     """Return all Hydra overrides of a smoke: those of its options, of model and data (`Inputs`), then the user's.
 
-    layout=NAME becomes layout=LINE/NAME. ConfigError for a wrong combination.
+    layout=NAME becomes layout=LINE/NAME. Raise ConfigError for a wrong combination.
     """
     options.check()
     seeded = "actor_rollout_ref.actor.megatron", "data", "actor_rollout_ref.rollout"
@@ -149,7 +149,7 @@ class Inputs:
     def make(self, say: Callable[[str], None]) -> None:
         """Make the folders that do not exist, each in its own process, as the launcher does not import torch.
 
-        A folder appears whole or not at all. ConfigError with the end of the process's output if one fails.
+        A folder appears whole or not at all. Raise ConfigError with the end of the process's output if one fails.
         """
         if not self.model.exists():
             say(f"making the tiny model, seed {self.options.seed}")

@@ -1,4 +1,4 @@
-"""Fit the step model to published rows, and compute its error on each; no torch.
+"""Hold the published rows that the step model is fitted to, and compute its error on each; no torch.
 
 docs/plan.md has all rows: the public recipe's run on 256 dies (random weights, forced responses of 3072 tokens) and its
 single measurements. A row fixes at most one constant, with which the model reproduces its figure; the other rows check

@@ -257,7 +257,7 @@ def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
 def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> dict[str, Any]:
     """Return the peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
 
-    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as in `simulated`.
+    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. Raise ConfigError as in `simulated`.
     """
     step = simulated(schedule, setting, stays)
     phases = [phase_peak(phase, step, setting) for phase in step[0].moments]

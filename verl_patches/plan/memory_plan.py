@@ -216,7 +216,8 @@ def _communicators(run: RunSpec) -> list[dict[str, Any]]:
 def recomputation(run: RunSpec) -> tuple[PerStage, int]:
     """Return (layers of each stage whose forward pass is recomputed, how many at once); selective counts as none.
 
-    The configuration has no auto (see `with_recompute`). ConfigError for a list without one number for each stage.
+    The configuration has no auto (see `with_recompute`). Raise ConfigError for a list without one number for each
+    stage.
     """
     model = run.verl.actor_rollout_ref.model
     given = model.get("gradient_checkpointing_kwargs") or {}
@@ -286,7 +287,7 @@ def node_host_bytes(run: RunSpec) -> int:
     """Return the modelled bytes of model states in the host memory of the fullest node.
 
     With dies these are what workers pin; without (platform cpu, npu_emulated) all states of training and rollout.
-    Processes and Ray's object store come on top. ConfigError where sizes do not divide.
+    Processes and Ray's object store come on top. Raise ConfigError where sizes do not divide.
     """
     memory = run_memory(run)
     if run.platform not in NO_DEVICE:

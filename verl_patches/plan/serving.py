@@ -24,7 +24,8 @@ _TRAIN_SIZES = [
 def instance_of(config: DictConfig) -> DictConfig:
     """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many nodes.
 
-    So the run's own layout need not fit its number of ranks. ConfigError where an instance does not fill its nodes.
+    So the run's own layout need not fit its number of ranks. Raise ConfigError where an instance does not fill its
+    nodes.
     """
     tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
     dies = min(tp * dp, config.trainer.n_gpus_per_node)

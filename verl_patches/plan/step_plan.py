@@ -166,7 +166,7 @@ def _lengths(run: RunSpec, workload: Workload) -> Lengths:
 def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[str, Any]:
     """Return {step, disk, traffic, ports} of a plan, as JSON-ready data; all figures are modelled.
 
-    step: None on a CPU and on machines for which no published run gives seconds. ConfigError where layouts or the
+    step: None on a CPU and on machines for which no published run gives seconds. Raise ConfigError where layouts or the
     weight sync do not fit.
     """
     sync, spread = verl_sync(run.trained_model, run.train), dict[str, int]()

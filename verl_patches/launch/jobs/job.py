@@ -218,7 +218,7 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
 def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Expand ${NAME}, and rename replica_count to nodes; return the environment with that of env_file.
 
-    A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
+    A variable of the caller's own environment takes precedence. Raise ConfigError where one is unset or a secret.
     """
     if "nodes" not in given and "replica_count" in given:
         given["nodes"] = given.pop("replica_count")  # otherwise it is refused as an unknown key

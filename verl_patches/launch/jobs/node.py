@@ -30,7 +30,7 @@ def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Se
     """Return (address of this node, address of Ray's head), as other nodes reach them.
 
     A node's own name may be its loopback; then its address is that of the interface, or the one that the route to
-    another node takes. ConfigError where no address is found, or where it is not this node's.
+    another node takes. Raise ConfigError where no address is found, or where it is not this node's.
     """
     if not head:
         if nodes > 1:

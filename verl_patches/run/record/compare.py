@@ -102,7 +102,7 @@ def limits_for(errors: Sequence[Error]) -> dict[str, float]:
 def judge(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
     """Return a Check for each metric of `limits`, {metric: largest error, a fraction}.
 
-    A metric with a value that is not finite fails. ConfigError where a metric of `limits` is not among `errors`.
+    A metric with a value that is not finite fails. Raise ConfigError where a metric of `limits` is not among `errors`.
     """
     found = {error.metric: error for error in errors}
     if missing := [metric for metric in limits if metric not in found]:

@@ -64,8 +64,8 @@ class Curves:
 def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS) -> Curves:
     """Return the curves of `metrics`, {metric: its possible names}, in a run, a folder or a file.
 
-    root: the folder of all runs. ConfigError for a source that cannot be read, has none of the metrics, or has a text
-    in one of them. Of several values of a step the last counts.
+    root: the folder of all runs. Raise ConfigError for a source that cannot be read, has none of the metrics, or has a
+    text in one of them. Of several values of a step the last counts.
     """
     found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as in the source
     with load(f"{given}: expected a run or a file that can be read"):

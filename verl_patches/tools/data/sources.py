@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:
-    """Yield the sources of each input in order; remote files go to `scratch`. ConfigError for an invalid input."""
+    """Yield the sources of each input in order; copy remote files to `scratch`; ConfigError for an invalid input."""
     for number, given in enumerate(settings.inputs):
         if is_secret_value(given):
             raise ConfigError("input: an address holds a secret; credentials are read from the environment alone")

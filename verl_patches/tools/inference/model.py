@@ -56,7 +56,7 @@ def find_model(
 
     run_folders.find_start finds a run. config_name: a file of configs/ for weights without a run; None is smoke.sh's.
     Headers of the weights are checked.
-    ConfigError for anything else, for a value model, and for what cannot run here.
+    Raise ConfigError for anything else, for a value model, and for what cannot run here.
     """
     if SAVED.fullmatch(given.name) and not has_manifest(given):
         there = ", ".join(path.name for _, path in sorted(complete_in(given.parent)))

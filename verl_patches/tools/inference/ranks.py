@@ -78,8 +78,8 @@ class RankedEngine(Engine):
 def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
     """Yield the engines of a run, whose ranks are those of one instance, as long as the block lasts.
 
-    This joins recipe.ray_address, or starts its own Ray on this machine. ConfigError where nodes are missing; where
-    other jobs have their dies, it waits and says so.
+    This joins recipe.ray_address, or starts its own Ray on this machine. Raise ConfigError where nodes are missing;
+    where other jobs have their dies, it waits and says so.
     """
     require_nodes(run)
     options = {**ray_options(run), "engine": None, "log_to_driver": False}  # no Megatron here

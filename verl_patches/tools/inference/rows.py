@@ -90,8 +90,8 @@ class Lines:
 def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
     """Yield lines that become `output` if the block ends well, and otherwise wait for a call with the same settings.
 
-    Until then they are in a file whose name has the settings' digest. ConfigError where `output` exists, or another
-    process writes it.
+    Until then they are in a file whose name has the settings' digest. Raise ConfigError where `output` exists, or
+    another process writes it.
     """
     digest = hashlib.sha256(json.dumps(settings, default=_plain).encode()).hexdigest()[:8]
     try:
