@@ -46,7 +46,8 @@ _SLACK = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
 class Choice:
     """Hold the options of `data from-rollouts`.
 
-    best: most responses of a prompt. threshold: the least reward of a response, or of a chosen one. margin: the least difference of a pair's rewards, which are never equal.
+    best: most responses of a prompt. threshold: the least reward of a response, or of a chosen one.
+    margin: the least difference of a pair's rewards, which are never equal.
     """
 
     kind: Annotated[str, one_of(*COLUMNS)] = "best"
