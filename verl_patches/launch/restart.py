@@ -44,7 +44,7 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     folder: that of its newest start.
     """
     doing = {}
-    with suppress(ConfigError):  # damaged
+    with suppress(ConfigError):  # a damaged checkpoint
         doing = read_object(folder / NOW)
     total = doing.get("steps") or steps_of(run)
     try:

@@ -82,8 +82,8 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
     for the run's own order, which `followed` names. Activations are counted on line a3, HCCL's buffers and CANN's
     context on platform npu. `hbm_bytes` is the part of a die that a process sees, None on other platforms, where the KV
-    cache is not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError
-    where sizes do not divide.
+    cache is not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. Raise
+    ConfigError where sizes do not divide.
     """
     npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
@@ -145,7 +145,7 @@ def with_recompute(run: RunSpec) -> RunSpec:
 
     The number is that of `fewest_recomputed` with MARGIN_BYTES left, or all layers where sizes do not divide, which the
     checks of a plan refuse. Recomputed activations are the same values, so another number changes no result, also in a
-    resumed run. ConfigError on line pypi, whose activations are not counted, and for another granularity or method.
+    resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or method.
     """
     if OmegaConf.select(run.verl, LAYERS) != "auto":
         return run
@@ -236,7 +236,7 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
 def passes_of(run: RunSpec, replicas: int) -> Passes:
     """Return the passes whose activations a plan counts, at the longest samples.
 
-    Micro batches of verl at this line are of a number of samples.
+    At this line verl sizes micro batches in samples.
     """
     data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
     longest, actor = run.longest_tokens, section.actor

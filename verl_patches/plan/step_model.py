@@ -405,7 +405,7 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     model, layout = run.model, run.rollout
     size, layers = DTYPE_BYTES[model.torch_dtype], model.num_hidden_layers
     dense, routed = stage_elements(model, layout, 0, run.rollout_library)
-    read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # the embedding is not read whole
+    read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # without the embedding
     flops = 2 * model.vocab_size * model.hidden_size / layout.tp
     for moe, count in layer_kinds(model):
         sizes = layer_sizes(model, moe, run.rollout_library)
@@ -459,7 +459,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     for tokens, most in zip(at.tolist(), fullest, strict=True):
         context = lengths.prompt + tokens
         running = most
-        if every:  # rebalanced to the mean of half of the steps between exchanges before
+        if every:  # all replicas had the mean, on average half of the steps between exchanges ago
             running = min(most, max(1.0, seats * lengths.survival(tokens - every / 2)))
             exchange = DP_SYNC_S["gloo"]
             if tier_of(running) < tier_of(most):
@@ -507,10 +507,8 @@ def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
     """Return the traffic of verl's own sync at the a3 pin.
 
     Every rank receives its EP part of all stages' experts, and all other tensors: 75 GB at TP4 PP8 EP32, where 73.9 GB
-    and
-
-    about 3,100 collectives are quoted. Collectives: for each MoE layer gate, up and
-    down of the local experts along PP and then to vLLM's ranks, and five tensors of each layer (assumed).
+    and about 3,100 collectives are quoted. The collectives are, for each MoE layer, gate, up and down of the local
+    experts along PP and then to vLLM's ranks, and five tensors of each layer (assumed).
     """
     size, moe = DTYPE_BYTES[model.torch_dtype], layer_kinds(model)[1][1]
     dense = sum(count * layer_sizes(model, of_moe, "mindspeed").dense for of_moe, count in layer_kinds(model))

@@ -47,8 +47,8 @@ def resolve(
 
     catalogue: rows of all lines; the rows that the run needs are on. given: keys that the command line sets.
     trees: checkouts that the run imports. shape_file: a config.json, or its folder, whose model sizes replace those of
-    recipe.model_shape. applied: ids of the rows that the import alone has already applied. Raises
-    LayoutError where a layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
+    recipe.model_shape. applied: ids of the rows that the import alone has already applied.
+    Raises LayoutError where a layout cannot be built, and ConfigError for invalid rewards, switches or model files.
     """
     recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
     switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)

@@ -36,7 +36,7 @@ SHOWN, PLACES = 20, 3  # most sentences of a reason in the report, and places of
 MAX_GOLD_WORDS = 4  # the reward compares longer gold answers, like any phrase, only as text
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
-_BATCHES_OF_A_WORKER = 4  # between two writes
+_BATCHES_OF_A_WORKER = 4  # batches that each worker makes between two writes
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 # the result of a record: the row as JSON unless it is left out, and why it is left out or doubted; digests of its
 # prompt and of all that two repeated rows share; tokens of its prompt and of its longest response
