@@ -267,7 +267,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _head(run: RunSpec) -> dict[str, Any]:
-    """Return what summary.json says of a run whose driver wrote none, and the commits of the trees that it imports."""
+    """Return the facts for a summary.json that the driver did not write, with the commits of imported checkouts."""
     head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
     head |= {"resumed_step": run.start.step, "layout": {"train": str(run.train), "rollout": str(run.rollout)}}
     if run.trees.folders:
@@ -294,7 +294,7 @@ def last_error(log: Path) -> str | None:
 
 
 def copy_ray_logs(temp: Path, to: Path) -> None:
-    """Copy the non-empty logs of Ray sessions below `temp` (the end of each, 4 MiB) to `to`; the newest one counts."""
+    """Copy the non-empty logs of Ray sessions below `temp` (the end of each, 4 MiB) to `to`; newer ones win."""
     for logs in sorted(p for p in temp.glob("**/session_[0-9]*/logs") if not p.parent.is_symlink()):
         for source in sorted(logs.glob("*")):
             if source.suffix not in (".log", ".out", ".err") or not source.is_file():

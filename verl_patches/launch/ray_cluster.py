@@ -1,4 +1,4 @@
-"""Join or start the Ray of a run, set up its workers, and check the nodes of a running cluster."""
+"""Join or start the Ray cluster of a run, set up its workers, and check the nodes of a running cluster."""
 
 from __future__ import annotations
 

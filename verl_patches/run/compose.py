@@ -1,4 +1,4 @@
-"""Compose one configuration from verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
+"""Compose a configuration from verl's trainer config (found, never copied), a file of configs/, the recipe, overrides.
 
 The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. `compose` then
 returns the facts of the run, which run/resolve.py derives.
@@ -214,7 +214,7 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
-    """Refuse a key, in a file of ours or given as +key=value, that neither verl's config nor a list of added keys has.
+    """Refuse a key, of a file of configs/ or given as +key=value, that neither verl's config nor a list of keys has.
 
     With a dataset class of the user all of `data` is free, as the class may read keys of its own.
     """
@@ -247,7 +247,7 @@ def check_dtype(config: DictConfig) -> None:
 
 
 def _write_layers(config: DictConfig) -> None:
-    """Write recipe.num_hidden_layers where training and vLLM read it, and shorten layers_per_stage of the whole model.
+    """Write recipe.num_hidden_layers where training and vLLM read it, and balance a shortened model over stages.
 
     Raise ConfigError for a number outside the model or too small for its stages, and where a key has another number.
     """

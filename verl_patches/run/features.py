@@ -1,4 +1,4 @@
-"""Decide which rows of the catalogue a run needs: those of features that are on, and those of no feature.
+"""Decide which patches (rows of the catalogue) a run needs: those of features that are on, and those of no feature.
 
 The launcher ships their ids (`RunSpec.rows`) to every process of the run. The import alone applies the rows of all
 features; rows of features that are off then find nothing to do.
@@ -17,7 +17,7 @@ from verl_patches.step.log_probs.on_policy import has_correction
 
 
 def feature_states(run: RunSpec) -> dict[str, bool]:
-    """Return whether each feature that rows name is on in a run."""
+    """Return {feature that rows of the catalogue name: whether it is on in a run}."""
     recipe = run.recipe
     train, rollout = recipe.train, recipe.rollout
     return {
@@ -43,7 +43,7 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
 
 
 def needed_rows(rows: Iterable[PatchSpec], features: Collection[str], switches: Switches) -> frozenset[str]:
-    """Return the ids of the rows that are on in a run with these features.
+    """Return the ids of the patches (rows) that are on in a run with these features.
 
     A pattern in `switches` decides about each row whose id it matches; a row that another one needs is on with it.
     """

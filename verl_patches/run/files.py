@@ -287,7 +287,7 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
 def _import(
     where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
 ) -> tuple[str | None, str | None]:
-    """Return (fault, why it is unknown) of an import for a run of `line`; stamp: the file's."""
+    """Return (fault, why it is unknown) of an import for a run of `line`; stamp: the file's modification time."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         command = [sys.executable, "-c", _CHILD, where, name, str(answer)]

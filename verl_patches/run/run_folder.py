@@ -81,7 +81,7 @@ def held_run(run: RunSpec) -> Iterator[None]:
 
 
 def begin(run: RunSpec, start: NextStart) -> str:
-    """Make the folder of a start, write into its progress.log what it goes on without, and return its name."""
+    """Make the folder of a start, note in its progress.log which checkpoints it leaves aside, and return its name."""
     homes = _homes(run)
     source = None if start.parent or not start.resumed else str(start.resumed)
     try:

@@ -1,4 +1,4 @@
-"""Decide where a start of a run resumes; run/run_folder.py carries it out.
+"""Decide where a start (one launch) of a run resumes; run/run_folder.py carries it out.
 
     trainer.resume_mode=disable      from step 1
     trainer.resume_mode=auto         from the newest complete checkpoint of the newest start's chain; from step 1 where

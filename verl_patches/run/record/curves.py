@@ -105,7 +105,7 @@ def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
 
 
 def _source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
-    """Return the kind of the source, as which it is read, and its rows."""
+    """Return the kind of a source, which says how it is read, and its rows."""
     if given.is_dir() and not (read_start(given) or starts_in(given)):
         events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")])
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
