@@ -215,7 +215,7 @@ def _ranks(
 
 
 def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, Any]]:
-    """Return one {id, on, reason, kind, target} for each row of the catalogue."""
+    """Return one {id, on, reason, kind, target} for each patch (row) of the catalogue."""
     table, switches = [], run.process_switches
     for row in catalogue:
         wanted, reason = switches.decide(row)

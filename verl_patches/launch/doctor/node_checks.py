@@ -40,7 +40,7 @@ TOOL_S = 30
 CHECK_S = 200  # limit of one check; more than all_reduce_probe.PROBE_S
 _OF_GLOO = "GLOO_SOCKET_IFNAME"
 GIB, GB = 1 << 30, 1e9
-# files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
+# {on npu: least limit}; on npu 16 workers have Ray's and HCCL's sockets and some hundred threads each
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
 FREE_BYTES = {True: 20 * GIB, False: GIB}  # {on npu: bytes} of free space in a folder for logs and sockets
 RATE_BYTES = {True: GIB, False: GIB // 16}  # {on npu: bytes} of the file that a disk's speed is measured with
