@@ -1,1 +1,1 @@
-"""The controller's side of a run: handshake, step, record and checks, checkpoints, dispatch of calls."""
+"""Run the controller's side of training: handshake, steps, records, checks, checkpoints, dispatch of calls."""

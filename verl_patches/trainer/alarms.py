@@ -1,4 +1,4 @@
-"""Named alarms over the record of each step: signs that learning goes wrong though the run goes on.
+"""Raise named alarms from the record of each step: the run goes on, but learning probably goes wrong.
 
     alarm            what is compared                                               bound (recipe.alarms)
     nan              one of the metrics FINITE is NaN or infinite                   none: always
@@ -8,8 +8,8 @@
     length_limit     share of the responses that end at the length limit            at_limit
     dlogp_drift      mean |dlogp| / median of the first steps                       dlogp_factor
 
-Their limits are far below those that end a run by themselves (logprob_check, max_skipped_steps). A resumed run has
-first steps of its own.
+These bounds are far below those that end a run by themselves (logprob_check, max_skipped_steps). "The first steps"
+are those of this process: a resumed run has its own.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ FINITE = (
 
 
 class AlarmError(RecipeError):
-    """An alarm was raised, and recipe.alarms.action is stop."""
+    """Report an alarm of a run that sets recipe.alarms.action to stop."""
 
 
 class SkippedStepsError(RecipeError):
-    """Too many optimizer steps in a row had NaN or infinite gradients."""
+    """Report that too many optimizer steps in a row had NaN or infinite gradients."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One alarm of one step: its name, the value found, its limit, and a sentence."""
+    """Hold one alarm of one step: its name, the value found, its limit, and a sentence."""
 
     name: str
     value: float | None
@@ -58,9 +58,9 @@ class Alarm:
 def alarms_of(
     step: Mapping[str, Any], before: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], bounds: Any
 ) -> list[Alarm]:
-    """The alarms of `step`, a record as in summary.json.
+    """Return the alarms of `step`, a record as in summary.json.
 
-    before: earlier records of this process; metrics: all of the step's; bounds: recipe.alarms.
+    before: earlier records of this process; metrics: all metrics of the step; bounds: recipe.alarms.
     """
     first = list(before[: bounds.baseline_steps])
     compared = first if len(first) == bounds.baseline_steps else []
@@ -94,7 +94,7 @@ def _experts(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
 
 def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
     tokens = step["tokens"]
-    if not tokens or step.get("objective"):  # lengths of fixed data say nothing of the model
+    if not tokens or step.get("objective"):  # the lengths of fixed data do not depend on the model
         return
     usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
     if usual and bounds.length_share is not None and tokens["response_mean"] < bounds.length_share * usual:
@@ -117,13 +117,13 @@ def _dlogp(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], factor: 
 
 
 def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
-    """Median of the values that are there; None without any."""
+    """Return the median of the values that are not None; None without any."""
     values = [each for each in map(value, records) if each is not None and math.isfinite(each)]
     return median(values) if values else None
 
 
 def check(record: Mapping[str, Any], action: str) -> None:
-    """AlarmError for the first alarm of a step's record where `action` is stop."""
+    """Raise AlarmError for the first alarm of a step's record if `action` is stop."""
     if action == "stop" and record["alarms"]:
         first = record["alarms"][0]
         raise AlarmError(
@@ -133,7 +133,7 @@ def check(record: Mapping[str, Any], action: str) -> None:
 
 
 def check_skipped(record: Mapping[str, Any], limit: int) -> None:
-    """SkippedStepsError if at least `limit` optimizer steps in a row were left out."""
+    """Raise SkippedStepsError if at least `limit` optimizer steps in a row were skipped."""
     skipped = record["skipped"]
     if skipped and skipped["in_a_row"] >= limit:
         raise SkippedStepsError(

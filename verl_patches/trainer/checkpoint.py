@@ -1,18 +1,18 @@
-"""Checkpoints of a run, in the trainer's process: order, completion, retention and resume.
+"""Save, complete, remove and resume the checkpoints of a run; this is the trainer process's part.
 
 verl's trainer calls `_save_checkpoint` after the update of each trainer.save_freq-th step and of the last, and
-`_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load put these in their place:
+`_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load replace them:
 
-    save    global_step_N is made; workers copy to the host and return; a thread waits until every rank's files are
-            recorded, writes manifest.json, which makes it a checkpoint, and removes the chain's oldest above
-            trainer.max_actor_ckpt_to_keep
-    wait    before an update, for all ranks' files
-    finish  before the next save, and at the end of the run
-    load    the checkpoint that the launcher found (run/run_start.py) or trainer.resume_from_path names; without the
-            launcher trainer.resume_mode=auto is the newest complete one in trainer.default_local_dir
+    save    makes global_step_N; workers copy their parts to the host and return; a thread waits until the files of
+            every rank are recorded, writes manifest.json, which completes the checkpoint, and removes the chain's
+            oldest checkpoints above trainer.max_actor_ckpt_to_keep
+    wait    waits for the files of all ranks before an update
+    finish  waits for the checkpoint before the next save, and at the end of the run
+    load    reads the checkpoint that the launcher found (run/run_start.py) or that trainer.resume_from_path names;
+            without it, trainer.resume_mode=auto finds the newest complete one in trainer.default_local_dir
 
-A start of the launcher writes to its own folder, and its chain decides what belongs to the run
-(weights/run_folders.py). All nodes must see the folder.
+A start by the launcher writes to its own folder; its chain of earlier starts tells which checkpoints belong to the
+run (weights/run_folders.py). All nodes must see the folder.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ log = logging.getLogger(__name__)
 
 STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
-_WAIT_SHARE = 0.6  # below launch/supervise/stall.py's WAIT_SHARE
-# keys of recipe that change no step
+_WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
+# keys of recipe that do not change the result of a step
 _NOT_COMPARED = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
 
 
 class Checkpoints:
-    """The checkpoints of one run of verl's `trainer`."""
+    """Save and load the checkpoints of one run of verl's `trainer`."""
 
     def __init__(self, trainer: Any, say: Callable[..., None]):
-        """say(text) shows a line; say(text, step) one about the step that the run goes on after."""
+        """Take `say`: say(text) shows a line; say(text, step) one about the step that the run goes on after."""
         config = trainer.config
         self._say, self.trainer, self.config = say, trainer, config
         self.run = run_of(config)
         self.chain = chain_in(self.run)
         self.folder = self.chain.links[-1].folder
-        self.trains_actor = self.run.trains_actor  # else the critic is all that is saved
+        self.trains_actor = self.run.trains_actor  # if False, only the critic is saved
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
-        self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
+        self.records: list[dict[str, Any]] = []  # one for each complete checkpoint: step, bytes, seconds
         self._data: dict[str, Any] | None = None
         self._thread: threading.Thread | None = None
         self._folder_in_writing: Path | None = None
@@ -104,7 +104,7 @@ class Checkpoints:
     # ---- save
 
     def save(self) -> None:
-        """Start a checkpoint of the present step; returns once every worker has copied its part to the host."""
+        """Start a checkpoint of the present step; return once every worker has copied its part to the host."""
         self._refuse()
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
@@ -121,7 +121,7 @@ class Checkpoints:
             manifests[writing / CRITIC] = critic = self._manifest(step, [*ranks, *of_model], {})
             facts = {CRITIC: critic.identity}
         names = [*(ranks if self.trains_actor else ()), *own[writing]]
-        manifests[writing] = self._manifest(step, names, facts)  # the last one: it makes the whole complete
+        manifests[writing] = self._manifest(step, names, facts)  # written last, as it completes the checkpoint
         self._make_folders(writing, own)
         for folder, group in groups.items():
             answers += group.save_checkpoint(str(folder), None, step)
@@ -135,7 +135,7 @@ class Checkpoints:
 
     @staticmethod
     def _make_folders(writing: Path, folders: Iterable[Path]) -> None:
-        """Make the folders of a checkpoint; what a killed save of that step left is removed first."""
+        """Make the folders of a checkpoint, after removing an incomplete one of the same step."""
         if writing.is_dir() and not has_manifest(writing):
             remove(writing)
         for folder in folders:
@@ -144,29 +144,29 @@ class Checkpoints:
 
     @property
     def _kl(self) -> Any:
-        """verl's KL coefficient where it adapts from step to step, else None."""
+        """Return verl's KL controller if its coefficient adapts from step to step, else None."""
         adapts = self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_ctrl.type == "adaptive"
         return self.trainer.kl_ctrl_in_reward if adapts else None
 
     @property
     def data(self) -> dict[str, Any]:
-        """What data the run trains on, read once."""
+        """Return facts about the training data files, read once."""
         if self._data is None:
             self._data = data_facts(self.config.data.train_files)
         return self._data
 
     @property
     def critic(self) -> Any:
-        """The critic's worker group; None in a run without one."""
+        """Return the critic's worker group; None in a run without one."""
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
 
     def _refuse(self) -> None:
-        """ConfigError for what would be left out; trainer/checks.py says so before the start, with the launcher."""
+        """Raise ConfigError if default_hdfs_dir is set; with the launcher trainer/checks.py does so before the start."""
         if self.config.trainer.get("default_hdfs_dir"):
             raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written; raises what a worker or the completing thread raised."""
+        """Wait for the checkpoint that is being written; raise the error of a worker or of the completing thread."""
         if self._thread is None:
             return
         self._wait_for_ranks()
@@ -178,7 +178,7 @@ class Checkpoints:
             self._say(self._not_removed.pop())
 
     def wait_before_update(self) -> None:
-        """Wait for all ranks' files: inside an update, ranks wait for each other in HCCL, which ends them in time."""
+        """Wait for all ranks' files before an update, in which ranks wait for each other in HCCL with a timeout."""
         if self._thread is not None and self._thread.is_alive():
             self._wait_for_ranks()
 
@@ -188,20 +188,20 @@ class Checkpoints:
             self.critic.finish_checkpoint()
 
     def give_up(self, wait: bool) -> None:
-        """After an error of the run: end a checkpoint in progress, with `wait` only once its files grow no more.
+        """End a checkpoint in progress after an error of the run; with `wait`, only once its files stop growing.
 
-        For _WAIT_SHARE of the least bound of the watch at most, which takes the controller, or ranks that wait for one
-        that has failed, for stalled past it.
+        It waits at most _WAIT_SHARE of the watch's lowest bound. Beyond that bound the watch takes the controller, or
+        ranks that wait for a failed one, for stalled.
         """
         if self._thread is None:
             return
-        assert self._folder_in_writing is not None  # `save` sets it before the thread
+        assert self._folder_in_writing is not None  # `save` sets it before it starts the thread
         before, written = None, size_bytes(self._folder_in_writing)
         recipe = self.config.recipe
         bound_s = min(recipe.watch.least_s, 60 * recipe.train.collective_timeout_minutes)
         ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
-            with suppress(RecipeError):  # the disk of the run's folder may be full, that of its checkpoints not
+            with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
                 self._say(f"the run has failed; its checkpoint in progress is waited for, {size_text(written)} written")
             self._thread.join(min(_GRACE_S, ends - time.monotonic()))
             before, written = written, size_bytes(self._folder_in_writing)
@@ -233,7 +233,7 @@ class Checkpoints:
             return
         try:
             self.chain.remove_oldest(self.keep, writing)
-        except OSError as error:  # the new one is whole
+        except OSError as error:  # the new checkpoint is complete, so this is no error of the run
             self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
@@ -243,7 +243,7 @@ class Checkpoints:
         return Manifest(self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
-        """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""
+        """Return config.json of the trained model: with its dtype, without the quantization of the folder's weights."""
         from verl_patches.model.mindspeed.start import read_hf_config
 
         config = {k: v for k, v in read_hf_config(self.config.actor_rollout_ref).items() if k != QUANTIZATION}
@@ -253,7 +253,7 @@ class Checkpoints:
         return read_model_shape(self._config())
 
     def _model_files(self) -> dict[str, bytes]:
-        """config.json, and the tokenizer and the like of the model's folder, which an export needs."""
+        """Return {name: content} of config.json and the model folder's small files (tokenizer etc.), for an export."""
         from verl.utils.fs import copy_to_local
 
         folder = Path(copy_to_local(self.config.actor_rollout_ref.model.path))
@@ -261,7 +261,7 @@ class Checkpoints:
         return {**contents, "config.json": json.dumps(self._config(), indent=2).encode()}
 
     def _trainer_files(self) -> dict[str, bytes]:
-        """Position in the data and generators: JSON with null in place of tensors, and these by their path."""
+        """Return the files of data position and generators: JSON with null for each tensor, and the tensors by path."""
         state, tensors = data_state(self.trainer.train_dataloader)
         text = json.dumps({"dataloader": state, "generators": generators(), "kl_coef": self._kl and self._kl.value})
         return {STATE: text.encode(), TENSORS: safetensors.torch.save(tensors)}
@@ -269,10 +269,10 @@ class Checkpoints:
     # ---- load
 
     def load(self) -> None:
-        """Resume as trainer.resume_mode says; ConfigError or CheckpointError where it cannot.
+        """Resume as trainer.resume_mode says; raise ConfigError or CheckpointError if that is impossible.
 
-        ConfigError too where the run would save over checkpoints that it does not go on from, and where it will save a
-        state of the data that no checkpoint can hold.
+        Raise ConfigError too if the run would save over checkpoints that it does not continue, or if the state of its
+        data cannot be stored in a checkpoint.
         """
         mode = self.config.trainer.resume_mode
         folder = self.chain.newest() if mode == "auto" else None
@@ -294,7 +294,7 @@ class Checkpoints:
             data_state(self.trainer.train_dataloader)
 
     def _refuse_to_mix(self, begun: int) -> None:
-        """ConfigError where the folder has checkpoints of steps after `begun`; that of a start has none."""
+        """Raise ConfigError if the folder holds checkpoints of steps after `begun`; a start's own folder holds none."""
         if later := sorted(step for step, _ in complete_in(self.folder) if step > begun):
             raise ConfigError(
                 f"trainer.default_local_dir is {self.folder}, which holds global_step_{later[0]} of another run; "
@@ -311,7 +311,7 @@ class Checkpoints:
                 self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
             if self.critic is not None:
                 self.critic.load_checkpoint(str(folder / CRITIC), None, False)
-        except CheckpointError as error:  # Ray's error of a worker's is of its type too, and has it as `cause`
+        except CheckpointError as error:  # Ray's error of a worker is of this type too, with the original as `cause`
             if folder not in self.chain.checkpoints().values():
                 raise
             raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.instead_of(folder)}") from error
@@ -319,7 +319,7 @@ class Checkpoints:
         if "'sampler_state'" in str(state["dataloader"]):  # else it was saved with torch's sampler
             _keep_generator(self.trainer.train_dataloader)
         self.trainer.train_dataloader.load_state_dict(state["dataloader"])
-        data_state(self.trainer.train_dataloader)  # makes its iterator, which draws a seed
+        data_state(self.trainer.train_dataloader)  # makes the loader's iterator, which draws a seed
         set_generators(state["generators"])
         if self._kl and state.get("kl_coef"):
             self._kl.value = state["kl_coef"]
@@ -327,7 +327,7 @@ class Checkpoints:
         self._say(f"resumed from {folder}: step {step} is complete", step)
 
     def _check(self, folder: Path, manifest: Manifest) -> None:
-        """ConfigError where the checkpoint is not one of this model, line and data, or leaves no step to make."""
+        """Raise ConfigError if the checkpoint is of another model, line or data, or if no step is left to run."""
         recipe, faults = self.config.recipe, []
         if unlike := differences(manifest.model, self._model()):
             faults.append(f"it is of another model: {unlike}")
@@ -351,10 +351,10 @@ class Checkpoints:
 
 
 def chain_in(run: RunSpec) -> Chain:
-    """Return the checkpoints that belong to the run: of a start of the launcher its chain's."""
+    """Return the checkpoints that belong to the run; for a start by the launcher, those of its chain of starts."""
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.start.by_launcher:
-        assert run.start.name is not None  # the launcher gives both
+        assert run.start.name is not None  # the launcher sets both
         home = checkpoints_home(run.home, str(saved))
         if start := read_start(home / run.start.name):
             return chain_of_start(start)
@@ -362,7 +362,7 @@ def chain_in(run: RunSpec) -> Chain:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
+    """Return {digest, patches, settings}, which a resumed run is compared with; digest covers settings and patches."""
     resolved = OmegaConf.to_container(config, resolve=True)
     names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if run_of(config).has_critic else [])]
     sections = {name: resolved[name] for name in names}
@@ -375,7 +375,7 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Each setting that differs, as text."""
+    """Return a text for each setting that differs."""
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys]
 
@@ -384,13 +384,13 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 class RandomSampler(torch.utils.data.RandomSampler):
-    """torch's, in its order, with a state: the generator's at the start of a pass, and how much of the pass was drawn.
+    """Draw like torch's RandomSampler, with a state: the generator's at the start of a pass, and the samples drawn.
 
-    torch's own has none: a run that is resumed in a later pass over the data would go on in the first one's order.
-    torchdata's draws orders that it does not use, where the loader has workers.
+    torch's sampler has no state: a run resumed in a later pass over the data would repeat the order of the first one.
+    torchdata's sampler draws orders that it does not use if the loader has workers.
     """
 
-    _begun: torch.Tensor | None = None  # of the pass begun last; None: the next one goes on after `_drawn`
+    _begun: torch.Tensor | None = None  # generator state at the last pass's start; None: continue after `_drawn`
     _drawn = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -401,30 +401,30 @@ class RandomSampler(torch.utils.data.RandomSampler):
             yield index
 
     def state_dict(self) -> dict[str, Any]:
-        """{generator: its state at the start of the pass, uint8; drawn: samples of that pass}."""
+        """Return {generator: its state at the start of the pass, uint8; drawn: samples drawn in that pass}."""
         begun = self.generator.get_state() if self._begun is None else self._begun
         return {"generator": begun, "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on where `state_dict` was taken; after a pass that was over, a new one begins."""
+        """Let the next pass continue where `state_dict` was taken; if that pass was complete, begin a new one."""
         self.generator.set_state(state["generator"])
         self._begun, self._drawn = None, state["drawn"]
-        if self._drawn == len(self):  # that pass is over
+        if self._drawn == len(self):  # that pass was complete
             collections.deque(super().__iter__(), 0)
             self._drawn = 0
 
 
 def _keep_generator(loader: Any) -> None:
-    """verl's random sampler becomes one with a state."""
+    """Replace verl's random sampler by one with a state."""
     batches = loader.batch_sampler
     if type(batches.sampler) is torch.utils.data.RandomSampler and batches.sampler.generator is not None:
         batches.sampler = RandomSampler(batches.sampler.data_source, generator=batches.sampler.generator)
 
 
 def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The loader's state, its sampler's included: (JSON with null in place of tensors, {JSON of their path: tensor}).
+    """Return the state of loader and sampler: (JSON with null for each tensor, {JSON of its path: tensor}).
 
-    ConfigError, with the key, for a value of any other kind: nothing is pickled, as a pickle runs code when it is read.
+    Raise ConfigError, with the key, for a value of any other kind: nothing is pickled, as reading a pickle runs code.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -448,7 +448,7 @@ def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """{dataloader, generators, kl_coef} of a checkpoint; ConfigError for other content."""
+    """Return {dataloader, generators, kl_coef} of a checkpoint; raise ConfigError for other content."""
     state = read_json_object(folder / STATE)
     for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
         keys = ["dataloader", *json.loads(path)]
@@ -457,19 +457,19 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def save_as_recipe(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer._save_checkpoint."""
+    """Replace RayPPOTrainer._save_checkpoint with Checkpoints.save."""
     return _by_run(original, Checkpoints.save)
 
 
 def load_as_recipe(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer._load_checkpoint."""
+    """Replace RayPPOTrainer._load_checkpoint with Checkpoints.load."""
     return _by_run(original, Checkpoints.load)
 
 
 def _by_run(original: Callable, ours: Callable[[Checkpoints], None]) -> Callable:
     @functools.wraps(original)
     def call(trainer: Any) -> Any:
-        checkpoints = getattr(trainer, "recipe_checkpoints", None)  # none with row checkpoint.save off
+        checkpoints = getattr(trainer, "recipe_checkpoints", None)  # absent if row checkpoint.save is off
         return original(trainer) if checkpoints is None else ours(checkpoints)
 
     return call

@@ -1,4 +1,4 @@
-"""The rules of the trainer's side of a run: checkpoints, restarts, traces."""
+"""Check a run's settings on the trainer's side: checkpoints, restarts, traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_patches.spec import RunSpec
 
 
 def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that the run can save and resume; nothing where it does neither, or has no experts to lose as verl does."""
+    """Check that the run can save and resume; skip it for verl's own checkpoints without expert parallelism."""
     trainer, ours = run.verl.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if row not in run.rows]
     for name, section in run.trained.items():
@@ -38,7 +38,7 @@ def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def restart_checks(run: RunSpec) -> Iterator[Check]:
-    """recipe.restart: a restart finds a checkpoint, and nodes to leave out; none where nothing is restarted."""
+    """Check that a restart (recipe.restart) finds a checkpoint, and nodes to leave out; skip without restarts."""
     restart, trainer = run.recipe.restart, run.verl.trainer
     if restart.without_nodes and run.recipe.ray_address is None:
         text = "recipe.restart.without_nodes is for a joined Ray; set recipe.ray_address, or remove it"
@@ -55,7 +55,7 @@ def restart_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def profile_checks(run: RunSpec) -> Iterator[Check]:
-    """recipe.profile: numbers of steps and ranks that the run has; nothing where it is off."""
+    """Check that recipe.profile names steps and ranks that the run has; skip where it is off."""
     section = run.recipe.profile
     if section.steps is None:
         return
@@ -67,7 +67,7 @@ def profile_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _without(run: RunSpec) -> set[str]:
-    """Phases that the run does not have: of a critic, of reward models, of a rollout."""
+    """Return the phases that the run does not have: of a critic, of reward models, of a rollout."""
     absent = {phase.planned for phase in STEP_PHASES if phase.critic and not run.has_critic}
     absent |= set() if run.reward_models else {"rm_scores"}
     return absent if run.samples else {*absent, *OF_ROLLOUT}

@@ -1,11 +1,11 @@
-"""Calls to all workers: each argument is serialised once; bytes are counted.
+"""Serialise each argument of a call to all workers once, and count the bytes.
 
 verl hands each worker its arguments in that worker's own `.remote` (verl/single_controller/ray/base.py,
 execute_all_async), where Ray serialises them again, so the last worker starts only after all others. verl
-0.4.0 puts the batches of Megatron calls into Ray's store itself, one a DP rank, but not other arguments; 54c9b736
-puts none. Workers receive the same values: Ray resolves references that are top-level arguments.
+0.4.0 puts the batches of Megatron calls into Ray's store itself, one for each DP rank, but no other arguments;
+54c9b736 puts none. Workers receive the same values: Ray resolves references that are top-level arguments.
 
-The starts that workers record (heartbeat/calls.py) give the skew of each call.
+The start times that workers record (heartbeat/calls.py) give the skew of each call.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from ray.experimental.locations import get_local_object_locations
 from verl_patches.current import Current
 
 _PASSED_INLINE = (type(None), bool, int, float, str)
-SENT = ("calls", "puts", "put_bytes")  # names of what is counted
+SENT = ("calls", "puts", "put_bytes")  # names of the counters
 
 
-sent: Current[Counter[str]] = Current(Counter())  # in this process, by names of SENT
+sent: Current[Counter[str]] = Current(Counter())  # counters of this process, by names of SENT
 
 
 def take_calls() -> dict[str, int]:
-    """{calls to all workers, puts: their objects in Ray's store, put_bytes: of these}.
+    """Return and reset {calls to all workers, puts: their objects in Ray's store, put_bytes: size of these}.
 
-    Of this process since the last take_calls().
+    They count this process's calls since the last take_calls().
     """
     counted, sent.value = sent.value, Counter()
     return {name: counted[name] for name in SENT}
 
 
 def put_before_calling(execute_all_async: Callable) -> Callable:
-    """Row provider for RayWorkerGroup.execute_all_async: one reference for each distinct argument that is no scalar.
+    """Wrap RayWorkerGroup.execute_all_async: put each distinct argument that is not a scalar into Ray's store once.
 
-    Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the driver inline, 15 ms with one object in the store, the same as
-    without an argument.
+    Measured with Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the driver inline, 15 ms with one object in the store,
+    the same as without an argument.
     """
 
     @functools.wraps(execute_all_async)
     def execute(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         workers = len(self._workers)
         given = [*args, *kwargs.values()]
-        split = all(isinstance(each, list) and len(each) == workers for each in given)  # verl's own condition
-        references: dict[int, ray.ObjectRef] = {}  # held until the workers' calls do
+        split = all(isinstance(each, list) and len(each) == workers for each in given)  # verl's own condition to split
+        references: dict[int, ray.ObjectRef] = {}  # keeps the objects until the workers' calls hold them
 
         def reference(value: Any) -> Any:
             if isinstance(value, ray.ObjectRef):
@@ -75,7 +75,7 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
 
 
 def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
-    """{method: seconds between its first and its last start in these workers, maximum over its calls}.
+    """Return {method: seconds between its first and its last start in these workers, maximum over its calls}.
 
     The n-th start of a method belongs to the same call in every worker; methods with unequal counts are left out.
     """
@@ -88,9 +88,10 @@ def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, floa
 
 
 def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """Bytes that the trainer's calls of a step sent, and the start skew of its workers (`take_starts` of each).
+    """Return the bytes that the trainer's calls of a step sent and the start skew; `workers`: `take_starts` of each.
 
-    {calls, puts, put_bytes, start_skew_s: {max, by_call}}. Bytes are those of objects in Ray's store, each once.
+    The keys are {calls, puts, put_bytes, start_skew_s: {max, by_call}}. put_bytes counts each object in Ray's store
+    once.
     """
     by_call = start_skew(workers)
     return {**take_calls(), "start_skew_s": {"max": max(by_call.values(), default=0.0), "by_call": by_call}}

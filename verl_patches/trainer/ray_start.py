@@ -1,4 +1,4 @@
-"""Ray for one run: its start with the chained hooks, and errors of actors that could not start or have died."""
+"""Start Ray for one run with chained set-up hooks, and report actors that could not start or have died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_patches.trainer.worker_settings import prelude_then
 
 HOOK = "worker_process_setup_hook"
 POLL_S = 1.0
-DEAD_AFTER_S = 30.0  # Ray answers for a dead actor at once, on a busy node after some seconds
+DEAD_AFTER_S = 30.0  # Ray answers for a dead actor at once, on a busy node only after some seconds
 # python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 
@@ -23,7 +23,7 @@ def runtime_env(
     engine: Mapping[str, Any] | None = None,
     network: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Ray's runtime_env: `given` by the user, our variables over it, and the set-up hooks chained."""
+    """Return Ray's runtime_env: the user's `given`, overridden by our variables, with the set-up hooks chained."""
     env = dict(given or {})
     env["env_vars"] = {**env.get("env_vars", {}), **environment}
     env[HOOK] = prelude_then(env.get(HOOK), engine, network)
@@ -36,20 +36,20 @@ def start(
     network: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """ray.init with the chained hooks; options are ray.init's own."""
+    """Call ray.init with the chained hooks; `options` are those of ray.init."""
     import ray
 
     ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
 
 
 def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
-    """ray.get(task), or the error of an actor of this job that could not start.
+    """Return ray.get(task), or raise the error of an actor of this job that could not start.
 
     `meanwhile` is called about every POLL_S.
 
-    verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then report that
-    (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool). Raises RuntimeError with the worker's
-    class, node, pid and traceback.
+    verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then report only
+    the timeout (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool). Raises RuntimeError with the
+    worker's class, node, pid and traceback.
     """
     import ray
 
@@ -60,10 +60,10 @@ def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
 
 
 def unless_start_fails(body: Callable[[], Any]) -> Any:
-    """The result of `body()`, or the error of an actor of this job that could not start.
+    """Return the result of `body()`, or raise the error of an actor of this job that could not start.
 
-    For a process in which verl itself waits in Python (it polls the register centre once a second): `body` runs in a
-    thread, which does not outlive the process. Raises RuntimeError as `result_of`.
+    Use it in a process in which verl itself waits in Python (it polls the register centre once a second): `body` runs
+    in a daemon thread. Raises RuntimeError like `result_of`.
     """
     result: Future = Future()
 
@@ -85,7 +85,7 @@ def _refuse_start_failure() -> None:
 
 
 def dead_actors(actors: Sequence[Any]) -> list[int]:
-    """Which of the actor handles are of processes that have ended; one busy for DEAD_AFTER_S counts as alive."""
+    """Return the indices of the actors whose processes have ended; one busy for DEAD_AFTER_S counts as alive."""
     import ray
 
     calls = [actor.__ray_ready__.remote() for actor in actors]
@@ -101,13 +101,13 @@ def dead_actors(actors: Sequence[Any]) -> list[int]:
 
 
 def _start_failure() -> str | None:
-    """Error of the first actor of this job that could not start, from Ray's actor table; None without one."""
+    """Return the error of this job's first actor that could not start, from Ray's actor table; None without one."""
     import ray
 
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     dead = ray._private.state.actors(job_id=job, actor_state_name="DEAD").values()
     for actor in sorted(dead, key=lambda actor: actor["EndTime"]):
-        if actor["ActorClassName"] == NodeAgent.__name__:  # on any node of the cluster; the watch says so
+        if actor["ActorClassName"] == NodeAgent.__name__:  # may fail on any node of the cluster; the watch reports it
             continue
         message = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
         if message:
@@ -117,11 +117,11 @@ def _start_failure() -> str | None:
 
 
 def _failed_before_ready(cause: Any, started: int) -> str | None:
-    """The message of a death in the set-up hook, while loading the class or in __init__; None for any other.
+    """Return the message of a death in the set-up hook, at loading of the class or in __init__; None for others.
 
-    cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 where the actor never was ready. A class of verl's
-    that cannot be loaded is another error for Ray than a failed creation: Ray's placeholder fails in __new__, which
-    verl's Worker defines, and Ray may mark the actor ready some milliseconds before it is dead.
+    cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 if the actor was never ready. Ray does not report a
+    verl class that cannot be loaded as a failed creation: Ray's placeholder class fails in __new__, which verl's Worker
+    defines, and Ray may mark the actor ready some milliseconds before it is dead.
     """
     from ray.exceptions import RayError
 

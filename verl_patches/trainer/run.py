@@ -1,9 +1,9 @@
-"""One run in the trainer's process: around verl's fit(), and after each of its steps.
+"""Run verl's fit() in the trainer's process, and record and check each of its steps.
 
-around         the handshake, our worker groups (trainer/worker_group.py: the calls of a step), fit, the outcome
-validated      the record of a validation before the first step
-after_step     record_step: one record from verl's metrics and the workers' reports, its row in the table, metrics
-               check_step: skipped optimizer steps, log-probs, alarms; each may end the run
+around         compares patches, installs our worker groups (trainer/worker_group.py), calls fit, records the outcome
+validated      records a validation before the first step
+after_step     record_step: makes one record from verl's metrics and the workers' reports, its table row and metrics
+               check_step: checks skipped optimizer steps, log-probs and alarms; each may end the run
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from verl_patches.trainer.step_record import Rates, start_of_workers
 from verl_patches.trainer.validation import validation_of
 
 log = logging.getLogger(__name__)
-DEAD_SHOWN = 16  # dead workers that an error names
+DEAD_SHOWN = 16  # an error names at most so many dead workers
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 active_run: Current[Run | None] = Current(None)
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended during the run."""
+    """Report that a worker process ended during the run."""
 
 
 class Run:
-    """Wraps one RayPPOTrainer.fit()."""
+    """Wrap one RayPPOTrainer.fit()."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.run = trainer, run_of(trainer.config)
@@ -66,11 +66,11 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
-        self.checkpoints: Checkpoints | None = None  # none with row checkpoint.save off
+        self.checkpoints: Checkpoints | None = None  # None if row checkpoint.save is off
         self.now: dict[str, Any] = {}
-        self.emulated: dict[str, Any] | None = None  # what was called of an emulated device
-        self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
-        dirty = getattr(trainer, "modified_sources", None)  # of import_alone.py; the launcher adds its own
+        self.emulated: dict[str, Any] | None = None  # calls of an emulated device
+        self.places: dict[int, str] = {}  # rank -> pid and node, as the worker reported them in prove_patches
+        dirty = getattr(trainer, "modified_sources", None)  # set by import_alone.py; the launcher adds its own
         self.summary = Summary(
             self.folder,
             {
@@ -92,7 +92,7 @@ class Run:
         self.rates = Rates(self.run, ref=trainer.use_reference_policy)
 
     def around(self, fit: Callable[[], Any]) -> Any:
-        """verl's fit, with the handshake before it; the outcome is recorded in any case."""
+        """Run `fit` (verl's) after the handshake, and record the outcome in any case."""
         reason, dead = "failed", []
         try:
             self.prove()
@@ -110,14 +110,14 @@ class Run:
             raise
         finally:
             try:
-                self.end(reason)  # now: what ends this process while it waits must not hide it
+                self.end(reason)  # before waiting: the wait may be killed
             finally:
                 if self.checkpoints is not None:
-                    self.checkpoints.give_up(wait=not dead)  # files of a dead rank do not come
+                    self.checkpoints.give_up(wait=not dead)  # a dead rank writes no more files
             self.summary.write()
 
     def prove(self) -> None:
-        """Compare the patches of all processes and record their states; RecipeError before step 1."""
+        """Compare and record the patches of all processes; raise RecipeError before step 1 if they differ."""
         own = engine.current()
         workers = workers_proofs(self.trainer.actor_rollout_wg)
         self.places = {worker["rank"]: worker["where"] for worker in workers if not worker["error"]}
@@ -130,7 +130,7 @@ class Run:
         refuse_unproven(workers)
         refuse_unequal(own.intent(), own.digest(), workers)
         refuse_unlike([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
-        reports = self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
+        reports = self.trainer.actor_rollout_wg.take_report()  # drop the counts of initialisation
         self.summary.data["start"] = start_of_workers([report["seconds"] for report in reports], workers)
         take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
@@ -140,7 +140,7 @@ class Run:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")
 
     def wrap_groups(self) -> None:
-        """The trainer's groups become RecipeWorkerGroups."""
+        """Replace the trainer's worker groups by RecipeWorkerGroups."""
         from verl_patches.trainer.worker_group import RecipeWorkerGroup  # imports verl
 
         trainer = self.trainer
@@ -162,7 +162,7 @@ class Run:
             trainer.critic_wg = RecipeWorkerGroup(trainer.critic_wg, trainer, self.show_call, actor=self.group)
 
     def show_resumed(self, text: str, step: int | None = None) -> None:
-        """Show a line about checkpoints, and record the step that this process goes on after."""
+        """Show a line about checkpoints, and record the step after which this process continues."""
         self.progress.say(f"| {text}")
         if step is not None:
             self.summary.data["resumed_step"] = step
@@ -170,11 +170,11 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The step that runs now; 0 before the first."""
+        """Return the step that runs now; 0 before the first."""
         return self.group.step if self.group else 0
 
     def dead_workers(self) -> list[int]:
-        """Ranks whose processes have ended; none where Ray cannot tell, as the first error must not be hidden."""
+        """Return the ranks whose processes have ended; [] if Ray cannot tell, so that the first error stays visible."""
         try:
             return dead_actors(self.trainer.actor_rollout_wg._workers)
         except Exception:
@@ -182,7 +182,7 @@ class Run:
             return []
 
     def death_of(self, ranks: list[int]) -> str:
-        """One sentence that names the dead workers: rank, pid and node."""
+        """Return one sentence that names the dead workers: rank, pid and node."""
         names = [f"rank {rank} ({self.places.get(rank, 'pid unknown')})" for rank in ranks[:DEAD_SHOWN]]
         more = f" and {len(ranks) - DEAD_SHOWN} more" if len(ranks) > DEAD_SHOWN else ""
         one = "a worker process" if len(ranks) == 1 else f"{len(ranks)} worker processes"
@@ -192,7 +192,7 @@ class Run:
         )
 
     def raised_by(self, error: BaseException) -> str:
-        """ "rank 1 (pid 12 on host) in step 3: " for an error that a worker raised, else ""."""
+        """Return "rank 1 (pid 12 on host) in step 3: " for an error that a worker raised, else ""."""
         match = _RAISED_IN.search(str(error))  # Ray writes it into the text of a task's error
         if match is None or self.group is None:
             return ""
@@ -203,7 +203,7 @@ class Run:
         return f"rank {rank} ({self.places.get(rank, 'pid unknown')}) in step {self.step}: "
 
     def show_call(self, step: int, name: str) -> None:
-        """Show what runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
+        """Show the call that runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         heartbeat.here().controller_is_at(step, name)
         self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALLS[name]}")
         now = time.time()
@@ -214,22 +214,22 @@ class Run:
             write_json(self.folder / NOW, self.now)
 
     def validated(self, metrics: dict[str, Any], validation: dict[str, Any], step: int) -> None:
-        """Record a validation before the first step of this process, after `step`: 0, or the step resumed from."""
-        self.trainer.actor_rollout_wg.take_report()  # its weight sync and rollout belong to no step
+        """Record a validation before this process's first step; `step` is 0, or the step resumed from."""
+        self.trainer.actor_rollout_wg.take_report()  # drop the counts of its weight sync and rollout
         take_calls()
         self.summary.add_validation(step, validation)
         self.summary.add_metrics(step, metrics)
         self.progress.say(f"| validation after step {step}: {validation['score']:.4f}")
 
     def after_step(self, metrics: dict[str, Any], step: int, log: Callable[[dict[str, Any]], Any]) -> Any:
-        """Record one step, log its metrics with ours added, then check it. A check that fails ends the run."""
+        """Record one step, log its metrics with ours added, then check it; a failed check ends the run."""
         record, metrics = self.record_step(metrics, step)
         logged = log(metrics)
         self.check_step(record)
         return logged
 
     def record_step(self, metrics: dict[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(record of a step, its metrics with ours added), written to the run's folder and shown."""
+        """Return (record of a step, its metrics with ours added), and write both to the run's folder."""
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
         room = emulation(recipe.platform)
@@ -269,7 +269,7 @@ class Run:
             self.progress.say(f"| {text}")
 
     def check_step(self, record: dict[str, Any]) -> None:
-        """End the run where a recorded step is beyond a limit: skipped optimizer steps, log-probs, alarms."""
+        """End the run if a recorded step is beyond a limit: skipped optimizer steps, log-probs, alarms."""
         alarms.check_skipped(record, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
         if check.action == "stop" and self._compared():
@@ -277,19 +277,19 @@ class Run:
         alarms.check(record, self.recipe.alarms.action)
 
     def _delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """The step's difference of log-probs."""
+        """Return the step's difference of vLLM's and Megatron's log-probs; None if they were not compared."""
         if self.group.sampled_check is not None:
             report = self.group.sampled_check.report
             return report and report["delta"]
         return None if self.not_compared else truth_check.logprob_delta(metrics)
 
     def _compared(self) -> bool:
-        """Whether log-probs of this step had to be compared."""
+        """Return whether log-probs of this step had to be compared."""
         sampled = self.group.sampled_check
         return not self.not_compared if sampled is None else sampled.report is not None
 
     def end(self, reason: str) -> None:
-        """Write the outcome."""
+        """Write the outcome to summary.json."""
         self.summary.data["exit"] = reason
         if self.emulated:
             self.summary.data["emulated"] = self.emulated
@@ -297,7 +297,7 @@ class Run:
 
 
 def _recompute_layers(model: Any) -> int | list[int] | None:
-    """activations_checkpoint_num_layers of verl's section `model`, 0 without checkpointing."""
+    """Return activations_checkpoint_num_layers of verl's section `model`; 0 without gradient checkpointing."""
     if not model.get("enable_gradient_checkpointing"):
         return 0
     layers = (model.get("gradient_checkpointing_kwargs") or {}).get("activations_checkpoint_num_layers")
@@ -305,9 +305,9 @@ def _recompute_layers(model: Any) -> int | list[int] | None:
 
 
 def reason_of(error: BaseException, raised_by: str = "") -> str:
-    """The error's type and message; of what a worker raised, without the traceback that Ray puts before it.
+    """Return the error's type and message; for a worker's error, without the traceback that Ray puts before it.
 
-    raised_by: the worker, for the beginning of the sentence.
+    raised_by: names the worker, as the beginning of the sentence.
     """
     from ray.exceptions import RayError, RayTaskError
 
@@ -317,7 +317,7 @@ def reason_of(error: BaseException, raised_by: str = "") -> str:
 
 
 def fit_as_run(original: Callable) -> Callable:
-    """Provider for RayPPOTrainer.fit."""
+    """Wrap RayPPOTrainer.fit in a Run."""
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
@@ -329,7 +329,7 @@ def fit_as_run(original: Callable) -> Callable:
 
 
 def log_with_run(original: Callable) -> Callable:
-    """Provider for verl's Tracking.log: the active run reads each step's metrics first."""
+    """Wrap verl's Tracking.log so that the active run reads each step's metrics first."""
 
     @functools.wraps(original)
     def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:

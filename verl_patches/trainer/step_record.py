@@ -1,9 +1,9 @@
-"""The record of one step: what verl's metrics and the workers' reports say of it, for summary.json, table and metrics.
+"""Make the record of one step from verl's metrics and the workers' reports, for summary.json, table and metrics.
 
-record_of     the step's record in summary.json
-row, header   the step table
-lines_of      what is shown below the step's row
-metrics_of    the record's figures for Tracking and metrics.jsonl
+record_of     makes the step's record in summary.json
+row, header   format the step table
+lines_of      yields the lines shown below the step's row
+metrics_of    returns the record's figures for Tracking and metrics.jsonl
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.on_policy import needs_old_log_probs
 from verl_patches.trainer.validation import validation_of
 
-# columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
-# memory; with --wide all of them
+# columns of the step table after step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step
+# and memory; --wide shows all columns
 NARROW = ("rollout s", "update s", "step s", "held MB")
 PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
-# on fixed data: one more, and loss and margin in place of reward and |dlogp|; columns of a rollout are left out
+# on fixed data: accuracy is added, loss and margin replace reward and |dlogp|, and columns of a rollout are left out
 OBJECTIVE_COLUMNS, OF_ROLLOUT = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
-# in a run with a critic: verl's metrics; explained_var: 1 - var(returns - values) / var(returns)
+# columns of a run with a critic, from verl's metrics; expl_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
-SKIPPED_STEPS, ALARMS = "recipe/skipped_steps", "recipe/alarms"  # names of metrics
+SKIPPED_STEPS, ALARMS = "recipe/skipped_steps", "recipe/alarms"  # names of our metrics
 
 
 def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The record of `step` from verl's metrics and `take_report` of every worker (worker/recipe_worker.py).
+    """Return the record of `step` from verl's metrics and every worker's `take_report` (worker/recipe_worker.py).
 
-    What neither knows is None here (trainer/run.py): rewards, objective, logprob_delta, dispatch, rates, alarms.
+    Values that neither has are None here and set in trainer/run.py: rewards, objective, logprob_delta, dispatch, rates,
+    alarms.
     """
 
     def of(name: str) -> list[Any]:
@@ -74,7 +75,7 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """{name: value} of the record's figures that verl's metrics do not have."""
+    """Return {name: value} of the record's figures that verl's metrics do not have."""
     metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
     metrics |= _rates_by_name(record["rates"])
     metrics |= {f"{METRIC}{label}": mean for label, mean in (record["rewards"] or {}).items()}
@@ -89,7 +90,7 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
-    """Lines below the step's row: traces, violations of the memory schedule, skipped steps, alarms."""
+    """Yield the lines below the step's row: traces, violations of the memory schedule, skipped steps, alarms."""
     step = f"step {record['step']}: "
     if record["profile"]:
         yield step + said_of_profile(record["profile"])
@@ -104,11 +105,11 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """{phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
+    """Return {phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
 
-    rollout has ReMax's greedy responses too. validate, where the step validates, is in the whole step and in no phase.
-    reshard and offload are those of the slowest worker. offload is inside reshard, rollout, log-prob, ref and update;
-    it is not subtracted.
+    rollout includes ReMax's greedy responses. validate, where the step validates, is part of the whole step but of no
+    phase. reshard and offload are those of the slowest worker. offload happens inside reshard, rollout, log-prob, ref
+    and update, and is not subtracted from them.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
     of_phase = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
@@ -124,9 +125,10 @@ def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, f
 
 
 def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
-    """Tokens of a step without padding, from verl's metrics: all, those of responses; None where verl has none.
+    """Return a step's numbers of tokens without padding, from verl's metrics; None if verl has none.
 
-    response_mean, response_max: lengths; at_limit: share of the responses that end at the length limit.
+    total, responses: tokens of prompts and responses, of responses only; response_mean, response_max: lengths;
+    at_limit: share of the responses that end at the length limit.
     """
     if "perf/total_num_tokens" not in metrics:
         return None
@@ -142,16 +144,16 @@ def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
 
 
 def critic_of_step(metrics: Mapping[str, float]) -> dict[str, float | None] | None:
-    """{loss, grad_norm, explained_var} of the critic's update; None in a run without a critic."""
+    """Return {loss, grad_norm, explained_var} of the critic's update; None in a run without a critic."""
     found = {name: _number(metrics.get(key)) for name, key in _CRITIC.items()}
     return found if _CRITIC["loss"] in metrics else None
 
 
 def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Totals of the weight syncs of one step, from every worker's reports; None if verl's own path did them.
+    """Return the totals of a step's weight syncs, from every worker's reports; None if verl's own path did them.
 
-    Bytes are per rank, maximum and mean over ranks, summed over the step's syncs (a validation syncs too);
-    collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
+    Bytes are per rank, as maximum and mean over ranks, summed over the step's syncs (a validation syncs too).
+    Collectives and seconds are summed as well; `peak_extra_bytes` is the highest of any rank.
     """
     every = [report for reports in workers for report in reports]
     if not every:
@@ -171,17 +173,17 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
 
 
 def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """What moved between data-parallel rollout ranks: requests, bytes, seconds of the slowest rank; None where off."""
+    """Return requests and bytes moved between data-parallel rollout ranks, and the slowest rank's seconds, if any."""
     present = [each for each in counts if each is not None]
     sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
     return {**sums, "seconds": max(each["seconds"] for each in present)} if present else None
 
 
 def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Routing replay of all ranks; None where it is off, or nothing was replayed.
+    """Return the figures of routing replay over all ranks; None where it is off, or if nothing was replayed.
 
-    agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
-    sees a token counts it; bytes: recorded on the rank with the most.
+    agreement: share of replayed experts that the routers chose too; experts: number of replayed experts, counted by
+    each tensor-parallel rank that sees the token; bytes: recorded on the rank with the most.
     """
     present = [each for each in counts if each is not None]
     experts = sum(each["of"] for each in present)
@@ -195,11 +197,11 @@ def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None
 
 
 def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """What the ranks' guards say of one training step, by rank; None without guards.
+    """Return the optimizer steps that the ranks' guards skipped in one training step; None without guards.
 
-    steps: optimizer steps left out; in_a_row: without one between them that was not; ranks: those whose own gradients
-    are not finite; nearest: rank, stage and parameter nearest to the loss, where NaN comes first; None if no rank's
-    own gradient is to blame.
+    steps: optimizer steps skipped; in_a_row: skipped since the last one that was not; ranks: those whose own gradients
+    are not finite; nearest: rank, stage and parameter nearest to the loss, where NaN appears first, or None if all
+    ranks' own gradients are finite.
     """
     present = [report for report in reports if report is not None]
     if len(present) < len(reports):
@@ -220,7 +222,7 @@ def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] 
 
 
 def said_of_skipped(skipped: Mapping[str, Any]) -> str:
-    """One line about the steps that were left out; empty if there are none."""
+    """Return one line about skipped optimizer steps; empty if there are none."""
     if not skipped["steps"]:
         return ""
     nearest = skipped["nearest"]
@@ -237,7 +239,7 @@ def said_of_skipped(skipped: Mapping[str, Any]) -> str:
 
 
 def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """{files, faults} of a profiled step from every worker's report (worker/profile.py); None where none was."""
+    """Return {files, faults} of a step's traces from every worker's report (worker/profile.py); None without traces."""
     present = [worker for worker in workers if worker is not None]
     if not present:
         return None
@@ -245,23 +247,24 @@ def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, An
 
 
 def said_of_profile(profile: Mapping[str, Any]) -> str:
-    """One line about the traces of a step."""
+    """Return one line about the traces of a step."""
     faults = profile["faults"]
     more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
     return f"profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
 
 
 def _number(value: Any) -> float | None:
-    """A float for JSON, which knows neither NaN nor infinity; a skipped update has no gradient norm."""
+    """Return a float for JSON, or None for NaN, infinity and None; a skipped update has no gradient norm."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def start_of_workers(
     seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """{part: {max_s, mean_s, rank}} of the workers' start: wall seconds, and of `cpu` CPU seconds; rank: the slowest.
+    """Return {part: {max_s, mean_s, rank}} of the workers' start, where rank is the slowest.
 
-    imports: from the process's begin to the making of its worker; groups: process groups and the engine's arguments;
+    Seconds are wall time, and CPU time for `cpu`. imports: from the begin of the process to the making of its worker;
+    groups: process groups and the engine's arguments; models: models, optimizer and rollout engine, with their weights.
     models: models, optimizer and rollout engine, with their weights.
     """
     parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
@@ -273,10 +276,9 @@ def start_of_workers(
 
 
 class Rates:
-    """Rates of the steps of one run; `layout/flops.py` has the definition of MFU.
+    """Compute the throughput and MFU of a run's steps; layout/flops.py defines MFU.
 
-    `passes`: {phase: forward passes
-    that count}. `peak_flops_per_s`: None for a device without one.
+    `passes`: {phase: forward passes that count}. `peak_flops_per_s`: None for a device without a known peak.
     """
 
     def __init__(self, run: RunSpec, ref: bool):
@@ -297,10 +299,11 @@ class Rates:
     def of_step(
         self, lengths: Sequence[int] | None, tokens: Mapping[str, float] | None, seconds: Mapping[str, float]
     ) -> dict[str, Any] | None:
-        """{tokens_per_s_per_rank, generated_per_s_per_rank, tflops_per_s_per_rank, mfu}; None without an update.
+        """Return {tokens_per_s_per_rank, generated_per_s_per_rank, tflops_per_s_per_rank, mfu}; None without an update.
 
-        `lengths`: tokens of each sequence, prompt and response, without padding; `tokens`: of `tokens_of_step`.
-        tflops_per_s_per_rank and mfu: {step and each phase that counts: rate}, None without a model, or without a peak.
+        `lengths`: tokens of each sequence, prompt and response, without padding; `tokens`: from `tokens_of_step`.
+        tflops_per_s_per_rank, mfu: {step or phase: rate}; tflops_per_s_per_rank is None without a model, mfu without a
+        peak.
         """
         if not lengths or tokens is None or not seconds["step"]:
             return None
@@ -334,7 +337,7 @@ def _rates_by_name(rates: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def tables(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(prefix of its lines in progress.log, columns) of the narrow and of the wide table of a run."""
+    """Yield (prefix of its lines in progress.log, columns) of a run's narrow and of its wide table."""
     for prefix, columns, val in (("-", NARROW, VAL_COLUMNS), ("+", WIDE, WIDE_VAL_COLUMNS)):
         if not run.samples:
             columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
@@ -346,13 +349,13 @@ def tables(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def header(columns: Sequence[str], fixed_data: bool = False) -> str:
-    """Column names of the step table; `columns` is NARROW or WIDE."""
+    """Return the column names of the step table; `columns` comes from `tables`."""
     first, last = ("loss", "margin") if fixed_data else ("reward", "|dlogp|")
     return f"{'step':>4} {first:>8} {'grad_norm':>10} {last:>9} " + " ".join(f"{c:>10}" for c in columns)
 
 
 def row(step: dict[str, Any], columns: Sequence[str]) -> str:
-    """One row of the step table, with what `header` names."""
+    """Return one row of the step table, with the columns of `header`."""
     first = "-" if step["reward"] is None else f"{step['reward']:.4f}"
     last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     if objective := step.get("objective"):
@@ -366,12 +369,11 @@ def row(step: dict[str, Any], columns: Sequence[str]) -> str:
 
 
 def _cells(step: dict[str, Any]) -> dict[str, str]:
-    """{column: text} of what the step has.
+    """Return {column: text} of the values that the step has.
 
-    Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
-    groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call. Share of replayed experts that routers chose
-    too.
+    Weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory groups of
+    one rank, activations not included. Dispatch: MB that the trainer serialised for its workers, and the largest
+    difference between two workers' starts of one call. agreement: share of replayed experts that routers chose too.
     """
     cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):

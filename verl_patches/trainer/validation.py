@@ -1,7 +1,7 @@
-"""Validation: what verl's metrics of one say for the run's record, and pass@k, which they lack.
+"""Read a validation's score from verl's metrics, and add pass@k, which verl lacks.
 
-verl's RayPPOTrainer._validate gives val-core/SOURCE/VARIABLE/mean@n, with n > 1 also best@n/mean, a bootstrap with
-replacement; VARIABLE is acc where the reward function returns it, else reward.
+verl's RayPPOTrainer._validate gives val-core/SOURCE/VARIABLE/mean@n, and for n > 1 also best@n/mean, a bootstrap with
+replacement. VARIABLE is acc if the reward function returns it, else reward.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+
 
 
 def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
-    """{score, metrics} of the validation in verl's metrics of a step; None where they have none.
+    """Return {score, metrics} of the validation in verl's metrics of a step; None if the step did not validate.
 
     score: mean over data sources of mean@n of each source's core variable. metrics: {name: value} of mean, best and maj
-    of core variables, and pass@k; the rest is in metrics.jsonl.
+    of core variables, and pass@k; all others are in metrics.jsonl only.
     """
     means = [float(value) for name, value in metrics.items() if _MEAN.fullmatch(name)]
     if not means:
@@ -32,17 +32,17 @@ def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate that one of k responses is correct, from `correct` of n: 1 - C(n - c, k) / C(n, k).
+    """Return the unbiased estimate that one of k responses is correct, from `correct` of n: 1 - C(n - c, k) / C(n, k).
 
-    Source: arXiv:2107.03374. n >= k; the bootstrap of verl's best@k draws with replacement, so it is below this.
+    Source: arXiv:2107.03374. n >= k. verl's best@k bootstrap draws with replacement, so it is below this estimate.
     """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
-    """Row provider for verl's process_validation_metrics: pass@k of core variables that are 0 or 1.
+    """Wrap verl's process_validation_metrics: add pass@k for core variables that are 0 or 1.
 
-    k: 1, 2, 4, ... below n, and n, the responses of a prompt (rollout.val_kwargs.n). None with n = 1.
+    k is 1, 2, 4, ... below n, and n, the responses of a prompt (rollout.val_kwargs.n). Nothing is added for n = 1.
     """
 
     @functools.wraps(process_validation_metrics)

@@ -1,4 +1,4 @@
-"""The order of one step: the calls of verl's RayPPOTrainer.fit() to its workers.
+"""Call the workers in the order of one step, for verl's RayPPOTrainer.fit().
 
     fit() calls               calls of workers, without and with recipe.tensor_cache
     generate_sequences        [begin_rollout]         with recipe.keep_groups, and for recipe.logprob_check.every
@@ -6,13 +6,13 @@
                               [end_rollout; compute_log_prob of the check]
     compute_log_prob          compute_log_prob        log_prob_cached      none with recipe.train.skip_old_log_prob
     compute_ref_log_prob      compute_ref_log_prob    ref_log_prob_cached
-    compute_values            compute_values          compute_values       of a run with a critic
-    update_critic             update_critic           update_critic        of a run with a critic
+    compute_values            compute_values          compute_values       only in a run with a critic
+    update_critic             update_critic           update_critic        only in a run with a critic
     update_actor              update_actor            update_cached
     logger.log                take_report, by trainer/run.py, which ends the step
 
-`WorkerCalls` has a method for each call of workers, and the workers' classes (worker/recipe_worker.py, value_worker.py)
-have one of the same name and payload. With the tensor cache step/batches/cached_step.py makes the payloads, and verl's
+`WorkerCalls` has one method for each call; the worker classes (worker/recipe_worker.py, value_worker.py) have a method
+with the same name and payload. With the tensor cache step/batches/cached_step.py makes the payloads, and makes verl's
 batch from the answers.
 """
 
@@ -45,21 +45,21 @@ _ROLLOUT = "rollout_log_probs"
 
 
 class WorkerCalls:
-    """Calls the workers of verl's worker group `group`: each method, their method of its name.
+    """Call the method of the same name on all workers of verl's worker group `group`.
 
     verl splits a DataProto over ranks or train replicas and concatenates their answers. Any other payload goes to all
-    ranks; the answers are those of the ranks that give one, in order of ranks.
+    ranks; the answers are those that are not None, in order of ranks.
     """
 
     def __init__(self, group: Any):
         self._group = group
 
     def begin_profile(self, step: int, folder: str) -> None:
-        """Trace the step, on ranks of recipe.profile."""
+        """Trace the step on the ranks that recipe.profile names."""
         self._group.begin_profile(step, folder)
 
     def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
-        """Have engines stay awake until end_rollout, or sample for the log-prob check too."""
+        """Keep engines awake until end_rollout, have them sample for the log-prob check, or both."""
         self._group.begin_rollout(keep_awake, check)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -67,15 +67,15 @@ class WorkerCalls:
         return self._group.generate_sequences(prompts)
 
     def generate_cached(self, prompts: payloads.PromptIds) -> list[payloads.ResponseIds]:
-        """Generate as generate_sequences does; the responses stay on the ranks that generated them."""
+        """Generate like generate_sequences, but leave the responses on the ranks that generated them."""
         return self._group.generate_cached(prompts)
 
     def place_cached(self, placement: payloads.Placement) -> list[payloads.ExchangeReport]:
-        """Exchange responses between ranks, to the train replicas that compute them."""
+        """Send responses from the ranks that generated them to the train replicas that compute on them."""
         return self._group.place_cached(placement)
 
     def end_rollout(self) -> list[CheckedSamples]:
-        """Have engines sleep; return what they sampled for the log-prob check."""
+        """Put engines to sleep; return their samples for the log-prob check."""
         return _given(self._group.end_rollout())
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -83,7 +83,7 @@ class WorkerCalls:
         return self._group.compute_log_prob(data)
 
     def log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
-        """Compute old log-probs, which stay; return the entropy of each sample, and with `send_back` the log-probs."""
+        """Compute and keep old log-probs on the workers; return each sample's entropy, and with `send_back` log-probs."""
         return _given(self._group.log_prob_cached(send_back))
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -91,23 +91,23 @@ class WorkerCalls:
         return self._group.compute_ref_log_prob(data)
 
     def ref_log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
-        """Compute log-probs of the reference, which stay; return them with `send_back`."""
+        """Compute and keep reference log-probs on the workers; return them with `send_back`."""
         return _given(self._group.ref_log_prob_cached(send_back))
 
     def compute_values(self, data: DataProto) -> DataProto:
-        """Return values [B, S_response]."""
+        """Return the critic's values [B, S_response]."""
         return self._group.compute_values(data)
 
     def update_critic(self, data: DataProto) -> DataProto:
-        """Return verl's metrics in meta_info."""
+        """Update the critic; return verl's metrics in meta_info."""
         return self._group.update_critic(data)
 
     def update_actor(self, data: DataProto) -> DataProto:
-        """Return verl's metrics in meta_info."""
+        """Update the actor; return verl's metrics in meta_info."""
         return self._group.update_actor(data)
 
     def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
-        """Update the actor on what stayed; return verl's metrics of each replica."""
+        """Update the actor on the batch that stayed on the workers; return verl's metrics of each replica."""
         return _given(self._group.update_cached(advantages))
 
 
@@ -116,12 +116,12 @@ def _given(answers: Sequence[T | None]) -> list[T]:
 
 
 class RecipeWorkerGroup:
-    """verl's worker group `group` for fit(); calls that are not of a step go through.
+    """Wrap verl's worker group `group` for fit(); calls that do not belong to a step pass through unchanged.
 
-    actor: the group of the actor, for that of a separate reference or of the critic. on_call(step, name) is called
-    before each stage; responses are recorded below `record_to`, and traces of recipe.profile in `profile_to`, where
-    given. `lengths`: tokens of each sequence of this step's update, None before it. `step` is the trainer's; a resumed
-    run goes on.
+    actor: the actor's group, given to the group of a separate reference or of the critic. on_call(step, name) is called
+    before each stage. Responses are recorded below `record_to`, and traces of recipe.profile in `profile_to`, if given.
+    `lengths`: tokens of each sequence of this step's update, None before it. `step` is the trainer's, so a resumed run
+    continues its numbers.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class RecipeWorkerGroup:
 
     @property
     def step(self) -> int:
-        """The step that runs now, or ran last."""
+        """Return the step that runs now, or ran last."""
         return self._actor.step if self._actor else self._step
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Return the responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
+        """Return the responses of this step; pass validation and ReMax's greedy baseline to verl's own call."""
         if prompts.meta_info.get("validate"):
             heartbeat.here().controller_is_at(self._trainer.global_steps, VALIDATE)
             return self._calls.generate_sequences(prompts)
@@ -188,13 +188,13 @@ class RecipeWorkerGroup:
             save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k != SAMPLE})
             self._scores_to = self._record_to
         output.batch[SAMPLE] = torch.arange(len(output))
-        if self._skip_old_log_prob:  # verl 0.4.0 would compare them with old log-probs, which the trainer never has
+        if self._skip_old_log_prob:  # verl 0.4.0 would compare them with old log-probs, which are not in this batch
             self._rollout_log_probs = output.batch.pop(_ROLLOUT, None)
         self._on_call(self.step, "reward")
         return output
 
     def _rollout(self, prompts: DataProto) -> DataProto:
-        """Have vLLM generate: several batches with recipe.keep_groups; every N steps for the log-prob check as well."""
+        """Generate with vLLM: several batches with recipe.keep_groups, samples for the log-prob check every N steps."""
         request = None if self.sampled_check is None else self.sampled_check.request(self.step)
         if request is None and self.kept_groups is None:
             return self._generate(prompts)
@@ -214,11 +214,10 @@ class RecipeWorkerGroup:
         return batch
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Return old_log_probs and entropys [B, S_response]; no old_log_probs where the update takes its own.
+        """Return old_log_probs and entropys [B, S_response]; only NaN entropys with recipe.train.skip_old_log_prob.
 
-        A use of them in the trainer is then a KeyError. verl's fit() makes one metric of entropys, which it demands and
-        drops: NaN here, and with_workers_metrics (step/log_probs/rollout_correction.py) leaves the metric out of the
-        step's.
+        The trainer then raises KeyError if it uses old_log_probs. verl's fit() needs entropys for one metric and drops
+        the tensor; with_workers_metrics (step/log_probs/rollout_correction.py) leaves that metric out of the step's.
         """
         if self._skip_old_log_prob:
             return DataProto.from_dict(tensors={"entropys": torch.full(batch.batch["responses"].shape, math.nan)})
@@ -228,28 +227,28 @@ class RecipeWorkerGroup:
         return self.cache.log_probs(batch, self._calls.log_prob_cached(self.cache.send_back))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
+        """Return ref_log_prob [B, S_response]; nothing if the tensor cache holds it."""
         self._on_call(self.step, "compute_ref_log_prob")
         if self.cache is None:
             return self._calls.compute_ref_log_prob(batch)
         return self.cache.ref_log_probs(batch, self._calls.ref_log_prob_cached(self.cache.send_back))
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Return values [B, S_response]; the critic gets the trainer's batch, with the tensor cache too."""
+        """Return values [B, S_response]; with the tensor cache too, the critic gets the trainer's batch."""
         self._on_call(self.step, "compute_values")
         return self._calls.compute_values(batch)
 
     def update_critic(self, batch: DataProto) -> DataProto:
-        """Return verl's metrics of the critic's update."""
-        assert self._actor is not None  # a critic's group has that of the actor
-        self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
+        """Update the critic; return verl's metrics."""
+        assert self._actor is not None  # a critic's group is made with the actor's
+        self._actor._record_scores(batch)  # here too, as the actor has no update before critic_warmup
         self._on_call(self.step, "update_critic")
         self._wait_for_checkpoint()
         self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
         return self._calls.update_critic(batch)
 
     def update_actor(self, batch: DataProto) -> DataProto:
-        """Return verl's metrics of the update, of the first replica as in verl; none without an actor to train."""
+        """Update the actor; return verl's metrics of the first replica, as in verl; {} without an actor to train."""
         self._record_scores(batch)
         self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
         if not self._trains_actor:
@@ -264,12 +263,12 @@ class RecipeWorkerGroup:
         return self._calls.update_actor(batch)
 
     def _wait_for_checkpoint(self) -> None:
-        checkpoints = getattr(self._trainer, "recipe_checkpoints", None)  # none with row checkpoint.save off
+        checkpoints = getattr(self._trainer, "recipe_checkpoints", None)  # absent if row checkpoint.save is off
         if checkpoints is not None:
             checkpoints.wait_before_update()
 
     def _record_scores(self, batch: DataProto) -> None:
-        """Once a step, as verl's trainer has them for its update."""
+        """Save the scores of the recorded responses, once a step, as verl's trainer passes them to its update."""
         if self._scores_to is not None:
             columns = {k: v for k, v in batch.non_tensor_batch.items() if k == "uid" or k.startswith(METRIC)}
             scores = batch.batch["token_level_scores"].sum(-1)

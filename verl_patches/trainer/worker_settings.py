@@ -1,6 +1,6 @@
-"""Settings that a run without our launcher sends to its workers: VERL_PATCHES, network interface, line a3's engine.
+"""Send settings to the workers of a run without our launcher: VERL_PATCHES, network interface, line a3's engine.
 
-With the launcher they come through Ray's runtime_env and set-up hook, `prelude_then`.
+With the launcher they come through Ray's runtime_env and its set-up hook, `prelude_then`.
 
 Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
 first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
@@ -22,14 +22,14 @@ from verl_patches.patching import engine, hooks
 from verl_patches.patching.boot.before_import import PRELUDE
 from verl_patches.patching.switches import VARIABLE
 
-# verl sets both for the actors of its worker groups only
-# (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool); RANK alone may come from a scheduler that
-# started the driver
+# verl sets both only for the actors of its worker groups
+# (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool); a scheduler that started the driver may
+# have set RANK alone
 VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
 def send_switches(original: Callable) -> Callable:
-    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is set.
+    """Wrap ray.init: give this process's VERL_PATCHES to the job's processes on every node, unless the user sets it.
 
     Variables of the driver's shell do not reach nodes where `ray start` ran without them.
     """
@@ -47,7 +47,7 @@ def send_switches(original: Callable) -> Callable:
 
 
 def _submitted_variables() -> Mapping[str, str]:
-    """The variables that `ray job submit` gives to the job that this driver belongs to."""
+    """Return the variables that `ray job submit` gives to the job of this driver."""
     import json
 
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
@@ -55,7 +55,7 @@ def _submitted_variables() -> Mapping[str, str]:
 
 
 def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
-    """In the controller: store the settings that `prepare_from_controller` reads in the workers; None for unused ones.
+    """Store, in the controller, the settings that `prepare_from_controller` reads in the workers; None for unused ones.
 
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     network: arguments of platform/npu/__init__.py's set_interface.
@@ -68,9 +68,10 @@ def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] |
 
 
 def prepare_from_controller(_: Any) -> None:
-    """Import hook of verl: in a training worker choose the network interface and prepare the engine, before Megatron.
+    """Set a training worker's network interface and prepare its engine, at verl's import and before Megatron's.
 
-    Does nothing in other processes, and in runs of our launcher, whose controller sends nothing (see `prelude_then`).
+    It does nothing in other processes, and in runs of our launcher, whose controller stores no settings (see
+    `prelude_then`).
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -96,7 +97,7 @@ def prepare_from_controller(_: Any) -> None:
 def prelude_then(
     user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
 ) -> Callable[[], None]:
-    """The function that each Ray worker process runs first; a user's hook is a callable or "package.module.function".
+    """Return the function that each Ray worker process runs first; user_hook is callable or "package.module.function".
 
     `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     `network`: arguments of platform/npu/__init__.py's set_interface, None where it needs no choice.
@@ -108,7 +109,7 @@ def prelude_then(
             importlib.import_module("verl_patches.platform.npu").set_interface(**network)
         is_worker = os.environ.keys() >= VERLS_WORKERS
         if engine is not None and is_worker:
-            start = "verl_patches.model.mindspeed.start"  # with verl: the die is visible, Megatron is not imported
+            start = "verl_patches.model.mindspeed.start"  # at verl's import: die visible, Megatron not imported
             hooks.after_import("verl", lambda _: importlib.import_module(start).prepare(engine))
         hook = user_hook
         if isinstance(hook, str):
