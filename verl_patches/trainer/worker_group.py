@@ -83,7 +83,7 @@ class WorkerCalls:
         return self._group.compute_log_prob(data)
 
     def log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
-        """Compute and keep old log-probs on the workers; return each sample's entropy, and with `send_back` log-probs."""
+        """Compute and keep old log-probs on the workers; return each sample's entropy (`send_back`: log-probs too)."""
         return _given(self._group.log_prob_cached(send_back))
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -1,12 +1,12 @@
-"""Checkpoints of one worker: its part is copied to the host while the trainer waits, and written while the run goes on.
+"""Save and load one worker's part of a checkpoint: copied to the host while the trainer waits, written during the run.
 
-    save    wait for the part before; make the host copies current; write them in a thread
-    wait    before an update, which changes what the host copies hold, before the next save, and at the end of a run
-    load    read weights, states, counts and generators, and compare them with the digests of the manifest
+    save    waits for the previous part, updates the host copies, and writes them in a thread
+    wait    waits for the written part: before an update, which changes the copied tensors, before a save, at the end
+    load    reads weights, states, counts and generators, and compares them with the digests of the manifest
 
-Where the memory schedule has a group on the host there is nothing to copy (memory/host_backed.py); weights that are
-on the device are copied once, for the save and for their next offload. Errors of the thread are raised by the next call
-of any of these methods, and by the step's report.
+A memory group that the memory schedule has on the host needs no copy (memory/host_backed.py); weights on the device
+are copied once, for the save and for their next offload. The next call of any of these methods, and the step's report,
+raise errors of the thread.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ log = logging.getLogger(__name__)
 
 
 class TrainingWorker(Upstream):
-    """What verl's actor and critic with a `recipe:` have in common. A feature that is off in a worker is None."""
+    """Share the methods of verl's actor and critic with a `recipe:`. A feature that is off in a worker is None."""
 
     checkpoint: WorkerCheckpoint | None = None
     trained: Trained | None = None
 
     def start_checkpoint(self) -> None:
-        """Checkpoints by parts, where row checkpoint.parts is on."""
+        """Make the worker's checkpoint by parts, if row checkpoint.parts is on."""
         if is_on("checkpoint.parts"):
             self.checkpoint = WorkerCheckpoint(self)
 
     def wait_for_checkpoint(self) -> None:
-        """Before an update: what is being written must not change."""
+        """Wait for the part that is being written; call it before an update changes its tensors."""
         if self.checkpoint is not None:
             heartbeat.here().phase(LAST_CHECKPOINT)
             self.checkpoint.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
-        """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
+        """Write this rank's part in a thread (worker/checkpoint.py); use verl's own with row checkpoint.parts off."""
         if self.checkpoint is not None:
             return self.checkpoint.save(checkpoint_path)
         with self.memory.all_on_device(self.trained, writes=False):
@@ -76,7 +76,7 @@ class TrainingWorker(Upstream):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
-        """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
+        """Load weights and optimizer states saved with any layout; use verl's own with row checkpoint.parts off."""
         with self.memory.all_on_device(self.trained, writes=True):
             if self.checkpoint is not None:
                 self.checkpoint.load(checkpoint_path)
@@ -91,7 +91,7 @@ class TrainingWorker(Upstream):
 
 
 class WorkerCheckpoint:
-    """Saves and loads of what `worker`, verl's actor or critic with a `recipe:`, trains."""
+    """Save and load the model that `worker`, verl's actor or critic with a `recipe:`, trains."""
 
     def __init__(self, worker: Any):
         self.worker, self.recipe = worker, worker.recipe
@@ -101,7 +101,7 @@ class WorkerCheckpoint:
         self._loads = 0
 
     def state(self) -> TrainState:
-        """What this rank holds, mapped once."""
+        """Return the train state of this rank, mapped once."""
         if self._state is None:
             trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
             value = trained.groups == CRITIC
@@ -114,7 +114,7 @@ class WorkerCheckpoint:
     # ---- save
 
     def save(self, folder: str) -> dict[str, float]:
-        """Start to write this rank's files into `folder`: {copied_bytes, seconds} of what the caller waited for."""
+        """Start to write this rank's files into `folder`; return {copied_bytes, seconds} of the blocking part."""
         self.wait()
         started, rank = time.perf_counter(), dist.get_rank()
         if not Path(folder).is_dir():
@@ -131,18 +131,18 @@ class WorkerCheckpoint:
         return {"copied_bytes": copied, "seconds": time.perf_counter() - started}
 
     def wait(self) -> None:
-        """Wait until what was saved last is written; raises what the writing thread raised."""
+        """Wait until the last save is written; raise the error of the writing thread."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def check(self) -> None:
-        """Raise what the writing thread raised, if it has ended."""
+        """Raise the error of the writing thread, if it has ended."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def _copy_to_host(self) -> tuple[dict[int, HostBackedStorage], int]:
-        """({identity of a storage: its host copy, current}, bytes copied) of all that the memory schedule can move."""
+        """Return ({storage identity: its current host copy}, bytes copied) of all that the memory schedule can move."""
         trained, scheduled, copied = self.worker.trained, self.worker.memory.scheduled, 0
         storages: list[HostBackedStorage] = []
         if scheduled:
@@ -163,7 +163,7 @@ class WorkerCheckpoint:
     def _contents(
         self, pieces: list[StoredTensor], storages: Mapping[int, HostBackedStorage]
     ) -> Callable[[StoredTensor], Iterator[torch.Tensor]]:
-        """A function for `write_rank`. What neither the schedule nor MindSpeed has on the host is copied now."""
+        """Return a function for `write_rank`; copy now the tensors that are not on the host yet."""
         on_host = _mindspeeds_host_states(self.worker.trained.optimizer)
         copies = {
             piece.entry.key: [place.of(piece.base).detach().to("cpu", copy=True) for place in piece.places]
@@ -187,7 +187,7 @@ class WorkerCheckpoint:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Inside, parameters that verl itself has offloaded are on the device (row memory.order off)."""
+        """Load parameters that verl itself has offloaded onto the device inside the context (row memory.order off)."""
         if self.worker.memory.scheduled or not self.worker._is_offload_param:
             yield
             return
@@ -200,7 +200,7 @@ class WorkerCheckpoint:
             offload_megatron_model_to_cpu(self.worker.trained.chunks)
 
     def _rest(self) -> dict[str, Any]:
-        """What is no tensor of the model or the optimizer."""
+        """Return step counts, LR schedule and RNG states."""
         schedule = getattr(getattr(self.worker, "actor", None), "lr_schedule", None)  # a critic has none
         return {
             "step_counts": checkpoint_files.step_counts(self.worker.trained.optimizer),
@@ -232,7 +232,7 @@ class WorkerCheckpoint:
         device, todo = device_type(self.recipe.platform), f"{folder} cannot be resumed from; choose another checkpoint"
         self._loads += 1
         problems = catch_errors(read)
-        # ranks' disks differ: nobody waits for another's in a collective
+        # ranks' disks differ in speed: wait on the store, not in a collective that would time out
         wait_for_ranks(folder, f"verl_patches/{folder}/{self._loads}", self.recipe.timeouts.load_s)
         raise_on_any_rank(problems, None, device, todo, CheckpointError)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
@@ -255,17 +255,17 @@ def _is_mindspeeds_swap(one: Any) -> bool:
 
 
 def _mindspeeds_host_states(optimizer: Any) -> set[int]:
-    """Identities of the storages in which MindSpeed's swap optimizer holds states on the host between updates."""
+    """Return identities of the storages in which MindSpeed's swap optimizer keeps states on the host."""
     maps = [type(one).param_to_cpu_states_map for one in single_optimizers(optimizer) if _is_mindspeeds_swap(one)]
     states = [state for each in maps for state in each.values()]
     return {t.untyped_storage()._cdata for state in states for t in state.values() if t is not None}
 
 
-# ---- generators of random numbers, as JSON
+# ---- random number generators, as JSON
 
 
 def generators(platform: str) -> dict[str, Any]:
-    """States of this process: of `checkpoint_files.generators`, Megatron's by name and, with one, the device's."""
+    """Return this process's RNG states: `checkpoint_files.generators`, Megatron's by name, and the device's if any."""
     from megatron.core import tensor_parallel
 
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -276,7 +276,7 @@ def generators(platform: str) -> dict[str, Any]:
 
 
 def set_generators(saved: Mapping[str, Any], platform: str) -> None:
-    """Set what `generators` returned."""
+    """Set the states that `generators` returned."""
     from megatron.core import tensor_parallel
 
     checkpoint_files.set_generators(saved)

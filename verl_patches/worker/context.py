@@ -1,4 +1,4 @@
-"""Memory and phases of a process: verl's actor, critic and reference workers are one process on one device."""
+"""Hold the memory state of a process; verl's actor, critic and reference workers share one process and one device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerContext:
-    """One object per process.
+    """Hold the objects that the workers of one process share.
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
-    None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of this step; None in
-    others. `schedule`, `stays`: of schedule.py, from all workers of the process, which are made before one of them
-    builds a model; None before. `step_guards`: of the models that are trained, in the order in which they are built.
+    None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of a profiled step; None in
+    other steps. `schedule`, `stays`: from schedule.py, for all workers of the process, which verl makes before one of
+    them builds a model; None before. `step_guards`: of the trained models, in the order in which they are built.
     """
 
     schedule: Schedule | None = None
@@ -35,7 +35,7 @@ class WorkerContext:
     step_guards: list[StepGuard] = field(default_factory=list)
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-        """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""
+        """Begin `phase` of memory/schedule.py and end the previous one; `by_vllm` makes the moves that are vLLM's."""
         self.trace(phase)
         heartbeat.here().phase(phase)
         if self.scheduler is not None:
@@ -45,7 +45,7 @@ class WorkerContext:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of our schedule around a call of verl's worker; nothing without a scheduler.
+        """Run a call of verl's worker in a phase of our schedule; do nothing without a scheduler.
 
         After an error the phase stays open, and the next phase ends it.
         """
@@ -56,7 +56,7 @@ class WorkerContext:
             self.scheduler.end()
 
     def trace(self, phase: str | None) -> None:
-        """In a profiled step, end the trace of the phase before, with its moves, and begin that of `phase`."""
+        """End the trace of the previous phase, with its moves, and begin that of `phase`, in a profiled step."""
         if self.profiler is not None:
             self.profiler.snapshot()
             if self.scheduler is not None:
@@ -73,5 +73,5 @@ _context = WorkerContext()
 
 
 def context() -> WorkerContext:
-    """The context of this process."""
+    """Return the context of this process."""
     return _context

@@ -1,4 +1,4 @@
-"""Memory of one worker: the schedule that its process follows, and its groups in the ledger and the scheduler."""
+"""Connect one worker to its process's memory schedule: register its memory groups with ledger and scheduler."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from verl_patches.platform import NO_DEVICE, device_module
 from verl_patches.spec import RunSpec
 from verl_patches.worker.context import context
 
-# torch.npu, whose free memory is checked after the rollout's sleep; None on a CPU and with recipe.memory.ledger=off
+# torch.npu, whose free memory is checked after the rollout sleeps; None on a CPU and with recipe.memory.ledger=off
 checked_device: Current[ModuleType | None] = Current(None)
 
 
 class Trained(NamedTuple):
-    """A model that a worker trains: its chunks in DDP, Megatron's optimizer, HF config and memory groups."""
+    """Hold a model that a worker trains: its chunks in DDP, Megatron's optimizer, HF config and memory groups."""
 
     chunks: Sequence[torch.nn.Module]
     optimizer: Any
@@ -38,12 +38,12 @@ class Trained(NamedTuple):
 
 
 class WorkerMemory:
-    """Memory of one of verl's workers, by verl's section `config` and the run.
+    """Manage the memory of one of verl's workers, from verl's section `config` and the run.
 
-    Those of a process share ledger and scheduler.
+    The workers of a process share ledger and scheduler.
 
-    `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker does, and
-    there is no ledger, whose row needs that one.
+    `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker moves it,
+    and there is no ledger, as row memory.ledger needs memory.order.
     """
 
     def __init__(self, config: Any, run: RunSpec):
@@ -52,7 +52,7 @@ class WorkerMemory:
         if self.checked:
             checked_device.value = device_module(recipe.platform)
         self.scheduled, here = "memory.order" in run.rows, context()
-        if "ppo_epochs" in config:  # verl makes actors first: their section has all of the schedule but the critic's
+        if "ppo_epochs" in config:  # critic: the actor's worker, made first, has set the rest of the schedule
             assert here.schedule is not None
             here.schedule, here.stays = here.schedule.with_critic(), here.stays | stays_of(config.megatron, CRITIC)
         elif here.schedule is None:
@@ -72,7 +72,7 @@ class WorkerMemory:
                 handler.offload()
 
     def start(self, worker: Any, trained: Trained | None) -> None:
-        """Register what `worker` has built, and trains, with the ledger and the scheduler of this process."""
+        """Register what `worker` has built and trains with the ledger and the scheduler of this process."""
         here = context()
         if not self.scheduled:
             return
@@ -82,14 +82,14 @@ class WorkerMemory:
                 rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
                 here.ledger = Ledger(here.schedule, here.stays, self.recipe.memory.ledger, rank, measured)
             self._watch(worker, trained, here.ledger)
-            here.ledger.take()  # records from building the engine belong to no step
+            here.ledger.take()  # drop the records from building the engine
         if here.scheduler is None:
             device = device_module(self.recipe.platform)
             here.scheduler = Scheduler(here.schedule, None if device is None else device.empty_cache, here.stays)
         here.scheduler.ledger = here.ledger
         if trained is not None:
             here.scheduler.add(training_handlers(trained.chunks, trained.optimizer, trained.groups))
-        if getattr(worker, "_is_ref", False):  # verl's other workers have no such attributes
+        if getattr(worker, "_is_ref", False):  # verl's other workers have no such attribute
             here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
     def _watch(self, worker: Any, trained: Trained | None, ledger: Ledger) -> None:
@@ -114,7 +114,7 @@ class WorkerMemory:
             ledger.register(group, self._bytes_of(tensors), full_bytes=full)
         states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
-        # A swapped step has at most `full` in its window; at a phase's entry, where the ledger checks, it has nothing.
+        # A swapped step has at most `full` in its window; where the ledger checks, at a phase's start, it is empty.
         holds, empty = groups.optimizer, groups.window
         if self.recipe.train.swap_optimizer:
             holds, empty = empty, holds
@@ -124,7 +124,7 @@ class WorkerMemory:
     def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
         for group, held in rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform)).items():
             ledger.register(group, held)
-        # Allocated and freed within the sync, which passes its peak to the ledger (worker/sharding.py).
+        # Allocated and freed inside the sync, which passes its peak to the ledger (worker/sharding.py).
         most = 4 * self.recipe.reshard.bucket_bytes
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
 
@@ -133,7 +133,7 @@ class WorkerMemory:
 
     @contextmanager
     def all_on_device(self, trained: Trained, writes: bool) -> Iterator[None]:
-        """Inside, parameters and optimizer states are on the device; afterwards they are where they were before.
+        """Keep parameters and optimizer states on the device inside the context, then restore their places.
 
         `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
         """
@@ -158,15 +158,15 @@ class WorkerMemory:
 
 
 def _buffer_bytes(worker: Any) -> int:
-    """Bytes that the worker's resharder holds now; 0 on verl's own path and before the first sync."""
+    """Return the bytes that the worker's resharder holds now; 0 on verl's own path and before the first sync."""
     executor = getattr(getattr(worker.sharding_manager, "resharder", None), "executor", None)
     return executor.held_bytes if executor else 0
 
 
 def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
-    """{memory group: function that gives its bytes on the device} of the engine `llm`.
+    """Return {memory group: function that returns its bytes on the device} of the engine `llm`.
 
-    0 while vLLM's own sleep mode has unmapped the memory, to which tensors still point.
+    A function returns 0 while vLLM's own sleep mode has unmapped the memory, as tensors still point to it.
     """
 
     def held(tag: str) -> int:
@@ -183,13 +183,13 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
 
 
 def device_type(platform: str) -> str:
-    """The kind of device that a tensor names."""
+    """Return the device type of a platform's tensors."""
     return "cpu" if platform in NO_DEVICE else platform
 
 
 class _Cuda(wrapt.ObjectProxy):
     def empty_cache(self) -> None:
-        """As torch.cuda's, or nothing where a scheduler moves memory."""
+        """Call torch.cuda.empty_cache; do nothing if a scheduler moves memory."""
         if context().scheduler is None:
             self.__wrapped__.empty_cache()
 
@@ -204,8 +204,8 @@ class _Torch(wrapt.ObjectProxy):
 
 
 def without_empty_cache(torch: ModuleType) -> Any:
-    """Row provider for the name `torch` in one module of verl: its empty_cache does nothing where we schedule memory.
+    """Replace the name `torch` in one module of verl: its empty_cache does nothing if we schedule memory.
 
-    On an NPU a row on torch.cuda itself would be overwritten: transfer_to_npu sets torch.cuda's names at its import.
+    On an NPU a patch of torch.cuda itself would be overwritten: transfer_to_npu sets torch.cuda's names at its import.
     """
     return _Torch(torch)

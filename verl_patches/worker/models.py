@@ -1,9 +1,9 @@
-"""The models that verl builds in a worker: their weights, and reductions of gradients under the backward pass.
+"""Load the weights of the models that verl builds in a worker, and overlap gradient reduction with the backward pass.
 
 verl builds critic, reference, reward models and actor in one process, in this order on both lines
-(`RayPPOTrainer.init_workers`), with one layout, and each calls `load_megatron_gptmodel_weights`. The folder is read
-once, for the first of them; the others copy its parameters, which nothing writes before all are there, but for the
-heads of critic and others. Bit for bit as if they had read them. A reward model's folder is its own.
+(`RayPPOTrainer.init_workers`), with one layout; each calls `load_megatron_gptmodel_weights`. Only the first of them
+reads the folder; the others copy its parameters, except the heads between critic and others. Nothing writes those
+parameters before all models are built, so the copies equal a read bit for bit. A reward model has its own folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ reference_weights: Current[tuple[str, Sequence[torch.nn.Module], bool] | None] =
 
 
 def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:
-    """Row provider for verl's `load_megatron_gptmodel_weights`: DeepSeek-V3 by this module, others by verl."""
+    """Wrap verl's `load_megatron_gptmodel_weights`: load DeepSeek-V3 with this module, other models with verl."""
 
     @functools.wraps(load_megatron_gptmodel_weights)
     def load_gpt_weights(config, model_config, parallel_model, params_dtype, is_value_model=False, *args, **kwargs):
@@ -62,7 +62,7 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
 
 
 def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
-    """`load_deepseekv3` for MindSpeed-LLM's parameters."""
+    """Wrap verl's loader like `load_deepseekv3`, for MindSpeed-LLM's parameters."""
     return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
 
 
@@ -79,11 +79,11 @@ def load_model(
     layout: ParallelLayout | None = None,
     value: bool = False,
 ) -> int:
-    """Fill `chunks` from another model of this process that has read `folder` into equal parameters, else read it.
+    """Fill `chunks` from a model of this process that has read `folder` into equal parameters, or else from the folder.
 
     Returns the bytes read.
 
-    `value`: they are of a value model. From one with another head all but the head is copied.
+    `value`: the chunks are of a value model. From a model with another head all parameters but the head are copied.
     """
     rank, copied, scores = dist.get_rank(), False, value and _is_reference(chunks)
     _show_log(rank)
@@ -117,7 +117,7 @@ def load_model(
 
 
 def prepare_training(trained: Trained, memory: WorkerMemory) -> StepGuard | None:
-    """Give a trained model its memory groups, its guard against bad steps, which is returned, and offload."""
+    """Give a trained model its memory groups and its step guard, and offload it; return the guard."""
     guard = None
     for each in (*trained.chunks, *single_optimizers(trained.optimizer)):
         each.memory_groups = trained.groups
@@ -129,7 +129,7 @@ def prepare_training(trained: Trained, memory: WorkerMemory) -> StepGuard | None
 
 
 def _show_log(rank: int) -> None:
-    """Show progress in the worker's output: nothing else there shows lines below WARNING. Idempotent."""
+    """Show progress in the worker's output, where other loggers show only WARNING and above. Idempotent."""
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
@@ -139,17 +139,17 @@ def _show_log(rank: int) -> None:
 
 
 def _is_reference(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether nothing trains these chunks: verl wraps what it trains in DDP."""
+    """Return whether these chunks are not trained: verl wraps those that it trains in DDP."""
     from megatron.core.distributed import DistributedDataParallel
 
     return not any(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
 def deepseekv3_generator(per_tensor_generator: Callable) -> Callable:
-    """Row provider for verl's `per_tensor_generator` (line a3): `gathered_weights` for DeepSeek-V3.
+    """Wrap verl's `per_tensor_generator` (line a3): use `gathered_weights` for DeepSeek-V3.
 
-    verl's needs expert tensor groups and configuration fields that core_r0.8.0 does not have, takes experts for single
-    modules, and leaves out the correction bias.
+    verl's own needs expert tensor groups and configuration fields that core_r0.8.0 does not have, expects each expert
+    to be a module of its own, and leaves out the correction bias.
     """
 
     @functools.wraps(per_tensor_generator)
@@ -162,14 +162,14 @@ def deepseekv3_generator(per_tensor_generator: Callable) -> Callable:
 
 
 def weight_converters() -> dict[Any, Callable]:
-    """Row provider: the entry for verl's MODEL_WEIGHT_CONVERTER_REGISTRY, which `gathered_weights` has no use for."""
+    """Return the entry for verl's MODEL_WEIGHT_CONVERTER_REGISTRY; `gathered_weights` does not use it."""
     from verl.models.mcore.registry import SupportedModel
 
     return {SupportedModel.DEEPSEEK_V3: lambda hf_config, mcore_config: None}
 
 
 def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """HF name and whole tensor of every weight, on every rank, in training's dtype; collective over all ranks."""
+    """Yield (HF name, whole tensor) of every weight on every rank, in the training dtype. Collective over all ranks."""
     rank, layout = dist.get_rank(), layout_of_model(chunks)
     inventory, library = inventory_and_library(chunks, hf_config, "a3")
     held = train_tensors(chunks, inventory, layout, rank, library)
@@ -191,13 +191,13 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
 
 
 def overlapping_ddp(original: type) -> type:
-    """Row provider for verl's name of Megatron's DDP: gradients reduced under the backward pass (line a3).
+    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (line a3, recipe.train.grad_overlap).
 
-    recipe.train.grad_overlap. Megatron's training loop gives the schedules DDP's no_sync
-    (megatron.training.training.train); verl has a loop of its own and does not. A bucket's reduction starts in the last
-    micro batch's backward, once all its gradients are there; Megatron's finalize_model_grads, which verl's actor calls,
-    waits for it. Only the first pipeline stage has several buckets
-    (megatron.core.distributed.distributed_data_parallel.DistributedDataParallel), as others wait for it anyway.
+    Megatron's training loop gives the schedules DDP's no_sync (megatron.training.training.train); verl has its own loop
+    and does not. A bucket's reduction starts in the last micro batch's backward, once all its gradients are there;
+    Megatron's finalize_model_grads, which verl's actor calls, waits for it. Only the first pipeline stage has several
+    buckets (megatron.core.distributed.distributed_data_parallel.DistributedDataParallel), as the others wait for it
+    anyway.
     """
 
     @functools.wraps(original, updated=())

@@ -1,6 +1,6 @@
-"""Traces of one profiled step of one rank: recipe.profile. Imported only in such a step.
+"""Trace the phases of one profiled step on one rank (recipe.profile); imported only in such a step.
 
-For each phase that is asked for, in <run>/profile/:
+For each phase that the recipe asks for, these files are written to <run>/profile/:
     step_N_rank_R_PHASE.json.gz        Chrome's trace of torch.profiler (chrome://tracing, Perfetto)
     step_N_rank_R_PHASE/*_ascend_pt/   on npu instead: what torch_npu.profiler writes for MindStudio Insight, with
                                        ASCEND_PROFILER_OUTPUT/trace_view.json for Chrome
@@ -8,8 +8,8 @@ For each phase that is asked for, in <run>/profile/:
                                        ledger
     step_N_rank_R_PHASE.memory.pickle  on npu instead: the allocator's blocks and their history, for
                                        pytorch.org/memory_viz; not memory outside torch's pool (vLLM's sleep mode)
-A phase that comes again in the step (a validation, the truth check) has _2, _3 behind its name. An error is reported,
-not raised: other ranks would wait for this one in a collective.
+A phase that occurs again in the step (a validation, the truth check) gets the suffix _2, _3. An error is reported,
+not raised, as other ranks would wait for this one in a collective.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from verl_patches.memory.ledger import Ledger
 from verl_patches.platform import as_npu
 
 log = logging.getLogger(__name__)
-HISTORY_ENTRIES = 100_000  # of the allocator's last calls, each with its stack
+HISTORY_ENTRIES = 100_000  # the allocator's last calls, each with its stack
 
 
 class PhaseProfiler:
-    """Profiles phases of `step` into `folder`; worker/context.py calls `snapshot` and `begin`, the worker `take`."""
+    """Profile phases of `step` into `folder`; worker/context.py calls `snapshot` and `begin`, the worker `take`."""
 
     def __init__(self, recipe: Any, step: int, rank: int, folder: Path, ledger: Ledger | None):
         self.phases, self.stacks, self.ledger = recipe.profile.phases, recipe.profile.stacks, ledger
@@ -43,7 +43,7 @@ class PhaseProfiler:
         self.files: list[str] = []
         self.faults: list[str] = []
         self._times: Counter[str] = Counter()
-        self._trace: _Trace | _NpuTrace | None = None  # the open one
+        self._trace: _Trace | _NpuTrace | None = None  # the open trace
 
     def snapshot(self) -> None:
         """Take the memory snapshot of the open trace."""
@@ -51,7 +51,7 @@ class PhaseProfiler:
             self._without_error(self._trace.snapshot)
 
     def begin(self, phase: str | None) -> None:
-        """End the open trace, and begin that of `phase` if it is wanted; None begins none."""
+        """End the open trace, and begin that of `phase` if the recipe asks for it; None begins none."""
         trace, self._trace = self._trace, None
         if trace is not None:
             heartbeat.here().phase(PROFILE)  # on npu the trace is analysed now, which may take minutes
@@ -60,7 +60,7 @@ class PhaseProfiler:
             self._without_error(lambda: self._start(phase))
 
     def take(self) -> dict[str, list[str]]:
-        """{files, faults}: what was written, relative to the folder, and what could not be; ends the open trace."""
+        """End the open trace; return {files, faults}: paths relative to the folder, and errors of files not written."""
         self.snapshot()
         self.begin(None)
         return {"files": self.files, "faults": self.faults}
@@ -84,7 +84,7 @@ class PhaseProfiler:
 
 
 class _Trace:
-    """torch.profiler, and the ledger's bytes; what is made is recorded at once, until `stop` returns its files."""
+    """Trace with torch.profiler, and read the ledger's bytes; `stop` writes both and returns the files."""
 
     def __init__(self, path: Path, stacks: bool, ledger: Ledger | None):
         self.path, self.ledger = path, ledger
@@ -107,7 +107,7 @@ class _Trace:
 
 
 class _NpuTrace:
-    """torch_npu's profiler and allocator. Its methods print errors instead of raising them: the trace is looked for."""
+    """Trace with torch_npu's profiler and allocator; they print errors and do not raise, so look for the files."""
 
     def __init__(self, path: Path, stacks: bool, ledger: Ledger | None):
         import torch_npu
@@ -125,7 +125,7 @@ class _NpuTrace:
         self.profiler.start()
 
     def snapshot(self) -> None:
-        # not torch_npu.npu.memory._dump_snapshot, which starts a profiler of its own
+        # not torch_npu.npu.memory._dump_snapshot, which starts its own profiler
         self.memory = self.allocator._snapshot()
 
     def stop(self) -> list[Path]:
@@ -136,7 +136,7 @@ class _NpuTrace:
                 files.append(self.path.with_name(f"{self.path.name}.memory.pickle"))
                 files[0].write_bytes(pickle.dumps(self.memory))
         finally:
-            self.allocator._record_memory_history(enabled=None)  # else every allocation of the run has a stack
+            self.allocator._record_memory_history(enabled=None)  # else every later allocation records a stack
         traces = sorted(self.path.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
         if not traces:
             raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; the worker's log has its reason")

@@ -1,4 +1,4 @@
-"""One step of a worker: methods over those of verl's ActorRolloutRefWorker.
+"""Run one step of a worker: this class overrides methods of verl's ActorRolloutRefWorker.
 
     call of the trainer       code here                                       memory phases (memory/schedule.py)
     generate_sequences        sharding.py: weight sync, then wake the cache   reshard, wake_kv
@@ -11,10 +11,10 @@
     take_report               counters of the step
 
 With recipe.tensor_cache the trainer calls generate_cached, place_cached, log_prob_cached, ref_log_prob_cached and
-update_cached: the methods above on tensors that stay in this process (step/batches/cached_batch.py).
-trainer/worker_group.py has the same methods in the order of the step.
+update_cached: the same stages on tensors that stay in this process (step/batches/cached_batch.py).
+trainer/worker_group.py lists the calls in the order of the step.
 
-Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
+Row update.recipe_worker installs the class. A row that targets one of its methods is a feature with its own switch.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from verl_patches.worker.models import prepare_training
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.step_guard import take_all
 
-# a worker on fixed data imports none of them
+# packages of the rollout engine, which a worker on fixed data does not import
 _OF_ENGINE = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.sharding_manager.megatron_vllm")
 
 
 class RecipeWorker(TrainingWorker):
-    """Methods over those of ActorRolloutRefWorker. A feature that is off in this worker is None."""
+    """Override methods of ActorRolloutRefWorker. A feature that is off in this worker is None."""
 
     log_prob_moments: Mapping[str, Any] | None = None
     rebalancer: Rebalancer | None = None
     routing: RoutingReplay | None = None
-    expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
+    expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
 
     def __init__(self, config: Any, role: str) -> None:
         self.run = run_of(config)
@@ -86,15 +86,15 @@ class RecipeWorker(TrainingWorker):
                 start.start(config)  # makes process groups and arguments, which verl then uses
             super().__init__(config, role)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
-        if self.memory.scheduled:  # then verl's own calls move nothing
+        if self.memory.scheduled:  # then verl's own calls must not move memory
             self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
         self.start_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start.
+        """Build models, optimizer and rollout with verl, then start the ledger and the schedule.
 
-        Nothing is built where the critic alone is trained.
+        Nothing is built if only the critic is trained.
         """
         if not self.run.trains_actor:
             return
@@ -104,7 +104,7 @@ class RecipeWorker(TrainingWorker):
 
     def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):
-            self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # the first thing that reads them comes next
+            self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # before super() reads them
         built = super()._build_model_optimizer(*args, **kwargs)
         chunks, optimizer = built[0], built[1] if self._is_actor else None
         if optimizer is None:
@@ -121,7 +121,7 @@ class RecipeWorker(TrainingWorker):
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
         if not self.run.samples:
-            self._is_rollout = False  # not before: verl builds no actor without a rollout
+            self._is_rollout = False  # not earlier: verl builds no actor without a rollout
             return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
         recipe = self.recipe
@@ -138,11 +138,11 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def prove_patches(self) -> dict[str, Any]:
-        """Digest of intent and states of all rows; `error`: the error of verify, None if all rows are active.
+        """Return digest and intent of the patches, the states of all rows, and `error`: None if all rows are active.
 
-        cpu_s: CPU seconds of this process so far, that is of its start.
+        cpu_s: CPU seconds of this process so far, which are those of its start.
 
-        Not blocking: the controller gets one reference per worker and can name the worker that has no proof.
+        The call is not blocking: the controller gets one reference per worker and can name a worker without a proof.
         """
         patches, error = engine.current(), None
         try:
@@ -161,15 +161,15 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """verl's; seconds and moves of a validation are not counted, as its sync and rollout are none of the step's."""
+        """Generate with verl's method; do not count a validation's seconds and moves in the step."""
         with counters.not_counted() if prompts.meta_info.get("validate") else nullcontext():
             return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
-        """Prepare generate_sequences up to end_rollout.
+        """Set how generate_sequences behaves until end_rollout.
 
-        keep_awake: the engine stays awake from the first on; check: the first samples for sampled_check.py.
+        keep_awake: the engine does not sleep between calls; check: the first call samples for sampled_check.py as well.
         """
         self.rollout.check_request = check
         if keep_awake and isinstance(self.sharding_manager, RecipeShardingManager):
@@ -177,7 +177,7 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_rollout(self) -> CheckedSamples | None:
-        """Put the engine to sleep; return this replica's samples for the check, if this is its first rank."""
+        """Put the engine to sleep; return this replica's samples for the check, on its first rank, else None."""
         if isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.end_rollout()
         checked = self.rollout.__dict__.pop("checked", None)
@@ -185,9 +185,9 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """verl's, in phase old_log_prob; with recipe.train.routing_replay the routed experts are recorded.
+        """Call verl's in phase old_log_prob; with recipe.train.routing_replay record the routed experts.
 
-        planned: micro batches of the tensor cache's plan; None for verl's own, as in the passes below.
+        planned: micro batches of the tensor cache's plan; None for verl's own (also in the next two methods).
         """
         recording = self.routing.recording() if self.routing is not None else nullcontext()
         stage = Stage(self._token_budget("log_prob"), planned)
@@ -196,15 +196,15 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """verl's, in phase ref."""
+        """Call verl's in phase ref."""
         with context().phase("ref"), in_stage(Stage(self._token_budget("ref"), planned)):
             return super().compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on.
+        """Call verl's in phase update; inside OnPolicyUpdate with recipe.train.skip_old_log_prob or a correction.
 
-        With recipe.train.routing_replay the recorded experts are replayed.
+        With recipe.train.routing_replay the update replays the recorded experts.
         """
         on_policy = OnPolicyUpdate.of(self.run) if is_on("update.on_policy") else None
         self.wait_for_checkpoint()
@@ -214,16 +214,16 @@ class RecipeWorker(TrainingWorker):
         stage = Stage(self._token_budget("update"), planned, update)
         with context().phase("update"), replaying, in_stage(stage), around:
             output = super().update_actor(data)
-            if update.micro_batches:  # row update.mini_batches is on
+            if update.micro_batches:  # only with row update.mini_batches on
                 update.report(output.meta_info["metrics"])
-        if on_policy is not None and (on_policy.skip or on_policy.correction):  # else a pass before has noted them
+        if on_policy is not None and (on_policy.skip or on_policy.correction):  # else an earlier pass has noted them
             self.log_prob_moments = on_policy.moments()
         return output
 
     def _token_budget(self, stage: str) -> int | None:
-        """Line a3: tokens of a dynamic micro batch in `stage` (step/batches/micro_batches.py), else None."""
+        """Return line a3's tokens of a dynamic micro batch in `stage` (step/batches/micro_batches.py), else None."""
         ours = is_on("update.dynamic_batches")
-        a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has dynamic batches of its own
+        a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has its own dynamic batches
         budget = token_budget(self.config, stage) if a3 else None
         if budget is not None and not ours:
             raise ConfigError(
@@ -236,7 +236,7 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generate_cached(self, prompts: payloads.PromptIds) -> payloads.ResponseIds:
-        """Call generate_sequences for this rank's prompts; return lengths and ids of its responses, which stay."""
+        """Call generate_sequences for this rank's prompts; keep the responses and return their lengths and ids."""
         padded = padded_prompts(prompts, dist.get_rank(), dist.get_world_size())
         with self._cached_batch().generating() as kept:
             self.generate_sequences(padded)
@@ -244,12 +244,12 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def place_cached(self, placement: payloads.Placement) -> payloads.ExchangeReport:
-        """Exchange responses once, from the ranks that generated to the train replicas that compute."""
+        """Send responses once from the ranks that generated them to the train replicas that compute on them."""
         return self._cached_batch().place(placement, self.config, self.run.train)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log_prob_cached(self, send_back: bool) -> payloads.LogProbs | None:
-        """Call compute_log_prob for this replica's samples; take_report tells the difference from vLLM's log-probs."""
+        """Call compute_log_prob for this replica's samples, and note the difference from vLLM's for take_report."""
         batch = self._cached_batch()
         data, mask = batch.inputs()
         found = self.compute_log_prob(data, planned=batch.splits(self.config, "log_prob"))
@@ -267,13 +267,13 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_cached(self, advantages: payloads.Advantages) -> dict[str, Any] | None:
-        """Call update_actor for this replica's samples; verl's metrics, from the rank that reports for its replica."""
+        """Call update_actor for this replica's samples; return verl's metrics on the replica's reporting rank."""
         batch = self._cached_batch()
         output = self.update_actor(batch.update_batch(advantages), planned=batch.splits(self.config, "update"))
         return output.meta_info["metrics"] if is_metrics_rank() else None
 
     def _cached_batch(self) -> CachedBatch:
-        """Return the one of this process: verl's actor and reference are two workers in it."""
+        """Return the cached batch of this process, which verl's actor and reference workers share."""
         if cached_batch.value is None:
             cached_batch.value = CachedBatch(device_type(self.recipe.platform), context().ledger)
         return cached_batch.value
@@ -293,9 +293,10 @@ class RecipeWorker(TrainingWorker):
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
-        seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device. skipped: of actor and critic (step_guard.take_all). rebalance, routing_replay, profile: what
-        Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take give; None where it is off.
+        seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
+        started, None on a real one; skipped: steps of actor and critic (step_guard.take_all); rebalance,
+        routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take; None
+        where the feature is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()

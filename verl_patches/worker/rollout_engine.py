@@ -1,4 +1,4 @@
-"""vLLM's LLM as verl's rollout uses it: its construction, and the memory phases that its calls begin."""
+"""Build vLLM's LLM for verl's rollout, and begin the memory phases of its calls."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import checked_device, device_type, rollout_groups
 
-weights_move: Current[bool] = Current(False)  # the engine's weights move at each wake-up
+weights_move: Current[bool] = Current(False)  # whether the engine's weights change their addresses at wake-up
 _PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
 
 
 class RolloutEngine(Upstream):
-    """Methods over those of vLLM's LLM (row rollout.engine).
+    """Override methods of vLLM's LLM (row rollout.engine).
 
     Phases begin here, and not in verl's worker, because verl 0.4.0 and 54c9b736 wake and sleep the engine at different
     places (0.4.0: megatron_workers.py, generate_sequences; 54c9b736: megatron_vllm.py, __enter__).
@@ -48,9 +48,9 @@ class RolloutEngine(Upstream):
             weights_move.value = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
-        self.by_vllm = by_vllm or not ours  # who frees the memory
+        self.by_vllm = by_vllm or not ours  # whether vLLM, not our sleep mode, frees the memory
         self.awake = set(_PHASE_OF_TAG)
-        if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1: it agrees in each decode step
+        if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1: agrees in each decode step
             heartbeat.here().count_group(dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config))
         if ours:
             loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
@@ -59,7 +59,7 @@ class RolloutEngine(Upstream):
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake the weights in phase reshard, then the KV cache in phase wake_kv; nothing for a tag that is awake."""
+        """Wake the weights in phase reshard, then the KV cache in phase wake_kv; skip a tag that is awake."""
         for tag, phase in _PHASE_OF_TAG.items():
             if tag not in self.awake and (tags is None or tag in tags):
                 context().begin(phase, functools.partial(self._wake_tag, tag))
@@ -69,7 +69,7 @@ class RolloutEngine(Upstream):
         self.awake.add(tag)
 
     def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, in phase rollout, which lasts until the engine sleeps."""
+        """Generate in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
         params = seeded_apart(prompts, sampling_params, self._replica)
         with without_collector(is_on("rollout.no_collector")):
@@ -78,7 +78,7 @@ class RolloutEngine(Upstream):
         return outputs
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
+        """Free weights and KV cache, in phase sleep; memory/sleep_mode.py describes its RecipeError."""
         here, device, sleep = context(), checked_device.value, functools.partial(self._sleep, level)
         here.raise_peak()
         if device is None:
@@ -91,7 +91,7 @@ class RolloutEngine(Upstream):
         here.trace(None)
 
     def _replica(self) -> int:
-        """The number of this engine's replica, whose tensor-parallel ranks sample alike."""
+        """Return the number of this engine's replica, whose tensor-parallel ranks must sample the same tokens."""
         return dist.get_rank() // self.llm_engine.vllm_config.parallel_config.tensor_parallel_size
 
     def _sleep(self, level: int) -> None:
@@ -99,23 +99,23 @@ class RolloutEngine(Upstream):
         self.awake.clear()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes on the device by memory group."""
+        """Return {memory group: bytes on the device}."""
         groups = rollout_groups(self, device_type(engine.current().switches.platform))
         return {group: held() for group, held in groups.items()}
 
     def weights_written(self, last: bool) -> None:
-        """A weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
+        """Note that a weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
         if self.sleep_mode is not None:
             self.sleep_mode.weights_written(last)
 
 
 @contextmanager
 def without_collector(wanted: bool) -> Iterator[None]:
-    """Inside, Python's cyclic garbage collector does not run; at the end, also by an error, all is as before.
+    """Disable Python's cyclic garbage collector inside the context if `wanted`; restore it also after an error.
 
-    A decode step makes objects for each request, which start a collection every few steps, and a full one looks at all
-    objects of the process while its die, and those that exchange experts with it, wait. What dies in a cycle meanwhile
-    is collected by the first collection afterwards.
+    A decode step makes objects for each request, which start a collection every few steps. A full collection visits all
+    objects of the process while its device, and those that exchange experts with it, wait. Garbage made meanwhile is
+    collected by the first collection afterwards.
     """
     if not wanted or not gc.isenabled():
         yield
@@ -128,10 +128,10 @@ def without_collector(wanted: bool) -> Iterator[None]:
 
 
 def seeded_apart(prompts: Any, params: Any, replica: Callable[[], int]) -> Any:
-    """`params`, or a copy for each prompt with a seed of its own, where each prompt is one sampled request.
+    """Return `params`, or one copy with its own seed for each prompt, if each prompt is one sampled request.
 
-    verl repeats the prompts of a validation (rollout.val_kwargs.n) as requests of their own, over all engines: with one
-    rollout.seed for all of them the responses of a prompt would be equal. `replica` gives the engine's number.
+    verl repeats the prompts of a validation (rollout.val_kwargs.n) as separate requests, over all engines: with one
+    rollout.seed for all of them the responses of a prompt would be equal. `replica` returns the engine's number.
     """
     if getattr(params, "seed", None) is None or not isinstance(prompts, list) or params.n > 1 or not params.temperature:
         return params
@@ -152,17 +152,17 @@ def _refuse_unready(sleep_mode: SleepMode, add_request: Callable) -> Callable:
 
 class _Torchair(wrapt.ObjectProxy):
     def get_npu_backend(self, *, compiler_config: Any = None, **more: Any) -> Callable:
-        """As torchair's. A graph reads the addresses of Parameters at each call where sleep moves them."""
+        """Return torchair's backend; its graph reads addresses of Parameters at each call if sleep moves weights."""
         if weights_move.value:
             compiler_config.experimental_config.frozen_parameter = False
         return self.__wrapped__.get_npu_backend(compiler_config=compiler_config, **more)
 
 
 def with_addresses_read(torchair: ModuleType) -> Any:
-    """Row provider for the name `torchair` of vllm-ascend's model runner.
+    """Replace the name `torchair` in vllm-ascend's model runner by a proxy that unfreezes parameters.
 
     vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model sets frozen_parameter: a graph
-    stores the addresses of its inputs that are torch.nn.Parameter, as they were at its first call. All other inputs, KV
-    cache and absorbed projections among them, have the addresses of each call.
+    stores the addresses that its torch.nn.Parameter inputs had at its first call. All other inputs, including KV cache
+    and absorbed projections, have the addresses of each call.
     """
     return _Torchair(torchair)

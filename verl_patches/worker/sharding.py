@@ -1,4 +1,4 @@
-"""verl's sharding manager between training and rollout: weight sync on entry, sleep on exit."""
+"""Switch verl's worker between training and rollout: sync weights on entry, put the engine to sleep on exit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class RecipeShardingManager(Upstream):
-    """Methods over those of verl's MegatronVLLMShardingManager (row update.sharding_manager).
+    """Override methods of verl's MegatronVLLMShardingManager (row update.sharding_manager).
 
     The worker sets `settings` and `sync_enabled` (recipe.weight_sync.enabled) in `_build_rollout`; without settings the
     sync is verl's own. If `sync_enabled` is false only the first entry syncs: a control run that learns without sync.
-    From `keep_awake` to `end_rollout` the engine does not sleep: once it has the weights of the step, `awake`.
+    Between `keep_awake` and `end_rollout` the engine does not sleep; `awake`: it has the weights of the step.
     """
 
     settings: Settings | None = None
@@ -33,8 +33,8 @@ class RecipeShardingManager(Upstream):
     def __enter__(self) -> None:
         """Sync the weights into the rollout engine, and wake its KV cache.
 
-        With our memory schedule the KV cache is woken on both lines, after training weights were offloaded. In verl's
-        own order verl wakes it: here at 54c9b736, in the worker at 0.4.0.
+        With our memory schedule this method wakes the KV cache on both lines, after training weights were offloaded. In
+        verl's own order verl wakes it: in this method at 54c9b736, in the worker at 0.4.0.
         """
         if self.awake:
             return
@@ -45,13 +45,13 @@ class RecipeShardingManager(Upstream):
                 if self.settings is not None and is_on("reshard.direct"):
                     self._sync()
                 else:
-                    super().__enter__()  # no call of weights_written: nothing proves that every weight was written
+                    super().__enter__()  # without weights_written: nothing proves that every weight was written
         self.synced_once = True
         if context().scheduler is not None or (self.settings is not None and self.settings.line == "a3"):
             self.inference_engine.wake_up(tags=["kv_cache"])
 
     def _sync(self) -> None:
-        """The resharder in place of verl's per-tensor generator. ReshardError on every rank, or on none."""
+        """Sync with the resharder, not verl's per-tensor generator; ReshardError is raised on all ranks or on none."""
         engine, device = self.inference_engine, next(self.actor_module[0].parameters()).device
 
         def prepare():
@@ -69,7 +69,7 @@ class RecipeShardingManager(Upstream):
         engine.weights_written(last=not self.sync_enabled)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        """Put the rollout engine to sleep; with our memory schedule without verl's empty_cache."""
+        """Put the rollout engine to sleep; with our memory schedule skip verl's empty_cache."""
         if self.keeps_awake and exc_type is None:
             self.awake = True
             return
@@ -82,12 +82,15 @@ class RecipeShardingManager(Upstream):
         except Exception:
             if exc_type is None:
                 raise
-            log.warning("after an error the rollout engine did not go to sleep", exc_info=True)  # the first one counts
+            log.warning("after an error the rollout engine did not go to sleep", exc_info=True)  # keep the first error
         for chunk in self.actor_module:
             chunk.train()
 
     def keep_awake(self) -> None:
-        """Nothing in verl's own memory order, where training weights are on the device before each entry."""
+        """Keep the engine awake until end_rollout.
+
+        It has no effect in verl's own memory order, where training weights are on the device before each entry.
+        """
         self.keeps_awake = context().scheduler is not None
 
     def end_rollout(self) -> None:
@@ -97,7 +100,7 @@ class RecipeShardingManager(Upstream):
             self.__exit__(None, None, None)
 
     def postprocess_data(self, data: Any) -> Any:
-        """verl's; then the tensor cache, if it is generating, takes this rank's responses."""
+        """Postprocess with verl, then store this rank's responses in the tensor cache, if it is generating."""
         output = super().postprocess_data(data)
         batch = cached_batch.value
         return output if batch is None else batch.keep_responses(output)

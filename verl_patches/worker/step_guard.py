@@ -1,12 +1,12 @@
-"""Leave out optimizer steps whose gradients are NaN or infinite, on all ranks alike, and say where they come from.
+"""Skip optimizer steps whose gradients are NaN or infinite, on all ranks alike, and report where they come from.
 
-At both pins Megatron steps with such gradients in fp32 and bf16: only a loss scaler, which fp16 has, looks at them, so
-one NaN ends in every weight of the model (core_r0.8.0 and 0.12.2, optimizer.py, `prepare_grads`). verl raises a bare
-NotImplementedError for a step that a scaler left out (megatron_actor.py, `update_policy`).
+At both pins Megatron steps with such gradients in fp32 and bf16: only a loss scaler, which fp16 has, checks them, so
+one NaN reaches every weight of the model (core_r0.8.0 and 0.12.2, optimizer.py, `prepare_grads`). verl raises a bare
+NotImplementedError for a step that a scaler skipped (megatron_actor.py, `update_policy`).
 
-Ranks agree by Megatron's own gradient norm, which is reduced over all of them: it is NaN or infinite everywhere or
-nowhere. Where it comes from is known before gradients are summed over data-parallel ranks only: the norms of this
-rank's own gradients are computed there, and looked at only if the step is left out.
+Ranks agree through Megatron's own gradient norm, which is reduced over all of them: it is NaN or infinite on all ranks
+or on none. The origin is known only before gradients are summed over data-parallel ranks: the norms of this rank's own
+gradients are computed there, and read only if the step is skipped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LAYER = re.compile(r"(.*decoder\.layers\.)(\d+)")
 
 
 class StepGuard:
-    """The guard of one Megatron optimizer, or chain of them, and of the DDP `chunks` that it updates.
+    """Guard one Megatron optimizer, or a chain of them, and the DDP `chunks` that it updates.
 
-    Replaces methods of these objects. `skipped`: steps left out since `take`; `in_a_row`: the most of these
-    that had no step between them, counted on from those before; `norms`: gradient norms of all steps since `take`.
-    `of`: before a parameter's name, which of the process's models it is.
+    It replaces methods of these objects. `skipped`: steps skipped since `take`; `in_a_row`: the longest series of them
+    without a step between, including skipped steps before `take`; `norms`: gradient norms of all steps since `take`.
+    `of`: prefix of a parameter's name that tells the process's models apart.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any, of: str = ""):
@@ -38,11 +38,11 @@ class StepGuard:
         self.fault: dict[str, Any] | None = None
         self._optimizer, self._norms_of_step = optimizer, list[float]()
         names = (named for chunk in chunks for named in parameter_names(chunk).items())
-        self._names = {param: of + name for param, name in names}  # in order
-        self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients
-        # Megatron moves correction biases before the step: after the reductions, in finalize_model_grads
+        self._names = {param: of + name for param, name in names}  # in the model's order
+        self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's own gradients
+        # Megatron changes correction biases before the step, in finalize_model_grads after the reductions
         biases = (getattr(module, "expert_bias", None) for chunk in chunks for module in chunk.modules())
-        # in fp32: Megatron 0.12.2 turns a bias into that in its first forward pass
+        # fp32, as Megatron 0.12.2 converts a bias to it in its first forward pass
         self._biases = [(bias, bias.float().clone()) for bias in biases if isinstance(bias, torch.Tensor)]
         for unit in (unit for chunk in chunks for unit in _reduced_together(chunk)):
             unit.start_grad_sync = self._noting_own(unit.start_grad_sync, unit.params)
@@ -53,9 +53,9 @@ class StepGuard:
         optimizer.step, optimizer.step_with_ready_grads = self.step, self.step_if_finite
 
     def step(self) -> tuple[bool, float, Any]:
-        """Megatron's step: (True, gradient norm, zeros); the norm is not finite if the step was left out.
+        """Run Megatron's step; return (True, gradient norm, zeros). The norm is not finite if the step was skipped.
 
-        Its first value is what verl asks for: False would end the run.
+        The first value is always True, as verl ends the run for False.
         """
         self._norms_of_step.clear()
         done, norm, zeros = self._step()
@@ -72,15 +72,16 @@ class StepGuard:
         return True, self.norms[-1], zeros
 
     def step_if_finite(self) -> bool:
-        """Megatron's step_with_ready_grads, whose answer is whether the weights were updated."""
+        """Run Megatron's step_with_ready_grads if the norms are finite; return whether the weights were updated."""
         norms = self._norms_of_step or [self._optimizer.get_grad_norm()]  # without clipping Megatron computes none
         return self._apply() if all(map(math.isfinite, norms)) else False
 
     def take(self) -> dict[str, Any]:
-        """{skipped, in_a_row, stage, fault} since the last call; `fault`: of the last step that was left out.
+        """Return {skipped, in_a_row, stage, fault} since the last call; fault describes the last skipped step.
 
-        fault: parameters (number of those whose gradient on this rank is not finite) and nearest (the name of the
-        one nearest to the loss, layers counted over the whole model from 0); None if this rank has none.
+        fault: parameters (number of those whose gradient on this rank is not finite) and nearest (the name of the one
+        nearest to the loss, layers counted over the whole model from 0); None if all of this rank's gradients are
+        finite.
         """
         from megatron.core import parallel_state
 
@@ -117,9 +118,9 @@ class StepGuard:
 
 
 def take_all(guards: Sequence[StepGuard]) -> dict[str, Any] | None:
-    """What `StepGuard.take` gives, of the models of one process together; None without guards.
+    """Return the combined results of `StepGuard.take` for the models of one process; None without guards.
 
-    fault: of the first that has one, as gradients of the next model may come from it.
+    fault: from the first model that has one, as it may cause that of the next model.
     """
     if not guards:
         return None
@@ -130,7 +131,7 @@ def take_all(guards: Sequence[StepGuard]) -> dict[str, Any] | None:
 
 
 def parameter_names(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """{parameter: name without wrappers' prefixes}; layers are counted over the whole model, from 0."""
+    """Return {parameter: name without wrappers' prefixes}; layers are counted over the whole model, from 0."""
     layers = {
         name: module.layer_number - 1
         for name, module in chunk.named_modules()
@@ -148,7 +149,7 @@ def parameter_names(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 
 def _reduced_together(chunk: Any) -> Iterator[Any]:
-    """What Megatron's DDP reduces in one exchange: bucket groups (0.12.2), or buckets (core_r0.8.0)."""
+    """Yield the units that Megatron's DDP reduces in one exchange: bucket groups (0.12.2), or buckets (core_r0.8.0)."""
     if hasattr(chunk, "bucket_groups"):
         yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         return

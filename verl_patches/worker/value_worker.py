@@ -1,4 +1,4 @@
-"""One step of value models: methods over those of verl's CriticWorker and RewardModelWorker, as recipe_worker.py's.
+"""Run one step of value models: these classes override methods of verl's CriticWorker and RewardModelWorker.
 
     call of the trainer       code here                                       memory phases (memory/schedule.py)
     compute_rm_score          verl's own, once for each reward model          rm_scores
@@ -6,7 +6,7 @@
     update_critic             verl's own, with gradients of all ranks         update_critic
     save_checkpoint           checkpoint.py: the critic's part
 
-The actor's worker, which verl makes first, has started the process: groups, heartbeat, ledger, report. Rows
+The actor's worker, which verl makes first, sets up the process: groups, heartbeat, ledger, report. Rows
 update.recipe_critic and reward.models install the classes.
 """
 
@@ -36,7 +36,7 @@ from verl_patches.worker.models import ARCHITECTURE, prepare_training
 
 
 def _take_own_stage(config: Any) -> None:
-    """Line a3: recomputed layers that `config` lists by stage become this rank's own."""
+    """Replace a list of recomputed layers by stage in `config` by this rank's own number (line a3)."""
     if is_on("update.engine_start"):
         from verl_patches.model.mindspeed.start import recompute_own_stage
 
@@ -44,20 +44,20 @@ def _take_own_stage(config: Any) -> None:
 
 
 class RecipeCriticWorker(TrainingWorker):
-    """Methods over those of CriticWorker. A feature that is off in this worker is None."""
+    """Override methods of CriticWorker. A feature that is off in this worker is None."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
         self.run = run_of(config)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
-        if self.memory.scheduled:  # then verl's own calls move nothing
+        if self.memory.scheduled:  # then verl's own calls must not move memory
             self._is_offload_param = self._is_offload_optimizer = False
         self.start_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """verl's, which builds model and optimizer; then ledger and schedule know them."""
+        """Build model and optimizer with verl, then register them with ledger and schedule."""
         with counters.timed("start/models"):
             super().init_model()
         self.memory.start(self, self.trained)
@@ -75,10 +75,10 @@ class RecipeCriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """verl's, in phase values: `values` [B, S_response], 0 beyond a response.
+        """Return `values` [B, S_response] from verl's in phase values, with 0 beyond a response.
 
-        verl.workers.critic.megatron_critic.MegatronPPOCritic.compute_values of 54c9b736 has one more there, from which
-        GAE with lam below 1 would go on.
+        verl.workers.critic.megatron_critic.MegatronPPOCritic.compute_values of 54c9b736 returns one more value there,
+        which GAE with lam below 1 would start from.
         """
         with context().phase("values"):
             output = super().compute_values(data)
@@ -88,13 +88,13 @@ class RecipeCriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
-        """verl's, in phase update_critic; with row update.skip_bad_steps critic/grad_norm, which 54c9b736 has not."""
+        """Call verl's in phase update_critic; row update.skip_bad_steps adds critic/grad_norm, which 54c9b736 lacks."""
         self.wait_for_checkpoint()
         update = Update()
         with context().phase("update_critic"), in_stage(Stage(update=update)):
             output = super().update_critic(data)
             metrics = output.meta_info["metrics"]
-            if update.micro_batches:  # row update.mini_batches is on
+            if update.micro_batches:  # only with row update.mini_batches on
                 update.report(metrics)
         if self.step_guard is not None:
             metrics["critic/grad_norm"] = list(self.step_guard.norms)
@@ -102,7 +102,7 @@ class RecipeCriticWorker(TrainingWorker):
 
 
 class RecipeRewardModelWorker(Upstream):
-    """Methods over those of RewardModelWorker: the reward models of recipe.rewards, one at a time on the device.
+    """Override methods of RewardModelWorker: hold the reward models of recipe.rewards, one at a time on the device.
 
     reward_models: verl's MegatronRewardModel of each, in the order of the entries.
     """
@@ -113,14 +113,14 @@ class RecipeRewardModelWorker(Upstream):
         self.run = run_of(config)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         self.reward_models: list[Any] = []
-        with open_dict(config):  # HF's ...ForSequenceClassification is no name of verl's
+        with open_dict(config):  # verl does not know HF's ...ForSequenceClassification
             OmegaConf.update(config, "model.override_config.model_config.architectures", [ARCHITECTURE])
-            if self.memory.scheduled:  # then verl's own calls move nothing
+            if self.memory.scheduled:  # then verl's own calls must not move memory
                 config.megatron.param_offload = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """verl's, for each folder; each model is offloaded before the next is built."""
+        """Build the model of each folder with verl, and offload it before the next is built."""
         with counters.timed("start/models"):
             for entry in self.run.reward_models:
                 assert entry.path is not None  # rewards/parts.py requires it
@@ -141,9 +141,9 @@ class RecipeRewardModelWorker(Upstream):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [B, M] fp32: of each model the output of its head at the last token of the response.
+        """Return `rm_scores` [B, M] fp32: each model's head output at the last token of the response.
 
-        That token's output is the value that algo=rm trains behind the end token (RewardData).
+        algo=rm trains that output as the value behind the end token (RewardData).
         """
         scores = []
         for model in self.reward_models:
