@@ -1,1 +1,1 @@
-"""Batches of a step: tensor cache, packing, dynamic micro batches."""
+"""Plan and hold the batches of a step: tensor cache, packing, dynamic micro batches."""

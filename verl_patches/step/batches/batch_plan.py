@@ -1,25 +1,25 @@
-"""Batch plan of a step: which train replica computes each sample, in which micro batch, and which rank sends it there.
+"""Plan which train replica computes each sample of a step, in which micro batch, and which rank sends it there.
 
-Plain data, equal on every rank that has the same lengths. A sample is its index in the trainer's batch as generated
-(the responses of one prompt are adjacent). After rollout, ranks hold contiguous shares in rank order. A GRPO group may
-be split over replicas: the trainer computes advantages by sample.
+A plan is plain data, equal on every rank that has the same lengths. A sample is its index in the trainer's batch as
+generated (the responses of one prompt are adjacent). After rollout, ranks hold contiguous shares in rank order. A GRPO
+group may be split over replicas, as the trainer computes advantages by sample.
 
-Replicas that share an expert group exchange tokens in every layer, so the n-th micro batches of the group take as long
-as the longest of them. The cost of an update is therefore the sum, over micro batches, of the most tokens on any
-replica of a group, and of all groups the highest. Samples are sorted by length and cut into slots of one sample per
-replica of a group. For one group and micro batches of one sample this is optimal, by any cost that rises with length:
-over D replicas the k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot of any assignment is at
-least as long as the (k*D+1)-th longest sample, and here it is exactly that long. Several groups get equally many slots,
-the longest to the group with the fewest tokens so far. Within a slot, the longest sample goes to the replica with the
-fewest tokens in this micro batch, then in all. The longest micro batches run first, so that too little memory shows at
-once.
+Replicas that share an expert group exchange tokens in every layer, so the n-th micro batches of the group take as
+long as the longest of them. The cost of a group's update is therefore the sum, over micro batches, of the most tokens
+on any of its replicas; the cost of an update is the highest of all groups. Samples are sorted by length and cut into
+slots of one sample per replica of a group. For one group and micro batches of one sample this is optimal, for any cost
+that rises with length: over D replicas the k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot
+of any assignment is at least as long as the (k*D+1)-th longest sample, and here it is exactly that long. Several groups
+get equally many slots; the longest slot goes to the group with the fewest tokens so far. Within a slot, the longest
+sample goes to the replica with the fewest tokens in this micro batch, then in all. The longest micro batches run first,
+so that a lack of memory shows at once.
 
 Gradients do not depend on the plan with row update.sample_weights (micro_batches.py). Without it verl's Megatron actor
 averages the loss of each micro batch by itself, and Megatron divides by their number: with loss_agg_mode token-mean
 the weight of a sample depends on the others of its micro batch.
 
-Mini batches are those of verl without trainer.balance_batch: contiguous shares of the replicas, each cut into mini
-batches. PPO epochs repeat the plan.
+Mini batches are those that verl forms without trainer.balance_batch: each replica's contiguous share is cut into
+mini batches. PPO epochs repeat the plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 
 def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
-    """Micro batches as verl cuts them: `share` has the samples of one mini batch by replica, in their order."""
+    """Cut micro batches in verl's order; `share` has the samples of one mini batch by replica, in their order."""
     size = micro_batch_size
     if len(share[0]) % size:
         raise ConfigError(
@@ -52,7 +52,7 @@ def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
 def balanced(
     share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, sharing: int | None = None
 ) -> Replicas:
-    """Micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as `arrival`.
+    """Make micro batches of `micro_batch_size` samples, equally long on all replicas; raise ConfigError like `arrival`.
 
     `lengths`: tokens by sample. `sharing`: replicas of an expert group, by default all.
     """
@@ -71,10 +71,11 @@ def packed(
     balance: bool = True,
     sharing: int | None = None,
 ) -> Replicas:
-    """Micro batches of any number of samples and at most `token_budget` tokens, equally many on each replica.
+    """Make micro batches of at most `token_budget` tokens and any number of samples, equally many on each replica.
 
-    With `balance` a slot is packed for the replicas of an expert group at once, by its longest sample; otherwise each
-    replica packs its own share. `sharing` as in `balanced`. ConfigError for a sample longer than the budget.
+    With `balance` slots are packed for all replicas of an expert group together, by the longest sample of each slot;
+    otherwise each replica packs its own share. `sharing` as in `balanced`. Raises ConfigError for a sample longer than
+    the budget.
     """
     own = [list(samples) for samples in share]
     longest = max((lengths[sample] for samples in own for sample in samples), default=0)
@@ -96,9 +97,9 @@ def packed(
 
 
 def steps_cost(replicas: Replicas, lengths: Sequence[int], sharing: int | None = None) -> tuple[int, float]:
-    """(sum over micro batches of the most tokens on any replica, that sum if all replicas were equal).
+    """Return (sum over micro batches of the most tokens on any replica, that sum if all replicas were equal).
 
-    Of several expert groups, of `sharing` replicas each, the highest sum.
+    With several expert groups, of `sharing` replicas each, the first is the highest sum of a group.
     """
     tokens = [[sum(lengths[sample] for sample in batch) for batch in batches] for batches in replicas]
     groups = _cut(tokens, sharing or len(tokens))
@@ -110,16 +111,16 @@ def _cut(values: Sequence, size: int) -> list:
 
 
 def _slots(share: Sequence[Samples], lengths: Sequence[int], sharing: int) -> list[list[list[int]]]:
-    """[expert group] -> its slots of `sharing` samples, the longest first, as are the samples of a slot."""
+    """Return [expert group] -> its slots of `sharing` samples; slots and samples of a slot are sorted longest first."""
     order = sorted((sample for samples in share for sample in samples), key=lambda sample: -lengths[sample])
     slots = _cut(order, sharing)
-    rounds = _cut(range(len(slots)), len(share) // sharing)  # each gives one slot to each group
+    rounds = _cut(range(len(slots)), len(share) // sharing)  # each round gives one slot to each group
     dealt = _deal([rounds], [lengths[slot[0]] for slot in slots])
     return [[slots[place] for place in places] for (places,) in dealt]
 
 
 def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
-    """`batches`: [micro batch][slot] -> samples, the longest first, one for each replica."""
+    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> samples, the longest first."""
     replicas = range(len(batches[0][0]))
     dealt: Replicas = [[] for _ in replicas]
     totals = [0 for _ in replicas]
@@ -137,7 +138,7 @@ def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Repli
 
 
 def _equally_many(costs: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """For each list of costs, bins of its indices whose costs sum to `budget` at most; the same number of bins for all.
+    """Return, for each list of costs, bins of its indices that sum to `budget` at most, equally many for all lists.
 
     The highest cost goes first, to the emptiest bin; the number of bins rises until all fit.
     """
@@ -150,8 +151,8 @@ def _equally_many(costs: Sequence[Sequence[int]], budget: int) -> list[list[list
 
 
 def _spread(costs: Sequence[int], count: int) -> list[list[int]]:
-    """`count` bins of indices, costliest bin first."""
-    emptiest = [(0, 0, number) for number in range(count)]  # tokens, then how many: no bin stays without any
+    """Spread indices over `count` bins; return the bins, the costliest first."""
+    emptiest = [(0, 0, number) for number in range(count)]  # tokens, samples, bin: a tie goes to an empty bin
     bins: list[list[int]] = [[] for _ in range(count)]
     for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
         total, held, number = heapq.heappop(emptiest)
@@ -162,7 +163,7 @@ def _spread(costs: Sequence[int], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The samples that each replica computes, and those that ranks send to each other.
+    """Hold the samples that each replica computes; ranks send and receive samples accordingly.
 
     `replica_of`: [rank] -> train DP rank. `schedule`: [replica][mini batch][micro batch] -> samples.
     """
@@ -172,17 +173,17 @@ class BatchPlan:
 
     @functools.cached_property
     def placed(self) -> tuple[tuple[int, ...], ...]:
-        """[replica] -> its samples in the order in which it computes them."""
+        """Return [replica] -> its samples in the order in which it computes them."""
         return tuple(tuple(s for mini in minis for micro in mini for s in micro) for minis in self.schedule)
 
     @functools.cached_property
     def held(self) -> tuple[range, ...]:
-        """[rank] -> the samples that it holds after rollout: contiguous shares, equal or different by one sample."""
+        """Return [rank] -> samples that it holds after rollout: contiguous shares whose sizes differ by one at most."""
         samples, world = sum(map(len, self.placed)), len(self.replica_of)
         return tuple(range(samples * rank // world, samples * (rank + 1) // world) for rank in range(world))
 
     def receives(self, rank: int) -> list[list[int]]:
-        """[peer] -> samples that `rank` receives from it, in the order in which they are computed."""
+        """Return [peer] -> samples that `rank` receives from it, in the order in which they are computed."""
         found: list[list[int]] = [[] for _ in self.held]
         starts = [held.start for held in self.held]
         for sample in self.placed[self.replica_of[rank]]:
@@ -190,12 +191,12 @@ class BatchPlan:
         return found
 
     def sends(self, rank: int) -> list[list[int]]:
-        """[peer] -> samples that `rank` sends to it, in the order in which the peer computes them."""
+        """Return [peer] -> samples that `rank` sends to it, in the order in which the peer computes them."""
         by_replica = [[s for s in samples if s in self.held[rank]] for samples in self.placed]
         return [by_replica[replica] for replica in self.replica_of]
 
     def tokens(self, lengths: Sequence[int], sharing: int | None = None) -> tuple[int, float]:
-        """`steps_cost` of all mini batches."""
+        """Return the sums of `steps_cost` over all mini batches."""
         costs = [steps_cost(list(minis), lengths, sharing) for minis in zip(*self.schedule, strict=True)]
         return sum(most for most, _ in costs), sum(mean for _, mean in costs)
 
@@ -210,19 +211,19 @@ def plan_batch(
     balance: bool = True,
     sharing: int | None = None,
 ) -> BatchPlan:
-    """The plan of one step; the same arguments give the same plan on every rank.
+    """Return the plan of one step; equal arguments give equal plans on all ranks.
 
     `replica_of`: [rank] -> train DP rank. `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`:
     samples (verl's ppo_mini_batch_size x rollout.n). Either `micro_batch_size` (samples) or `token_budget` (tokens of a
-    micro batch: dynamic batch size). Without `balance` micro batches are those of arrival order. `sharing`: replicas
-    of an expert group, by default all. ConfigError where sizes do not divide each other.
+    micro batch: dynamic batch size) is given. Without `balance` micro batches are in the order of arrival. `sharing`:
+    replicas of an expert group, by default all. Raises ConfigError if sizes do not divide each other.
     """
     by_mini = []
     for share in mini_batches(len(lengths), len(set(replica_of)), mini_batch_size):
         if token_budget is not None:
             by_mini.append(packed(share, lengths, token_budget, balance=balance, sharing=sharing))
             continue
-        assert micro_batch_size is not None  # given where there is no budget
+        assert micro_batch_size is not None  # given if there is no budget
         if balance:
             by_mini.append(balanced(share, lengths, micro_batch_size, sharing))
         else:
@@ -232,7 +233,7 @@ def plan_batch(
 
 
 def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list[range]]:
-    """[mini batch][replica] -> samples, as verl forms them without balancing; ConfigError where sizes do not divide."""
+    """Return [mini batch][replica] -> samples, as in verl without balancing; ConfigError if sizes do not divide."""
     if samples % mini_batch_size or mini_batch_size % replicas:
         raise ConfigError(
             f"batch plan: {samples} samples in mini batches of {mini_batch_size} over {replicas} train replicas; "
@@ -244,11 +245,11 @@ def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list
 
 
 def train_replicas(train: ParallelLayout) -> list[int]:
-    """[rank] -> train DP rank."""
+    """Return [rank] -> train DP rank."""
     return [train.coordinates(rank).dp for rank in range(train.world_size)]
 
 
 def replicas_of_expert_group(train: ParallelLayout) -> int:
-    """Neighbouring DP ranks whose experts are on each other's ranks; both views number ranks from the same one."""
+    """Return how many neighbouring DP ranks hold each other's experts; both views number ranks from the same one."""
     replica = train.tp * train.cp
     return math.lcm(replica, train.etp * train.ep) // replica

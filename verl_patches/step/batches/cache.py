@@ -1,11 +1,11 @@
-"""Tensors that stay on the device between the stages of a step, and their one exchange between ranks.
+"""Keep tensors on the device between the stages of a step, and exchange them once between ranks.
 
     cache.put("responses", samples, ragged)
     cache.redistribute(plan, rank, specs)     rollout ranks -> train replicas, an AlltoAllV of each tensor
     cache.get("responses", samples)
     cache.close()                             drops all tensors: before a step, after it, and in take_report
 
-Values are by sample, without padding (token ids int32, log-probs fp32).
+Values are stored by sample, without padding (token ids int32, log-probs fp32).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verl_patches.step.batches.exchange import Ragged, TensorSpec, exchange
 
 
 class CacheError(RecipeError):
-    """The cache has no such tensor or samples; names both."""
+    """Report that the cache lacks a tensor or samples; the message names both."""
 
 
 class TensorCache:
-    """The tensors of one step on one rank."""
+    """Hold the tensors of one step on one rank."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
@@ -32,28 +32,28 @@ class TensorCache:
 
     @property
     def bytes_held(self) -> int:
-        """Device bytes of all tensors."""
+        """Return the device bytes of all tensors."""
         return sum(ragged.values.nbytes for _, ragged in self._tensors.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return tuple(self._tensors)
 
     def close(self) -> int:
-        """Drop all tensors; returns their bytes. Idempotent."""
+        """Drop all tensors; return their bytes. Idempotent."""
         held = self.bytes_held
         self._tensors.clear()
         return held
 
     def put(self, name: str, samples: Sequence[int], ragged: Ragged) -> None:
-        """Store a tensor of these samples, in this order; replaces one of that name."""
+        """Store a tensor of these samples, in this order; replace an earlier one of that name."""
         places = {sample: place for place, sample in enumerate(samples)}
         assert len(places) == len(samples) == len(ragged.lengths), (name, samples, ragged.lengths)
         self._tensors[name] = places, ragged
 
     def get(self, name: str, samples: Sequence[int]) -> Ragged:
-        """The values of these samples, in this order; without a copy if they were put in the same order."""
+        """Return the values of these samples, in this order; without a copy if they were put in the same order."""
         places, ragged = self._tensors.get(name, ({}, None))
         missing = [sample for sample in samples if sample not in places]
         if missing or ragged is None:
@@ -68,7 +68,7 @@ class TensorCache:
     def redistribute(self, plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> None:
         """Replace the tensors of `specs` by those of the samples that `rank` computes by the plan; collective.
 
-        Where a tensor is missing on one rank, all raise ExchangeError; after an error the tensors of these names are
+        If a tensor is missing on one rank, all ranks raise ExchangeError; after an error the tensors of these names are
         dropped.
         """
 

@@ -1,4 +1,4 @@
-"""The worker's side of recipe.tensor_cache: the tensors of one step that stay in its process, and their plan.
+"""Hold the tensors of one step that stay in a worker's process (recipe.tensor_cache), and their plan.
 
     stage of recipe_worker.py   runs                                 here
     generate_cached             verl's generate_sequences            keep_responses
@@ -7,7 +7,7 @@
     ref_log_prob_cached         verl's compute_ref_log_prob          inputs, keep_log_probs
     update_cached               verl's update_actor                  update_batch
 
-The plan is that of step/batches/batch_plan.py, equal on every rank.
+The plan comes from step/batches/batch_plan.py and is equal on every rank.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _LOG_PROBS = ("old_log_probs", "ref_log_prob", _ROLLOUT)
 
 
 class CachedBatch:
-    """The tensors of one step that stay in this process.
+    """Hold the tensors of one step that stay in this process.
 
-    `placement`, `plan` and `tokens` (by sample) are those of stage place_cached; before it `tokens` is empty and the
-    other two are not set.
+    Stage place_cached sets `placement`, `plan` and `tokens` (by sample); before it `tokens` is empty and the other two
+    are not set.
     """
 
     plan: BatchPlan
@@ -59,23 +59,23 @@ class CachedBatch:
     def __init__(self, platform: str, ledger: Ledger | None):
         self.cache = TensorCache(platform)
         self.tokens: tuple[int, ...] = ()
-        self._generating: list[payloads.ResponseIds] | None = None  # what is kept of the step
+        self._generating: list[payloads.ResponseIds] | None = None  # answers of the step; None outside `generating`
         if ledger is not None:
             ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
 
     @property
     def replica(self) -> int:
-        """The train replica of this rank."""
+        """Return the train replica of this rank."""
         return self.plan.replica_of[dist.get_rank()]
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The samples that this rank computes."""
+        """Return the samples that this rank computes."""
         return self.plan.placed[self.replica]
 
     @contextmanager
     def generating(self) -> Iterator[list[payloads.ResponseIds]]:
-        """Begin a step; yield a list to which `keep_responses` adds what verl's generate_sequences made inside."""
+        """Begin a step; yield a list to which `keep_responses` adds the responses that verl generates inside."""
         self.cache.close()
         self._generating = []
         try:
@@ -86,7 +86,7 @@ class CachedBatch:
     def keep_responses(self, output: DataProto) -> DataProto:
         """Put the tensors of verl's `output` into the cache, unpadded and by sample; return it without tensors.
 
-        Outside `generating` (validation, greedy baselines) `output` itself.
+        Outside `generating` (validation, greedy baselines) return `output` itself.
         """
         if self._generating is None:
             return output
@@ -138,11 +138,11 @@ class CachedBatch:
         return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
 
     def padded(self, name: str) -> torch.Tensor:
-        """Return a tensor of responses of the samples that this rank computes, [b, S_response]."""
+        """Return a cached tensor of responses for the samples that this rank computes, [b, S_response]."""
         return to_padded(self.cache.get(name, self.samples), self.placement.widths[1])
 
     def splits(self, config: Any, stage: str) -> PlannedSplits | None:
-        """Return the plan's micro batches of a `stage` of limits.py; None where verl makes them."""
+        """Return the plan's micro batches of a `stage` of limits.py; None if verl makes them."""
         if not self.placement.balance:
             return None
         return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
@@ -150,7 +150,7 @@ class CachedBatch:
     def keep_log_probs(
         self, name: str, found: DataProto, mask: torch.Tensor, send_back: bool
     ) -> payloads.LogProbs | None:
-        """Put column `name` of verl's answer `found` into the cache; return the trainer's, if this rank has one."""
+        """Put column `name` of verl's answer `found` into the cache; return the trainer's part on the metrics rank."""
         ragged = from_padded(found.batch[name].to(mask.device), mask)
         self.cache.put(name, self.samples, ragged)
         entropys = found.batch.get("entropys")
@@ -184,7 +184,7 @@ cached_batch: Current[CachedBatch | None] = Current(None)  # None before the fir
 
 
 def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataProto:
-    """Return this rank's prompts as verl takes them; ConfigError, on every rank, unless all ranks have equally many."""
+    """Return this rank's prompts in verl's form; ConfigError, on every rank, unless all ranks have equally many."""
     lengths = prompts.lengths
     count, rest = divmod(len(lengths), world)
     if rest:

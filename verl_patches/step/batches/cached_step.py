@@ -1,8 +1,8 @@
-"""The trainer's side of recipe.tensor_cache: what it sends to workers, and verl's batch from what they answer.
+"""Make the payloads that the trainer sends to workers (recipe.tensor_cache), and verl's batch from the answers.
 
 verl's fit() is unchanged. The ids and masks of its batch are rebuilt here from lengths and unpadded ids; log-probs stay
-on the workers (step/batches/cached_batch.py) unless KL in the reward needs them here. The column `sample` identifies
-the sample of a row, so that the trainer may reorder rows (balance_batch). trainer/worker_group.py makes the calls.
+on the workers (step/batches/cached_batch.py) unless KL in the reward needs them here. The column `sample` identifies a
+row's sample, so that the trainer may reorder rows (balance_batch). trainer/worker_group.py makes the calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from verl_patches.step.batches import payloads
 from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs, to_padded, unpacked_ids
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
-_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second is used with multi_turn only: refused
+_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; tools_kwargs only matters with multi_turn: refused
 
 
 @dataclass
 class CachedStep:
-    """Settings of a run and state of its current step; the groups of actor and reference share one.
+    """Hold the settings of a run and the state of its current step; the groups of actor and reference share one.
 
-    `send_back`: whether log-probs are needed here (algorithm.use_kl_in_reward). `lengths`: of the step's responses, by
-    sample. `reports`: of its exchange.
+    `send_back`: whether the trainer needs log-probs (algorithm.use_kl_in_reward). `lengths`: of the step's responses,
+    by sample. `reports`: of its exchange.
     """
 
     pad_id: int
@@ -47,7 +47,7 @@ class CachedStep:
         return cls(pad_id, width, config.trainer.balance_batch, config.algorithm.use_kl_in_reward)
 
     def begin(self, prompts: DataProto) -> payloads.PromptIds:
-        """Begin the next step; ConfigError for prompts that are not text alone."""
+        """Begin the next step; raise ConfigError for prompts with more than text."""
         unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
         if unknown:
             raise ConfigError(
@@ -69,7 +69,7 @@ class CachedStep:
     def responses(
         self, prompts: DataProto, answers: Sequence[payloads.ResponseIds]
     ) -> tuple[DataProto, payloads.Placement]:
-        """Return verl's batch of this step, but for log-probs, with `sample`; and the payload that places it."""
+        """Return verl's batch of this step, without log-probs but with `sample`, and the payload that places it."""
         lengths = np.concatenate([answer.lengths for answer in answers])
         ids = unpacked_ids(np.concatenate([answer.ids for answer in answers]))
         self.lengths = tuple(lengths.tolist())
@@ -85,9 +85,9 @@ class CachedStep:
         return batch, payloads.Placement(prompt_lengths, lengths, widths, self.pad_id, self.balance)
 
     def log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
-        """Return entropys [B, S_response], and old_log_probs [B, S_response] where they are needed here.
+        """Return entropys [B, S_response], and old_log_probs [B, S_response] if the trainer needs them.
 
-        Each sample has its mean entropy in all its places, which is enough for verl's entropy loss.
+        All places of a sample have its mean entropy, which is enough for verl's entropy loss.
         """
         rows = batch.batch[SAMPLE]
         entropy = torch.empty(len(rows))
@@ -97,7 +97,7 @@ class CachedStep:
         return self._answer(rows, {"entropys": entropys}, "old_log_probs", answers)
 
     def ref_log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
-        """Return nothing, or ref_log_prob [B, S_response] where it is needed here."""
+        """Return ref_log_prob [B, S_response] if the trainer needs it, else nothing."""
         return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", answers)
 
     def advantages(self, batch: DataProto) -> payloads.Advantages:
@@ -114,7 +114,7 @@ class CachedStep:
 
     @staticmethod
     def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """A step's metrics without those of verl's balance_batch, whose partition is not used."""
+        """Return a step's metrics without those of verl's balance_batch, whose partition is not used."""
         return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
 
     def _answer(
@@ -135,7 +135,7 @@ class CachedStep:
 
 
 def _outcome_or_token_values(ragged: Ragged) -> tuple[torch.Tensor, bool]:
-    """(one value a sample, False) where each sample has one value (GRPO), else (all values, True)."""
+    """Return (one value a sample, False) if each sample has equal values (GRPO), else (all values, True)."""
     parts = ragged.parts()
     if all(len(part) and bool((part == part[0]).all()) for part in parts):
         return torch.stack([part[0] for part in parts]), False

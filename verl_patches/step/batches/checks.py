@@ -1,4 +1,4 @@
-"""The rules of batches and lengths: what divides what, what fits a micro batch or an engine step, which groups stay."""
+"""Check batches and lengths: which sizes divide each other, what fits a micro batch or an engine step, keep_groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from verl_patches.step.batches.limits import DYNAMIC, token_budget
 _SECTION = "actor_rollout_ref"
 _ROLLOUT = f"{_SECTION}.rollout"
 
-# to compile one graph, by the message of vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model
+# minutes to compile one graph, from the message of
+# vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model
 GRAPH_MINUTES = 0.5, 1.5
 
 
@@ -47,12 +48,12 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
     passes = {"rollout": not run.recipe.train.skip_old_log_prob, "ref": run.uses_reference}
     for name in (name for name, runs in passes.items() if runs):
         micro, key = section[name].log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
-        if micro is not None and not section[name].get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
+        if micro is not None and not section[name].get("log_prob_use_dynamic_bsz"):  # only verl 0.4.0 has that key
             yield divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
 
 
 def seat_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that an engine step and its graphs hold the responses of a replica; nothing without max_num_seqs."""
+    """Check that an engine step and its graphs hold the responses of a replica; skip without max_num_seqs."""
     seats = run.engine.get("max_num_seqs")
     if seats is None or not run.samples:
         return
@@ -105,13 +106,13 @@ def length_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def micro_batch_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse what the tensor cache does not support, and budgets of dynamic micro batches that are too small."""
+    """Refuse settings that the tensor cache does not support, and budgets too small for dynamic micro batches."""
     yield from (Check("tensor cache", False, fault) for fault in _cache_faults(run))
     yield from (Check("micro batch", False, fault) for fault in _budget_faults(run))
 
 
 def _cache_faults(run: RunSpec) -> Iterator[str]:
-    """Return why a run cannot use the tensor cache, one sentence each; none if the cache is off."""
+    """Yield reasons why a run cannot use the tensor cache, one sentence each; none if the cache is off."""
     if not run.recipe.tensor_cache.enabled:
         return
     on = "recipe.tensor_cache.enabled is true, but"
@@ -135,7 +136,7 @@ def _cache_faults(run: RunSpec) -> Iterator[str]:
 
 
 def _budget_faults(run: RunSpec) -> Iterator[str]:
-    """Why a budget of dynamic micro batches does not do, one sentence each, with the tensor cache or without."""
+    """Yield reasons why a budget of dynamic micro batches is wrong, one sentence each, with or without tensor cache."""
     longest = run.longest_tokens
     for stage, (name, switch, key) in DYNAMIC.items():
         budget = token_budget(run.verl.actor_rollout_ref, stage)
@@ -147,7 +148,7 @@ def _budget_faults(run: RunSpec) -> Iterator[str]:
 
 
 def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
-    """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
+    """Check that no other setting of the run conflicts with recipe.keep_groups; skip if it is off."""
     section, recipe, rollout = run.recipe.keep_groups, run.recipe, run.verl.actor_rollout_ref.rollout
     if section.metric is None:
         return

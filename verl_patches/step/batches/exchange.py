@@ -1,7 +1,7 @@
-"""Ragged tensors (values of samples without padding), their padded form, and one exchange of them between ranks.
+"""Convert ragged tensors (values of samples without padding) to padded ones and back, and exchange them between ranks.
 
-`exchange` sends each tensor to the ranks that compute its samples by an AlltoAllV of its values. Before the first one
-the ranks agree that all of them have what the plan expects, so that none waits for a rank that has failed.
+`exchange` sends each tensor by an AlltoAllV to the ranks that compute its samples. Before the first one the ranks
+agree that all of them have the tensors that the plan expects, so that none waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_patches.step.batches.limits import ID_BYTES
 
 @dataclass(frozen=True)
 class Ragged:
-    """`values` [T]: the values of all samples, concatenated; `lengths`: the number of values of each sample."""
+    """Hold `values` [T], all samples' values concatenated, and `lengths`, the number of values of each sample."""
 
     values: torch.Tensor
     lengths: tuple[int, ...]
@@ -30,11 +30,11 @@ class Ragged:
         assert self.values.shape == (sum(self.lengths),), (self.values.shape, self.lengths)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """One view per sample."""
+        """Return one view per sample."""
         return self.values.split(self.lengths) if self.lengths else ()
 
     def take(self, places: Sequence[int]) -> Ragged:
-        """The samples at these places, in this order; a copy."""
+        """Return a copy of the samples at these places, in this order."""
         parts = self.parts()
         values = torch.cat([self.values[:0], *(parts[i] for i in places)])
         return Ragged(values, tuple(self.lengths[i] for i in places))
@@ -43,9 +43,9 @@ class Ragged:
 def from_padded(
     padded: torch.Tensor, mask: torch.Tensor, *, left: bool = False, dtype: torch.dtype | None = None
 ) -> Ragged:
-    """The values of `padded` [B, S] where `mask` [B, S] is true, as `dtype`; padding is right, or `left`, of them.
+    """Return the values of `padded` [B, S] where `mask` [B, S] is true, as `dtype`; `left`: padding is on the left.
 
-    ValueError for a mask with a gap. Waits for the device.
+    Raises ValueError for a mask with a gap. Waits for the device.
     """
     keep = mask.bool()
     lengths = tuple(keep.sum(1).tolist())
@@ -59,7 +59,7 @@ def from_padded(
 def to_padded(
     ragged: Ragged, width: int, *, pad: float = 0, left: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[B, width], padded on the right, or on the `left` as verl's prompts; ValueError for a longer sample."""
+    """Return [B, width], padded on the right, or on the `left` like verl's prompts; ValueError for a longer sample."""
     if max(ragged.lengths, default=0) > width:
         raise ValueError(f"ragged: the longest sample has {max(ragged.lengths)} values, expected {width} at most")
     values = ragged.values if dtype is None else ragged.values.to(dtype)
@@ -70,14 +70,14 @@ def to_padded(
 def mask_of(
     lengths: Sequence[int], width: int, *, left: bool = False, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """[B, width] bool, true where there is a value."""
+    """Return a mask [B, width] bool, true where there is a value."""
     count = torch.tensor(lengths, dtype=torch.int64, device=device)[:, None]
     place = torch.arange(width, device=device)[None]
     return place >= width - count if left else place < count
 
 
 def prompt_inputs(prompts: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """The tensors [B, width] that verl's dataset makes of prompts: int64, padded on the left, positions from 0."""
+    """Return the tensors [B, width] that verl's dataset makes of prompts: int64, padded left, positions from 0."""
     ids = to_padded(prompts, width, pad=pad_id, left=True, dtype=torch.int64)
     mask = mask_of(prompts.lengths, width, left=True, device=ids.device).long()
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
@@ -86,7 +86,7 @@ def prompt_inputs(prompts: Ragged, width: int, pad_id: int) -> dict[str, torch.T
 def model_inputs(
     prompts: Ragged, responses: Ragged, prompt_width: int, response_width: int, pad_id: int
 ) -> dict[str, torch.Tensor]:
-    """The tensors of verl's batch that follow from token ids, int64, as vLLMRollout.generate_sequences makes them.
+    """Return the tensors of verl's batch that follow from token ids, int64, as in vLLMRollout.generate_sequences.
 
     prompts [B, P] (padded on the left), responses [B, R] (on the right), input_ids, attention_mask and position_ids
     [B, P + R]; positions count on through the padding after a response (vllm_rollout_spmd.py, verl 0.4.0 and
@@ -107,9 +107,9 @@ def model_inputs(
 
 
 def is_metrics_rank() -> bool:
-    """Whether this rank reports for its replica, as in verl's collect_megatron_compute.
+    """Return whether this rank reports for its replica, as in verl's collect_megatron_compute.
 
-    The last pipeline stage has the loss, and its TP and CP ranks have equal values.
+    The last pipeline stage has the loss; its TP and CP ranks have equal values.
     """
     from megatron.core import parallel_state as mpu
 
@@ -118,26 +118,26 @@ def is_metrics_rank() -> bool:
 
 
 def packed_ids(ids: np.ndarray) -> np.ndarray:
-    """[T, ID_BYTES] uint8, the low bytes of token ids [T], the lowest first; ValueError where that is not lossless."""
+    """Return [T, ID_BYTES] uint8, the low bytes of token ids [T], lowest first; ValueError if one does not fit."""
     if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 8 * ID_BYTES:
         raise ValueError(f"token ids are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 8 * ID_BYTES) - 1}")
     return np.ascontiguousarray(ids.astype("<i4").view(np.uint8).reshape(-1, 4)[:, :ID_BYTES])
 
 
 def unpacked_ids(packed: np.ndarray) -> np.ndarray:
-    """[T] int32, the token ids of `packed_ids`."""
+    """Return [T] int32, the token ids of `packed_ids`."""
     return np.pad(packed, ((0, 0), (0, 4 - ID_BYTES))).view("<i4")[:, 0]
 
 
 class ExchangeError(RankError):
-    """A rank does not have the tensors of the plan; every rank raises it alike."""
+    """Report, on every rank alike, that a rank does not have the tensors of the plan."""
 
     what = "exchange"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's dtype, and [sample] -> number of values; equal on all ranks."""
+    """Describe a tensor by its dtype and [sample] -> number of values; equal on all ranks."""
 
     dtype: torch.dtype
     lengths: Sequence[int]
@@ -150,11 +150,11 @@ def exchange(
     held: Callable[[], Mapping[str, Ragged]],
     device: torch.device | str = "cpu",
 ) -> dict[str, Ragged]:
-    """Tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
+    """Return tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
 
-    `held()`: the same tensors of the samples plan.held[rank]. Where it raises on a rank, a rank's tensors are not
-    those of `specs`, or it has no memory for what arrives, all ranks raise the same ExchangeError. The plan and the
-    specs must be equal on all ranks: they follow from one payload.
+    `held()`: the same tensors of the samples plan.held[rank]. If it raises on a rank, if a rank's tensors do not match
+    `specs`, or if it has no memory for the tensors that arrive, all ranks raise the same ExchangeError. Plan and specs
+    must be equal on all ranks: they follow from one payload.
     """
     sends, receives = plan.sends(rank), plan.receives(rank)
     samples_held, packed, arriving = plan.held[rank], {}, {}
@@ -187,7 +187,7 @@ def exchange(
 
 
 def wire_bytes(plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
-    """Bytes that `rank` sends and receives, including its own samples."""
+    """Return the bytes that `rank` sends and receives, including its own samples."""
     return tuple(
         sum(_values(spec, samples) * spec.dtype.itemsize for spec in specs.values() for samples in side)
         for side in (plan.sends(rank), plan.receives(rank))

@@ -1,15 +1,15 @@
-"""DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) for verl's own fit(): recipe.keep_groups.
+"""Sample dynamically as in DAPO (arXiv:2503.14476, section 3.2) in verl's own fit(): recipe.keep_groups.
 
 A prompt whose responses all have the same reward gives no gradient: it is left out, and more prompts are drawn until
-the batch of the step is full. What is left over of the last drawn batch is dropped, so the data loader's own state
-is all that a resumed run needs.
+the batch of the step is full. The rest of the last drawn batch is dropped, so a resumed run needs only the data
+loader's own state.
 
     fit() of both pins                           here
     for batch_dict in self.train_dataloader      __iter__: verl's loader, without end; only the columns of the rollout
     generate_sequences(gen_batch), in timer gen  draw_kept: draws, generates, scores
     batch.repeat(n).union(responses)             responses of kept prompts, with all other columns of these prompts
 
-verl scores kept responses once more. The rollout engine stays awake meanwhile: one weight sync a step
+verl scores kept responses a second time. The rollout engine stays awake meanwhile, with one weight sync a step
 (trainer/worker_group.py).
 """
 
@@ -24,21 +24,21 @@ from verl import DataProto
 
 from verl_patches.errors import ConfigError, RecipeError
 
-# columns that fit() hands to generate_sequences, and gets no more of
+# columns that fit() pops from the batch for generate_sequences
 _OF_ROLLOUT = {"input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "tools_kwargs"}
 SCORE = "score"  # the reward itself; other metrics are keys of the reward function's dict
 
 
 class KeepGroupsError(RecipeError):
-    """Too few prompts have responses with different rewards."""
+    """Report that too few prompts have responses with different rewards."""
 
 
 class KeptGroups:
-    """verl's data loader of `trainer`, and the prompts of a step that are drawn from it.
+    """Wrap verl's data loader of `trainer`, and draw from it the prompts of a step.
 
-    generate(prompts) makes their responses. on_call(name) is called before each scoring, and each generation but the
-    first. `report` after a step:
-    {drawn_batches, prompts, differ: prompts drawn, and those with different rewards; kept_share: these by those}.
+    generate(prompts) makes their responses. on_call(name) is called before each scoring, and before each generation but
+    the first. `report` after a step: {drawn_batches, prompts: prompts drawn, differ: prompts with different rewards,
+    kept_share: differ / prompts}.
     """
 
     def __init__(self, trainer: Any, generate: Callable[[DataProto], DataProto], on_call: Callable[[str], None]):
@@ -55,7 +55,7 @@ class KeptGroups:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Batches without end, as a step may take several: the number of steps ends fit(), not the epochs."""
+        """Yield batches without end, as a step may take several: the number of steps ends fit(), not the epochs."""
         self._batches = iter(self._loader)
         while True:
             self._given = self._draw()
@@ -67,10 +67,10 @@ class KeptGroups:
         return batch
 
     def draw_kept(self, prompts: DataProto) -> DataProto:
-        """Responses of as many prompts as `prompts` has, whose rewards differ; KeepGroupsError after max_batches."""
+        """Return responses with differing rewards, of len(`prompts`) prompts; KeepGroupsError after max_batches."""
         size, batch, most = len(prompts), self._given, self._section.max_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
-        rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of the prompts that differ
+        rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of each prompt with different rewards
         found: list[DataProto] = []
         for drawn in range(1, most + 1):
             whole = DataProto.from_single_dict(batch)
@@ -103,7 +103,7 @@ class KeptGroups:
         return kept
 
     def _sample(self, prompts: DataProto, rest: DataProto, found: list[DataProto]) -> np.ndarray:
-        """Which prompts have responses that differ, [prompts]; these responses are appended to `found`.
+        """Return which prompts have responses with different rewards, [prompts]; append these responses to `found`.
 
         `rest`: the columns of the batch that verl does not generate from; the reward reads them.
         """
@@ -115,6 +115,6 @@ class KeptGroups:
         if metric not in values:
             raise ConfigError(f"recipe.keep_groups.metric is {metric!r}; the reward function gives {', '.join(values)}")
         of_prompts = np.asarray(values[metric], dtype=float).reshape(-1, n)
-        differ = of_prompts.max(1) > of_prompts.min(1)  # exact: equal numbers may have a standard deviation above 0
+        differ = of_prompts.max(1) > of_prompts.min(1)  # exact; the standard deviation of equal numbers may exceed 0
         found.append(output[np.flatnonzero(differ.repeat(n))])
         return differ

@@ -1,4 +1,4 @@
-"""Token budgets of micro batches, and the bytes that recipe.tensor_cache sends through the trainer. No torch."""
+"""Compute token budgets of micro batches, and bytes that recipe.tensor_cache sends through the trainer. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DYNAMIC = {  # stage -> its section, switch and budget, as verl 0.4.0 names them
 
 
 def token_budget(section: Any, stage: str) -> int | None:
-    """Most tokens of a micro batch if its size is dynamic, else None; `section` is actor_rollout_ref.
+    """Return the most tokens of a micro batch if its size is dynamic, else None; `section` is actor_rollout_ref.
 
     The key counts tokens of one rank: context-parallel ranks share a micro batch, as in verl 0.4.0.
     """
@@ -25,17 +25,17 @@ def has_dynamic_batches(section: Any) -> bool:
     return any(token_budget(section, stage) is not None for stage in DYNAMIC)
 
 
-ID_BYTES = 3  # of a response's token id on its way to the trainer: a vocabulary of 16.7 million
+ID_BYTES = 3  # bytes of a response's token id sent to the trainer: enough for a vocabulary of 16.7 million
 
 
 def trainer_bytes(
     prompts: int, samples: int, prompt_tokens: float, response_tokens: float, *, send_back: bool, per_token: bool
 ) -> dict[str, dict[str, int]]:
-    """{stage: {"column dtype": bytes}} of what the trainer sends in a step, once to all workers, or gets back.
+    """Return {stage: {"column dtype": bytes}} that the trainer sends in a step, once to all workers, or receives.
 
     `prompt_tokens`: of the prompts, each once; `response_tokens`: of all samples. `send_back`: KL in the reward.
-    `per_token`: advantages differ within a sample. Left out: meta_info, numbers of which there is one a rank, and what
-    Ray and pickle add.
+    `per_token`: advantages differ within a sample. Not counted: meta_info, numbers of which each rank sends one, and
+    the overhead of Ray and pickle.
     """
     values = {"values float32": 4 * round(response_tokens)} if send_back else {}
     return {

@@ -1,21 +1,21 @@
-"""Micro batches of a token budget: dynamic ones on line a3, and with the tensor cache those of the plan on both lines.
+"""Make micro batches of a token budget: dynamic ones on line a3, and with the tensor cache the plan's on both lines.
 
-verl's Megatron actor of 54c9b736 takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor read keys
-of a budget, and line a3 takes theirs: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
+verl's Megatron actor of 54c9b736 takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor read
+budget keys, which line a3 uses too: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
 `log_prob_use_dynamic_bsz` and `log_prob_max_token_len_per_gpu` of rollout and ref. verl's own `rearrange_micro_batches`
-packs: all ranks of the run agree on the largest number of micro batches that one of them needs, as their experts'
-exchanges are common. With the tensor cache the plan decides, for all replicas alike (step/batches/batch_plan.py).
+packs: all ranks of the run agree on the largest number of micro batches that one of them needs, as they exchange
+tokens with each other's experts. With the tensor cache the plan decides for all replicas (step/batches/batch_plan.py).
 
 The gradient of a mini batch does not depend on its micro batches, nor on the number of data-parallel ranks. With
-loss_agg_mode=token-mean it is that of the sum over response tokens, divided by the response tokens of the mini batch on
-all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl averages
-each micro batch by itself and lets all of them weigh the same, at both pins (core_algos.agg_loss).
+loss_agg_mode=token-mean it is the gradient of the sum over response tokens, divided by the response tokens of the mini
+batch on all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl
+averages each micro batch by itself and gives all of them equal weight, at both pins (core_algos.agg_loss).
 
-    packing            row provider around the actor's pass: puts log-probs back into the order of the batch
-    by_tokens          row provider for the split into micro batches
-    in_mini_batch      row provider for the iterator over micro batches: what their mini batch holds
-    by_mini_batch      row provider for the aggregation of a micro batch's loss
-    as_planned         row provider for verl's packing: micro batches of the plan
+    packing            wraps the actor's pass: puts log-probs back into the order of the batch
+    by_tokens          wraps the split into micro batches
+    in_mini_batch      wraps the iterator over micro batches: counts samples and tokens of their mini batch
+    by_mini_batch      wraps the aggregation of a micro batch's loss
+    as_planned         wraps verl's packing: uses the micro batches of the plan
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is spl
 
 @dataclass(frozen=True)
 class Stage:
-    """How one stage of a worker makes its micro batches; with the defaults, as verl does.
+    """Describe how one stage of a worker makes its micro batches; with the defaults, as verl does.
 
-    budget: tokens of a micro batch where rows of line a3 pack them; planned: the plan's micro batches, where verl asks
-    for dynamic ones; update: of actor or critic; packing: of the actor's pass in progress.
+    budget: tokens of a micro batch, if rows of line a3 pack them; planned: the plan's micro batches, if verl asks for
+    dynamic ones; update: the update of actor or critic; packing: that of the actor's pass in progress.
     """
 
     budget: int | None = None
@@ -57,7 +57,7 @@ current_stage: Current[Stage] = Current(Stage())
 
 @contextmanager
 def in_stage(stage: Stage) -> Iterator[None]:
-    """Run a stage of actor or critic inside; RecipeError if verl's actor did not ask for the plan's micro batches."""
+    """Run a stage of actor or critic inside; RecipeError if verl's actor did not take the plan's micro batches."""
     with current_stage.set(stage):
         yield
     if stage.planned is not None and not stage.planned.reached:
@@ -68,7 +68,7 @@ def in_stage(stage: Stage) -> Iterator[None]:
 
 
 class Packing:
-    """One pass of the actor over a batch, in micro batches of at most about `budget` tokens.
+    """Pack one pass of the actor over a batch into micro batches of at most about `budget` tokens.
 
     `rows`: [micro batch] -> rows of the batch; empty before the split.
     """
@@ -78,17 +78,17 @@ class Packing:
         self.rows: MicroBatches = []
 
     def split(self, batch: Any) -> list[Any]:
-        """Micro batches of `batch` (TensorDict), by row update.micro_batches_as_planned or by verl."""
+        """Return micro batches of `batch` (TensorDict), split by row update.micro_batches_as_planned or by verl."""
         from verl.utils import seqlen_balancing
 
         micro_batches, self.rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=self.budget)
         return micro_batches
 
     def in_order(self, outputs: list[Any]) -> list[Any]:
-        """Outputs of a forward pass as one micro batch in the order of the batch.
+        """Return a forward pass's outputs as one micro batch in the order of the batch.
 
-        `outputs`: as verl's loss function makes them, {"log_probs"} or [{"log_probs"}, entropies]; empty on all but the
-        last pipeline stage.
+        `outputs`: from verl's loss function, {"log_probs"} or [{"log_probs"}, entropies]; empty on all but the last
+        pipeline stage.
         """
         if not outputs:
             return outputs
@@ -104,7 +104,7 @@ def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
 
 
 def packing(forward_backward_batch: Callable) -> Callable:
-    """Row provider for verl's MegatronPPOActor.forward_backward_batch: packs where the stage has a budget."""
+    """Wrap verl's MegatronPPOActor.forward_backward_batch: pack micro batches if the stage has a budget."""
 
     @functools.wraps(forward_backward_batch)
     def run(self: Any, data: Any, forward_only: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def packing(forward_backward_batch: Callable) -> Callable:
 
 
 def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
-    """Row provider for verl's split of a batch into micro batches: by tokens inside `packing`."""
+    """Wrap verl's split of a batch into micro batches: split by tokens inside `packing`."""
 
     @functools.wraps(split_dict_tensor_into_batches)
     def split(tensors: Any, batch_size: int) -> Any:
@@ -135,10 +135,10 @@ LOSSES = "actor/pg_loss", "actor/kl_loss", "critic/vf_loss"  # verl's metrics of
 
 
 class Update:
-    """One update of actor or critic: the loss of a micro batch is divided by what its mini batch holds.
+    """Divide the loss of each micro batch in one update of actor or critic by samples or tokens of its mini batch.
 
-    micro_batches: number in each mini batch so far; samples: of the last one on this rank; tokens: its response tokens,
-    as the mean over data-parallel ranks.
+    micro_batches: number in each mini batch so far; samples: of the last mini batch on this rank; tokens: its response
+    tokens, as the mean over data-parallel ranks.
     """
 
     def __init__(self) -> None:
@@ -146,16 +146,16 @@ class Update:
         self.samples, self.tokens = 0, torch.zeros(())
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """The next mini batch, in micro batches (TensorDict); collective over data-parallel ranks."""
+        """Count the next mini batch, given in micro batches (TensorDict); collective over data-parallel ranks."""
         self.micro_batches.append(len(batches))
         self.samples = sum(map(len, batches))
         tokens = sum(batch["attention_mask"][:, -batch["responses"].shape[1] :].sum() for batch in batches)
         self.tokens = _mean_over_replicas(tokens.float())
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Replace the losses in verl's metrics, which are of one replica, by their means; collective over replicas.
+        """Replace verl's losses, which cover one replica, by means over replicas; collective over replicas.
 
-        Nothing on ranks without losses.
+        Does nothing on ranks without losses.
         """
         for name in LOSSES:
             if name in metrics:
@@ -171,7 +171,7 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
 
 
 def in_mini_batch(make_batch_generator: Callable) -> Callable:
-    """Row provider for verl's make_batch_generator, which gets all micro batches of a mini batch."""
+    """Wrap verl's make_batch_generator, which gets all micro batches of a mini batch: count them."""
 
     @functools.wraps(make_batch_generator)
     def make(batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +183,9 @@ def in_mini_batch(make_batch_generator: Callable) -> Callable:
 
 
 def by_mini_batch(agg_loss: Callable) -> Callable:
-    """Row provider for verl's agg_loss: in an update, a micro batch's part of the loss of its mini batch.
+    """Wrap verl's agg_loss: in an update, return a micro batch's part of the loss of its mini batch.
 
-    Megatron divides by the number of micro batches, and averages gradients over data-parallel ranks; what is returned
+    Megatron divides by the number of micro batches, and averages gradients over data-parallel ranks; the returned part
     makes up for both.
     """
 
@@ -207,9 +207,9 @@ def by_mini_batch(agg_loss: Callable) -> Callable:
 
 
 class PlannedSplits:
-    """Micro batches of the stage in progress, batch by batch; repeated for each epoch.
+    """Give the micro batches of the stage in progress, batch by batch; each epoch repeats them.
 
-    `batches`: (micro batches, tokens by row) of each.
+    `batches`: (micro batches, tokens by row) of each batch.
     """
 
     def __init__(self, batches: Sequence[tuple[MicroBatches, list[int]]]):
@@ -217,7 +217,7 @@ class PlannedSplits:
         self.reached = 0
 
     def next(self, tokens: list[int]) -> MicroBatches:
-        """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
+        """Return the next batch's micro batches; RecipeError if the plan expects other `tokens` by row."""
         parts, expected = next(self._batches)
         if tokens != expected:
             raise RecipeError(
@@ -249,11 +249,11 @@ def planned_splits(
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:
-    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan of the stage.
+    """Wrap verl's rearrange_micro_batches: return (micro batches, rows) by the plan of the stage.
 
-    verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
-    tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
-    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    verl packs the samples of each rank separately, into as many micro batches as the rank with the most tokens needs at
+    least (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two replicas
+    differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
     """
 
     @functools.wraps(rearrange_micro_batches)

@@ -1,12 +1,12 @@
-"""The forward pass of line a3's DeepSeek-V3: packed by verl, and with context parallelism in contiguous parts.
+"""Run the forward pass of line a3's DeepSeek-V3: packed by verl, and with context parallelism in contiguous parts.
 
-Ulysses (MindSpeed's UlyssesContextAttention) exchanges parts of tokens for parts of heads around attention, which then
-has all T tokens in the order of ranks. verl's own parts (two chunks of each sequence,
-verl.models.mcore.util.preprocess_packed_seqs) are those of Transformer Engine's ring and would come out of that
-exchange in another order.
+Ulysses (MindSpeed's UlyssesContextAttention) exchanges parts of tokens for parts of heads around attention, which
+then has all T tokens in the order of ranks. verl's own parts (two chunks of each sequence,
+verl.models.mcore.util.preprocess_packed_seqs) are made for Transformer Engine's ring attention; that exchange would
+return them in another order.
 
-Each CP rank has the whole loss, and the gradient of its own part of it. Megatron averages gradients over DP x CP ranks
-(DDP's group), so `_Gathered` multiplies by CP; verl.models.mcore.util.postprocess_packed_seqs does not, where every
+Each CP rank has the whole loss, and the gradient of its own part. Megatron averages gradients over DP x CP ranks
+(DDP's group), so `_Gathered` multiplies by CP; verl.models.mcore.util.postprocess_packed_seqs does not, so every
 gradient would be divided by CP.
 
 Shape letters: B samples, S width of verl's batch, T packed tokens with padding, T/cp of them on each rank.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 
 def forwards() -> dict[Any, Callable]:
-    """Row provider: the entry for verl's MODEL_FORWARD_REGISTRY."""
+    """Return the entry for verl's MODEL_FORWARD_REGISTRY."""
     from verl.models.mcore.registry import SupportedModel
 
     return {SupportedModel.DEEPSEEK_V3: forward}
@@ -39,9 +39,9 @@ def forward(
     logits_processor: Callable | None = None,
     logits_processor_args: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """What verl's gptmodel_forward returns: logits or `logits_processor`'s tensors as [B, S, ...], zero in padding.
+    """Return verl's gptmodel_forward output: logits or `logits_processor`'s tensors as [B, S, ...], 0 in padding.
 
-    Of a value model it is its values [B, S]. All but the last pipeline stage return hidden states.
+    A value model returns its values [B, S]. All but the last pipeline stage return hidden states.
     """
     from megatron.core import parallel_state
     from verl.models.mcore.model_forward import gptmodel_forward
@@ -64,7 +64,7 @@ def forward(
 
 
 class SequenceParts:
-    """Sequences of a micro batch, packed, and this rank's contiguous part of them.
+    """Pack the sequences of a micro batch, and take this rank's contiguous part of them.
 
     `mask` [B, S]. Each sequence is padded to a multiple of TP x CP, so that parts divide over TP too.
     """
@@ -82,17 +82,17 @@ class SequenceParts:
         self._ends = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).int()
         row, column = self._mask.nonzero(as_tuple=True)
         place = (self._mask.long().cumsum(1) - 1)[row, column]
-        self._places = self._ends.long()[row] + place  # of each token in the packed sequence
+        self._places = self._ends.long()[row] + place  # place of each token in the packed sequence
         self._tokens = int(self._ends[-1])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `tensor` [B, S]: [1, T/cp], 0 in padding."""
+        """Return this rank's part of `tensor` [B, S]: [1, T/cp], 0 in padding."""
         packed = tensor.new_zeros(self._tokens)
         packed[self._places] = tensor[self._mask]
         return packed.chunk(self._size)[self._rank].unsqueeze(0)
 
     def lengths(self) -> Any:
-        """PackedSeqParams of all sequences, which Ulysses' attention sees."""
+        """Return the PackedSeqParams of all sequences, which Ulysses' attention needs."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         longest = int(self._ends.diff().max())
@@ -107,7 +107,7 @@ class SequenceParts:
         )
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] on every rank of [1, T/cp, ...]; the gradient goes to this rank's own part."""
+        """Return [B, S, ...] on every rank from the ranks' parts [1, T/cp, ...]; the gradient goes to the own part."""
         packed = _Gathered.apply(part[0], self._group)
         found = packed.new_zeros(*self._mask.shape, *packed.shape[1:])
         found[self._mask] = packed[self._places]
@@ -115,7 +115,7 @@ class SequenceParts:
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' parts, one after the other; backward gives the own part's gradient times the number of ranks."""
+    """Concatenate all ranks' parts; backward returns the own part's gradient times the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What the trainer sends to workers and gets back in the stages of recipe.tensor_cache; all of it is pickled by Ray.
+"""Define the payloads that trainer and workers exchange in the stages of recipe.tensor_cache; Ray pickles all of them.
 
-WorkerCalls in trainer/worker_group.py says which stage has which. A sample is identified by its place in the batch as
-it was generated. P prompts, B samples, b samples of one rank or replica, T their tokens. Arrays that arrive from Ray
-are read-only.
+The signatures of WorkerCalls (trainer/worker_group.py) tell which stage has which payload. A sample is identified by
+its place in the batch as it was generated. P prompts, B samples, b samples of one rank or replica, T their tokens.
+Arrays that arrive from Ray are read-only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PromptIds:
-    """The prompts of all ranks, in order of ranks.
+    """Hold the prompts of all ranks, in order of ranks.
 
     ids: int32 [T], concatenated without padding; lengths: int32 [P]; width, pad_id: of the padded prompts; meta: verl's
     meta_info.
@@ -31,7 +31,7 @@ class PromptIds:
 
 @dataclass(frozen=True)
 class ResponseIds:
-    """The responses of one rank; lengths: int32 [b]; ids: uint8 [T, 3], as packed_ids of exchange.py makes them."""
+    """Hold the responses of one rank; lengths: int32 [b]; ids: uint8 [T, 3], made by packed_ids of exchange.py."""
 
     lengths: np.ndarray
     ids: np.ndarray
@@ -39,7 +39,7 @@ class ResponseIds:
 
 @dataclass(frozen=True)
 class Placement:
-    """What every rank computes the plan of the batch from (batch_plan.py).
+    """Hold the facts from which every rank computes the plan of the batch (batch_plan.py).
 
     prompt_lengths, response_lengths: int32 [B], by sample; widths: of padded prompts and responses; balance: whether
     replicas get equally long micro batches (trainer.balance_batch).
@@ -54,7 +54,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class ExchangeReport:
-    """Bytes that one rank sent, received and keeps; balance: sum(most of any replica) / sum(mean) of micro batches."""
+    """Hold the bytes that one rank sent, received and keeps.
+
+    balance: over micro batches, sum(most tokens of any replica) / sum(mean).
+    """
 
     sent_bytes: int
     received_bytes: int
@@ -64,9 +67,9 @@ class ExchangeReport:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Results of one replica, in the order of `samples`, int32 [b].
+    """Hold the log-prob results of one replica, in the order of `samples`, int32 [b].
 
-    entropy: float32 [b], the mean of each sample, None of the reference; values: float32 [T], log-probs without
+    entropy: float32 [b], the mean of each sample, None for the reference; values: float32 [T], log-probs without
     padding, None unless they were requested.
     """
 
@@ -77,7 +80,7 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages in the order of samples: float32 [B], or [T] for each response token if `per_token`.
+    """Hold advantages in the order of samples: float32 [B], or [T] for each response token if `per_token`.
 
     meta: verl's meta_info of the batch.
     """
