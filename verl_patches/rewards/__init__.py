@@ -1,1 +1,1 @@
-"""Verifiable rewards in verl's `custom_reward_function` contract, how parts compose, and the tables they score."""
+"""Compute verifiable rewards in verl's `custom_reward_function` contract, and add up the parts of a reward."""

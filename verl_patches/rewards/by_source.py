@@ -1,4 +1,4 @@
-"""The reward function of mixed data: picks the reward by a row's data_source. Add your own reward here."""
+"""Score mixed data: choose the reward function by a row's data_source. Add your own reward here."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def compute_score(
 ) -> dict[str, float]:
     """Score one response in verl's `custom_reward_function` contract: {score, acc, format}, each in 0..1.
 
-    Rows of the learnable task (rewards/learnable.py) score the share of right symbols, all others are maths
-    (rewards/maths.py, which takes `maths_options`). The keys are the same for both, which verl relies on.
+    Rows of the learnable task (rewards/learnable.py) score the share of right symbols; all others are maths
+    (rewards/maths.py, which takes `maths_options`). The keys are the same for both, as verl requires.
     """
     if data_source != learnable.DATA_SOURCE:
         return maths.compute_score(data_source, solution_str, ground_truth, extra_info, **maths_options)

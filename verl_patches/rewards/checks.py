@@ -1,4 +1,4 @@
-"""The rules of the reward: its parts, and the passes of reward models."""
+"""Check the reward's settings: its parts, and the passes of reward models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_patches.spec import RunSpec
 
 
 def reward_checks(run: RunSpec) -> Iterator[Check]:
-    """recipe.rewards: parts that the run can have, and some, unless the objective needs none."""
+    """Check that the run can compute all parts of recipe.rewards, and has one, unless it trains on fixed data."""
     parts, recipe, longest = run.rewards, run.recipe, run.verl.data.max_response_length
     faults = []
     if "reward.parts" not in run.rows and recipe.rewards is not None:
@@ -40,7 +40,7 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def reward_model_checks(run: RunSpec) -> Iterator[Check]:
-    """What the passes of reward models need of verl's section; none without one."""
+    """Check that verl's section reward_model fits the passes of reward models; skip without one."""
     models, section, rollout = run.reward_models, run.verl.reward_model, run.verl.actor_rollout_ref.rollout
     if not models:
         return

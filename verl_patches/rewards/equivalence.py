@@ -1,8 +1,8 @@
-r"""Decides whether two answers are equal. The rules are listed, with examples, in docs/maths-reward.md.
+r"""Decide whether two answers are equal. docs/maths-reward.md lists the rules, with examples.
 
-Answers are brought into one spelling and split into items, names and units; math-verify compares the values that
-remain. What it would misread or read only in part (5_{max}, 5\quad 6, 2^3^2) equals its own text only. A comparison may
-take for ever (10^{10^{10}}): maths.py makes it in a process with limits.
+Answers are brought into one spelling and split into items, names and units; math-verify compares the remaining
+values. An answer that it would misread or read only in part (5_{max}, 5\quad 6, 2^3^2) equals only its own text. A
+comparison may never end (10^{10^{10}}), so maths.py makes it in a process with limits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
 
-DIGITS = 200  # significant ones in which two irrational numbers agree
-POINTS, FEWEST_POINTS = 24, 4  # at which functions are compared; variables are positive at the second half
+DIGITS = 200  # significant digits in which two irrational numbers must agree
+POINTS, FEWEST_POINTS = 24, 4  # random points of functions; variables are positive at the second half
 
 _HAN = "\u4e00-\u9fff"  # Chinese characters
 _FUNCTIONS = "arcsin|arccos|arctan|arccot|arcsec|arccsc|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp"
@@ -47,11 +47,11 @@ _RULES = (
     (r"(?<=[0-9])(?:\\,|\\!|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))", ""),  # marks of thousands
     (r"(?<!\\)\\ |\\hspace\*?\{[^{}]*\}", " "),
     (r"\\[A-Za-z]+|\\.|[<>!]=|\+/-|.", lambda m: _SPELLING.get(m[0], m[0])),
-    # money: the sign behind the amount, as a unit
+    # money: the sign moves behind the amount, as a unit
     (r"(?:^|(?<=[ ,;=<>(-]))(?:US ?)?\\?\$(?= ?\.?[0-9])|(?<=[0-9])\$$", r"\\$"),
     (rf"(\\\$|[£€¥])\s*{_AMOUNT}\s*((?:thousand|[mb]illion)?)", r"\2\\text{\3 \1}"),
     (rf"{_AMOUNT}\s*(\\\$|[£€¥])(?!\}})", r"\1\\text{\2}"),
-    # text, and words with a sign of their own
+    # text, and words that stand for a sign
     (r"\\text\s*\{\s*", r"\\text{"),
     (rf"\\text\{{({_FUNCTIONS})\s*\}}", r"\\\1 "),
     (r",?\s*(?:\\text\{,?\s*and\s*\}|(?<![A-Za-z])and(?![A-Za-z]))", ","),
@@ -83,7 +83,7 @@ _RULES = (
     (r"^([^:{}]+):([^:{}]+):([^:{}]+)$", r"((\1)/(\2),(\2)/(\3))"),
     (r"(?<![0-9,.(\[{])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,)\]}])", lambda m: m[0].replace(",", "")),
 )
-_ARGUMENTS = (  # what stands without braces -> with them
+_ARGUMENTS = (  # arguments without braces -> with them
     (r"([\^_]|\\(?:sqrt|frac|binom))\s+", r"\1"),
     (rf"\\sqrt(\[[^\]]*\])?\s*(?:{_BARE}|\(([^()]*)\))", r"\\sqrt\1{\2\3}"),
     (rf"\\(frac|binom)({_GROUP})?\s*{_BARE}", r"\\\1\2{\3}"),
@@ -94,7 +94,7 @@ _WORD = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}|([A-Za-z][A-Za-z .'-]{3,}|
 
 
 def _normalise(answer: str) -> str:
-    """Return the answer in one spelling, without formula delimiters, spaces that say nothing and a last full stop."""
+    """Return the answer in one spelling, without formula delimiters, meaningless spaces and a final full stop."""
     while match := re.fullmatch(r"\s*(?:\$\$?|\\\(|\\\[)((?:\\\$|[^$])*?)(?:\$\$?|\\\)|\\\])\s*", answer):
         answer = match[1]
     for pattern, spelling in _RULES:
@@ -128,7 +128,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Compare lists in any order, but in the same one where only one side names its values (x = 1, y = 2)."""
+    """Compare lists in any order, but in the same order if only one side names its values (x = 1, y = 2)."""
     golds, answers = _items(gold), _items(answer)
     if gold == answer or len(golds) != len(answers):
         return gold == answer
@@ -191,7 +191,7 @@ _UNITS = {
     for names, value in (entry.split(" = ") for entry in re.split("; |\n", _TABLE.strip()))
     for name in names.split()
 }
-_QUANTITY = re.compile(  # value and unit, which outside of \text{} stands behind a number
+_QUANTITY = re.compile(  # value and unit, which outside of \text{} must follow a number
     r"(?!.*\\(?:sin|cos|tan|cot|sec|csc)\b.*\\circ\}$)(.*[0-9)}]|.*\\pi)(\\text\{[^{}]*\}(?:\^\{[23]\})?|\^\{\\circ\}|\\?%)"
     r"|(-?[^A-Za-z+-]*[0-9)}]) ?([A-Za-z][A-Za-z/ .]*(?:\^\{[23]\}|[23])?)"
 )
@@ -200,7 +200,7 @@ _PART = re.compile(rf"({'|'.join(_POWERS)}|)(\\?[A-Za-z$]+|[£€¥]|[{_HAN}]+)(
 
 
 def _quantity(text: str) -> tuple[str, Any]:
-    """Return (value, unit) of an item, % and scale words in the value; (text, None) where the text ends in no unit."""
+    """Return (value, unit) of an item, % and scale words in the value; (text, None) if it does not end in a unit."""
     match = _QUANTITY.fullmatch(text)
     if not match:
         return text, None
@@ -218,7 +218,7 @@ def _quantity(text: str) -> tuple[str, Any]:
 
 
 def _equal_quantities(gold: str, answer: str) -> bool:
-    """Compare two items; a unit on one side only does not count, and the response may leave out the sign of 65%."""
+    """Compare two items; a unit on one side only is ignored, and the response may leave out the sign of 65%."""
     if (percent := re.fullmatch(r"((?:[2-9]|1[0-9.])[0-9.]*)\\?%", gold)) and _equal_values(percent[1], answer):
         return True
     (gold_value, gold_unit), (value, unit) = _quantity(gold), _quantity(answer)
@@ -240,7 +240,7 @@ def _equal_values(gold: str, answer: str) -> bool:
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
-    """Compare two expressions at random points at which every power, root and logarithm of `a` is real."""
+    """Compare two expressions at random points where every power, root and logarithm of `a` is real."""
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
     parts = a.atoms(sympy.Pow, sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc)  # not real everywhere
     for number in range(POINTS):
@@ -271,7 +271,7 @@ _EXACT = (
 
 @functools.lru_cache(maxsize=1024)  # a prompt's gold answer is parsed once per response
 def _parsed(text: str) -> Any:
-    """Return the sympy object of all of the text, i as the imaginary unit; None where math-verify misreads it."""
+    """Return the sympy object of the whole text, with i as the imaginary unit; None if math-verify misreads it."""
     text = re.sub(r"([0-9.]+)\^\{\\circ\}", r"(\\frac{\1\\pi}{180})", text)
     commands = re.findall(r"\\([A-Za-z]+)", text)
     odd_groups = text.count("}{") > commands.count("frac") + commands.count("binom") or text.count("|") % 2

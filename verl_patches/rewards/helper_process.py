@@ -1,6 +1,6 @@
-"""Calls an importable function in a helper process with limits of CPU time, wall-clock time and memory.
+"""Call an importable function in a helper process with limits of CPU time, wall-clock time and memory.
 
-The kernel ends the process at a limit; a signal handler in Python cannot stop one long C call, as 10**10**10.
+The kernel ends the process at a limit; a Python signal handler cannot stop one long C call, such as 10**10**10.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 
-MEMORY_BYTES = 1 << 30  # of the helper, on top of its imports
-_WALL_FACTOR = 4.0  # limit of a call's wall-clock time over its CPU limit
-_START_S = 60.0  # CPU limit of the trial
+MEMORY_BYTES = 1 << 30  # of the helper, in addition to its imports
+_WALL_FACTOR = 4.0  # a call's wall-clock limit over its CPU limit
+_START_S = 60.0  # CPU limit of the trial call
 
 
 class CallError(Exception):
-    """A call in a helper process reached a limit, raised an error (its cause), or lost its process."""
+    """Report that a call in a helper process reached a limit, raised an error (its cause), or lost its process."""
 
 
 class HelperProcess:
-    """A process that makes one call of `function`, "module:name", at a time; any thread may ask for one.
+    """Run calls of `function`, "module:name", in a process, one at a time; any thread may call.
 
     Arguments and results are pickled. `trial`: arguments of a first call, which has no memory limit and whose result
-    must be true. The process ends itself at a limit, and when its parent ends, as its standard input then closes.
+    must be true. The process ends at a limit, and when its parent ends, as its standard input then closes.
     """
 
     def __init__(self, function: str, trial: tuple[Any, ...]) -> None:
@@ -41,7 +41,7 @@ class HelperProcess:
         self._process: Popen[bytes] | None = None
 
     def call(self, *arguments: Any, cpu_limit_s: float) -> Any:
-        """Return the function's result, or raise CallError; a process that was lost is replaced once."""
+        """Return the function's result, or raise CallError; replace a lost process once."""
         with self._lock:
             for _ in range(2):
                 process, self._process = self._process or self._start(), None  # an interrupted call leaves no reply
@@ -57,9 +57,9 @@ class HelperProcess:
         raise CallError(f"the helper process ended twice, the last time with exit code {process.returncode}")
 
     def _start(self) -> Popen[bytes]:
-        """Start the process; raises ConfigError unless its trial's result is true."""
+        """Start the process; raise ConfigError unless the result of its trial is true."""
         command = [sys.executable, "-m", "verl_patches.rewards.helper_process", self._function]
-        # The same import path as here: a Ray worker finds this package where its driver put it, not where we are.
+        # The import path is that of this process, as a Ray worker finds this package where its driver put it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
         result, error, _ = _reply(process, self._trial, _START_S) or (None, "no reply", "")
@@ -73,25 +73,25 @@ class HelperProcess:
 
 
 def _reply(process: Popen[bytes], arguments: tuple[Any, ...], cpu_limit_s: float) -> tuple[Any, str, str] | None:
-    """Return (result, error, traceback) of one call; None, and the process has ended, where it was lost."""
+    """Return (result, error, traceback) of one call; None if the process was lost and has ended."""
     assert process.stdin and process.stdout
     try:
         pickle.dump((arguments, cpu_limit_s), process.stdin)
         process.stdin.flush()
         return pickle.load(process.stdout)
-    except (BrokenPipeError, EOFError, pickle.UnpicklingError):  # the last one: it ended within a reply
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError):  # UnpicklingError: it ended within a reply
         process.communicate()  # closes the pipes and waits
         return None
 
 
 def serve(function: str) -> None:
-    """Reply to each call on standard input, until its end; the memory limit holds after the first one."""
+    """Reply to each call on standard input, until it closes; the memory limit holds after the first call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; its end closes our standard input
-    for number in (signal.SIGPROF, signal.SIGALRM):  # end this process, in a long C call too
+    for number in (signal.SIGPROF, signal.SIGALRM):  # end this process, even in a long C call
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the function prints is no reply
+    os.dup2(2, 1)  # keep the function's prints out of the replies
 
     def answer_call() -> None:
         arguments, cpu_limit_s = pickle.load(sys.stdin.buffer)

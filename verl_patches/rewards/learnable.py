@@ -1,8 +1,8 @@
-"""A task that a tiny random model learns in a few dozen GRPO steps: answer in the kind of symbols of the prompt.
+"""Score a task that a tiny random model learns in a few dozen GRPO steps: answer in the prompt's kind of symbols.
 
 A prompt is twelve symbols of one of three kinds: small letters, capitals, or marks (digits and punctuation). The reward
 is the share of the response's characters that are of the same kind. The kinds are disjoint and equally frequent, so an
-answer that does not depend on the prompt earns at most 1/3 on average; the prompt's kind throughout earns 1. Every
+answer that does not depend on the prompt earns at most 1/3 on average; only the prompt's kind throughout earns 1. Every
 single token changes the reward, and random tokens of the tiny model's tokenizer earn about 0.3, so there is a gradient
 from the first step. data/make_learnable.py makes the rows.
 """
@@ -20,16 +20,16 @@ KINDS: dict[str, str] = {
     "capitals": string.ascii_uppercase,
     "marks": string.digits + string.punctuation,
 }
-MIN_CHARS = 16  # a shorter answer is paid as if it were this long: stopping at once must not pay
+MIN_CHARS = 16  # a shorter answer is scored as if it were this long, so that stopping at once does not pay
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """Share in 0..1 of the response's characters, white space aside, that are of the kind `ground_truth`.
+    """Return the share, 0..1, of the response's characters, without white space, that are of kind `ground_truth`.
 
-    Follows verl's `custom_reward_function`. Bytes that are no text decode to a character of no kind. Raises
-    ConfigError for a kind that does not exist.
+    Follows verl's `custom_reward_function`. Bytes that are not text decode to a character of no kind. Raises
+    ConfigError for an unknown kind.
     """
     if ground_truth not in KINDS:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Adds up the parts of recipe.rewards for a batch, in place of verl's reward managers (row reward.parts).
+"""Add up the parts of recipe.rewards for a batch, in place of verl's reward managers (row reward.parts).
 
-verl's managers know one function, and return the scores of a reward model in place of its own. Functions run one
-response after the other in the controller, as with verl's `naive`.
+verl's managers call one function, and a reward model's scores replace its result. Functions run in the controller,
+one response after the other, as in verl's `naive` manager.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _FUNCTIONS = {
     "learnable": learnable.compute_score,
     "format": maths.format_score,
 }
-# (verl's keywords of a response, its tokens) -> a number, or a dict with `score` and other values; None: a reward model
+# (verl's keywords of a response, its tokens) -> a number, or a dict with `score` and others; None for a reward model
 Score = Callable[[dict[str, Any], int], Any]
 
 
 class RewardError(RecipeError):
-    """A part of the reward failed; names the part, the sample, and the line of the user's file."""
+    """Report that a part of the reward failed; the message names part, sample, and the line of the user's file."""
 
 
 @dataclass
 class RewardManager:
-    """Callable as verl's reward managers.
+    """Compute rewards of a batch; called like verl's reward managers.
 
-    validates: for verl's validation, which runs no reward model, so that its part is left out.
+    validates: for verl's validation, which runs no reward model, so that a reward model's part is left out.
     """
 
     parts: Sequence[tuple[Part, Score | None]]
@@ -49,13 +49,13 @@ class RewardManager:
     error: Exception | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """Rewards [B, S_response] fp32, on the last token of each response; zeros of no part.
+        """Return rewards [B, S_response] fp32, on the last token of each response; zeros without parts.
 
-        With `return_dict` also, as reward_extra_info, columns of B values: reward/LABEL, the score of each part without
-        its weight, and what functions return beside `score`; of two equal names that of the earlier part.
+        With `return_dict` also, as reward_extra_info, columns of B values: reward/LABEL, each part's score without its
+        weight, and other values that functions return beside `score`; the earlier part wins for equal names.
 
-        Raises RewardError, at any later call too: verl's compute_reward prints the error of a first call and makes a
-        second, which would train on rewards of a part that had failed.
+        Raises RewardError, and again at every later call: verl's compute_reward prints the error of a first call and
+        makes a second, which would train on rewards of a failed part.
         """
         if self.error is not None:
             raise self.error
@@ -94,7 +94,7 @@ class RewardManager:
         return rewards, columns
 
     def _samples(self, data: DataProto, lengths: Sequence[int]) -> list[tuple[dict[str, Any], int]]:
-        """(verl's keywords, tokens) of each response; rows without a gold answer have None."""
+        """Return (verl's keywords, tokens) of each response; the gold answer of rows without one is None."""
         nothing, names = [None] * len(lengths), (self.reward_fn_key, "reward_model", "extra_info")
         columns = (data.non_tensor_batch.get(name, nothing) for name in names)
         samples = []
@@ -108,7 +108,7 @@ class RewardManager:
 def _results(
     part: Part, score: Score, samples: Sequence[tuple[dict[str, Any], int]], uids: Sequence[str] | None
 ) -> tuple[list[float], dict[str, list[Any]]]:
-    """(scores, other columns) of one part; RewardError names the sample."""
+    """Return (scores, other columns) of one part; RewardError names the sample."""
     values: list[float] = []
     columns: dict[str, list[Any]] = {}
     for row, (keywords, tokens) in enumerate(samples):
@@ -129,15 +129,15 @@ def _results(
 
 
 def failed(part: Part, error: Exception, place: str) -> RewardError:
-    """The error of a part, with the last line of the user's file that led to it, in another process too."""
+    """Return a part's error, with the last line of the user's file that led to it, in another process too."""
     line = place_in("".join(traceback.format_exception(error)), part.entry.path)
     return RewardError(f"{part}, {place}: {line}{type(error).__name__}: {error}")
 
 
 def load_parts(original: Callable) -> Callable:
-    """Provider for verl's load_reward_manager: a RewardManager with the parts of the configuration.
+    """Wrap verl's load_reward_manager: return a RewardManager with the parts of the configuration.
 
-    They are not taken from `run_of`: verl 0.4.0's main loads rewards before the trainer is made, which without the
+    The parts do not come from `run_of`: verl 0.4.0's main loads rewards before it makes the trainer, which without the
     launcher writes the facts of the run (import_alone.py).
     """
 
@@ -151,7 +151,7 @@ def load_parts(original: Callable) -> Callable:
 
 
 def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
-    from verl.trainer.ppo.reward import get_custom_reward_fn  # whose import applies this row
+    from verl.trainer.ppo.reward import get_custom_reward_fn  # its import applies this row
 
     entry, options = part.entry, {}
     if entry.name == "reward_model":

@@ -1,11 +1,11 @@
-r"""Reward for maths answers: the last \boxed{...} of a response, compared with the gold answer by math-verify.
+r"""Score maths answers: the last \boxed{...} of a response, compared with the gold answer by math-verify.
 
-Deviates from common rewards, which search the whole response: only what stands in the last box counts, so a gold
-string in the reasoning, in an earlier box or in a box that is never closed earns nothing.
+Deviates from common rewards, which search the whole response: only the content of the last box counts, so a gold
+string in the reasoning, in an earlier box or in an unclosed box earns nothing.
 
 A correct answer earns 1.0. A wrong answer in the right form earns `format_weight`, anything else earns nothing. The
-form's share is small because GRPO divides by the spread inside a group: where no response of a group is correct, the
-form alone decides the advantages, however small its weight; a weight of 0 switches that off.
+form's share is small because GRPO divides by the spread inside a group: if no response of a group is correct, the form
+alone decides the advantages, however small its weight; a weight of 0 switches that off.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def compute_score(
 ) -> dict[str, float]:
     """Score one response, in verl's `custom_reward_function` contract.
 
-    Returns score in 0..1 (as said above), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
-    non-empty last box); the keys are the same for every response, which verl relies on. `format_weight` and
-    `cpu_limit_s`, of a comparison, are keys of an entry of recipe.rewards. May be called from any thread or process.
-    Raises ConfigError for a gold answer that is empty or not a string or number, and for another `format_weight`.
+    Returns score in 0..1 (as above), acc (1.0 if the answer is right) and format (1.0 if there is a closed, non-empty
+    last box); the keys are the same for every response, as verl requires. `format_weight` and `cpu_limit_s` (of one
+    comparison) are keys of an entry of recipe.rewards. May be called from any thread or process. Raises ConfigError for
+    a gold answer that is empty or not a string or number, and for an invalid `format_weight`.
     """
     if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
         raise ConfigError(
@@ -62,12 +62,12 @@ def compute_score(
 
 @functools.cache
 def _helper_of(process_id: int) -> HelperProcess:
-    """Return the helper of one process: a fork never talks to its parent's."""
+    """Return the helper of one process, so that a fork never talks to its parent's helper."""
     return HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=(r"\frac{1}{2}", "0.5"))
 
 
 def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:
-    """Compare in a helper process (equivalence.py); what cannot be compared within the limits is not equal."""
+    """Compare in a helper process (equivalence.py); answers that cannot be compared within the limits are not equal."""
     try:
         return _helper_of(os.getpid()).call(gold, answer, cpu_limit_s=cpu_limit_s)
     except CallError as why:
@@ -83,11 +83,11 @@ def format_score(
 
 
 def last_box(text: str) -> str | None:
-    r"""Return what the last \boxed{...} holds, stripped; None if there is none, it is open, or it holds another box.
+    r"""Return the content of the last \boxed{...}, stripped; None if there is none, or it is open or holds a box.
 
     Braces must balance inside the box; \{ and \} are text. Only the last 65,536 characters are read.
     """
-    open_braces: list[int | None] = []  # for a brace that opens a box, where its content begins
+    open_braces: list[int | None] = []  # where a box's content begins, None for other braces
     open_boxes, nested, content = 0, False, None
     tail = text[-TAIL_CHARS:]
     for token in _TOKEN.finditer(tail):

@@ -17,15 +17,15 @@ from verl_patches.recipe import TAKES, Part, Reward
 from verl_patches.values import types_of, unknown_key, value_faults
 
 SHORT_FORM = "custom_reward_function"
-METRIC = "reward/"  # before a part's label: its scores in verl's extra information, and its mean among the metrics
+METRIC = "reward/"  # prefix of a part's label: its scores in verl's extra information, and its mean among the metrics
 RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
 
 
 def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     """Return the parts of a run's reward in order; without any key that names one, verl's own score by data source.
 
-    They are those of recipe.rewards, or of verl's section custom_reward_function in its place. Raises ConfigError that
-    lists every fault of the entries, or where both name a reward.
+    The parts are those of recipe.rewards, or else verl's section custom_reward_function. Raises ConfigError that lists
+    every fault of the entries, or if both name a reward.
     """
     read = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
     given, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
@@ -50,7 +50,7 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
 
 
 def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
-    """What is wrong with one entry: its name, a value, or a key that its name does not take."""
+    """Return the faults of one entry: its name, a value, or a key that its name does not take."""
     types = {f"{where}.{key}": kind for key, kind in types_of(Reward).items()}
     faults = value_faults(types, {f"{where}.{key}": value for key, value in {"name": None, **entry}.items()})
     if any(fault.startswith(f"{where}.name ") for fault in faults):
@@ -66,7 +66,7 @@ def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def length_penalty(tokens: int, longest: int, buffer: int) -> float:
-    """DAPO's penalty of a response of `tokens` tokens, in -1..0 (arXiv:2503.14476, eq. 13).
+    """Return DAPO's penalty of a response of `tokens` tokens, in -1..0 (arXiv:2503.14476, eq. 13).
 
     0 up to `longest - buffer`, then linear to -1 at `longest`.
     """
@@ -74,6 +74,6 @@ def length_penalty(tokens: int, longest: int, buffer: int) -> float:
 
 
 def part_means(columns: Mapping[str, Any]) -> dict[str, float]:
-    """{label: mean score over the batch} of the parts, from the columns that verl makes of a manager's information."""
+    """Return {label: mean score over the batch} of the parts, from verl's columns of a manager's extra information."""
     found = {name.removeprefix(METRIC): values for name, values in columns.items() if name.startswith(METRIC)}
     return {label: statistics.fmean(values) for label, values in found.items()}

@@ -1,1 +1,1 @@
-"""The features of one GRPO step, a folder each, with their state, their rules and the providers of their rows."""
+"""Implement the features of one GRPO step, a folder each, with their state, their checks and their patches."""

@@ -1,1 +1,1 @@
-"""Log-probs of rollout and actor: checks, correction, on-policy updates."""
+"""Check and correct log-probs of rollout and actor, and run on-policy updates."""

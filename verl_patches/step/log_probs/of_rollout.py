@@ -1,9 +1,9 @@
-"""vLLM's log-probs of sampled tokens: of a step's responses, and of sequences sampled for the log-prob check.
+"""Keep vLLM's log-probs of sampled tokens: of a step's responses, and of sequences sampled for the log-prob check.
 
-verl 54c9b736 receives the first from vLLM and drops them; verl 0.4.0 returns them. Where a run samples at another
-temperature or truncates the distribution (top-k, top-p), they are not those of the model's distribution. For the check
-(step/log_probs/sampled_check.py) vLLM then samples again at temperature 1, in a second call after that of the
-responses. It does not change these: its requests have their own seeds.
+verl 54c9b736 receives the responses' log-probs from vLLM and drops them; verl 0.4.0 returns them. If a run samples at
+another temperature or truncates the distribution (top-k, top-p), they are not those of the model's distribution. For
+the check (step/log_probs/sampled_check.py) vLLM then samples again at temperature 1, in a second call after that of the
+responses. That call does not change the responses: its requests have their own seeds.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
+PADDING = -1.0  # as in verl 0.4.0 (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
 CHECK_TOKENS = 256  # limit of a checked sequence: wrong weights show in every token, and each one costs a decoding step
 
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Sequences that each replica samples for the check behind a step's responses; seed: of their sampling."""
+    """Request sequences that each replica samples for the check after a step's responses; seed: of their sampling."""
 
     sequences: int
     seed: int
@@ -28,7 +28,7 @@ class CheckRequest:
 
 @dataclass(frozen=True)
 class CheckedSamples:
-    """Sequences of one replica and vLLM's log-prob of each token of a response; seconds: of their sampling."""
+    """Hold one replica's sequences and vLLM's log-prob of each response token; seconds: of their sampling."""
 
     prompts: list[list[int]]
     responses: list[list[int]]
@@ -37,10 +37,10 @@ class CheckedSamples:
 
 
 def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
-    """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
+    """Wrap `vLLMRollout.generate_sequences`: add `rollout_log_probs` [B, S_response] to its batch.
 
-    fp32, on the device of the responses. After `self.check_request` was set (RecipeWorker.begin_rollout) the replica
-    samples once from its first prompts again, and has the result of `sample_for_check` in `self.checked`.
+    They are fp32, on the device of the responses. After `self.check_request` was set (RecipeWorker.begin_rollout) the
+    replica samples once more from its first prompts, and stores the result of `sample_for_check` in `self.checked`.
     """
 
     @functools.wraps(generate_sequences)
@@ -83,8 +83,8 @@ def _first_prompts(prompts: Any, count: int) -> list[list[int]]:
 def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> CheckedSamples:
     """Sample one sequence per prompt at temperature 1 with top-k and top-p off.
 
-    In the order of `prompts`, each of at most `tokens`. `engine`: vLLM's LLM, awake; all ranks of its instance must
-    call this.
+    The sequences are in the order of `prompts`, each of at most `tokens`. `engine`: vLLM's LLM, awake; all ranks of its
+    instance must call this.
     """
     from vllm import SamplingParams
 
@@ -103,6 +103,6 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
 
 
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:
-    """One log-prob per token, as vLLM gives them ([{token: Logprob}]), padded on the right to `length`."""
+    """Return one log-prob per token from vLLM's format ([{token: Logprob}]), padded on the right to `length`."""
     values = [of_token[token].logprob for token, of_token in zip(tokens, log_probs, strict=True)]
     return values + [PADDING] * (length - len(values))

@@ -1,8 +1,8 @@
-"""Settings of `recipe` for the loss of an update, and the configurations in which they are invalid. No torch here.
+"""Parse and check the settings of `recipe` that change old log-probs or importance ratios of an update. No torch here.
 
-recipe.train.skip_old_log_prob   the update uses its own log-probs as old ones, which saves a forward pass of the actor
-recipe.train.importance_ratio    sequence: GSPO's ratios (arXiv:2507.18071) instead of those of tokens
-recipe.rollout_correction        importance weights and rejection for vLLM's probabilities that differ from the actor's
+recipe.train.skip_old_log_prob   the update takes its own log-probs as old ones, which saves a forward pass of the actor
+recipe.train.importance_ratio    sequence: GSPO's ratios of sequences (arXiv:2507.18071), not of tokens
+recipe.rollout_correction        importance weights and rejection where vLLM's probabilities differ from the actor's
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 
 @dataclass(frozen=True)
 class Correction:
-    """recipe.rollout_correction with weights, rejection or both on.
+    """Hold recipe.rollout_correction with weights, rejection or both on.
 
-    level: ratio that weights a token, token or sequence; cap: the highest weight. reject: ratio that rejects a
+    level: whose ratio weights a token, token or sequence; cap: the highest weight. reject: the quantity that rejects a
     sequence, seq_sum_k1 or seq_mean_k1; bounds: lowest and highest pi_rollout / pi_actor of an accepted sequence.
     """
 
@@ -35,12 +35,12 @@ class Correction:
 
 
 def has_correction(section: Any) -> bool:
-    """Whether a part of recipe.rollout_correction is on."""
+    """Return whether a part of recipe.rollout_correction is on."""
     return section.rollout_is is not None or section.rollout_rs is not None
 
 
 def correction_of(section: Any) -> Correction | None:
-    """The parsed section; None where all of it is off. Raises ConfigError for invalid bounds."""
+    """Return the parsed section; None if all of it is off. Raises ConfigError for invalid bounds."""
     if not has_correction(section):
         return None
     bounds = None if section.rollout_rs is None else ratio_bounds(section.rollout_rs_threshold)
@@ -48,7 +48,7 @@ def correction_of(section: Any) -> Correction | None:
 
 
 def ratio_bounds(text: str | None) -> tuple[float, float]:
-    """(lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for anything else, as "12" (YAML's 1_2)."""
+    """Return (lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for others, like "12" (YAML's 1_2)."""
     try:
         numbers = [float(number) for number in str(text).split("_")]
         low, high = numbers if len(numbers) == 2 else (1 / numbers[0], *numbers)
@@ -72,7 +72,7 @@ def on_policy_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def needs_old_log_probs(run: RunSpec) -> bool:
-    """Whether the update cannot take its own log-probs as old ones: weights change in it, or KL is in the reward."""
+    """Return whether the update needs separate old log-probs: weights change in it, or KL is in the reward."""
     actor = run.verl.actor_rollout_ref.actor
     several = actor.ppo_mini_batch_size != run.verl.data.train_batch_size or actor.ppo_epochs != 1
     return bool(several or run.verl.algorithm.use_kl_in_reward)

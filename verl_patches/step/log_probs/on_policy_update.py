@@ -1,12 +1,12 @@
-"""What the loss of an update takes for old log-probs and advantages.
+"""Replace old log-probs, or weight advantages, in the loss of an update.
 
-recipe.train.skip_old_log_prob leaves out the separate pass for old log-probs, recipe.rollout_correction has weights,
-and recipe.train.importance_ratio=sequence is GSPO.
+Three settings use it: recipe.train.skip_old_log_prob leaves out the separate pass for old log-probs,
+recipe.rollout_correction weights advantages, and recipe.train.importance_ratio=sequence is GSPO.
 
-trainer/worker_group.py skips compute_log_prob, and no batch of the trainer has the column. `OnPolicyUpdate`
-gives the loss vLLM's log-probs as old ones, or weighs the advantages. `loss_on_policy` replaces old log-probs by those
-that the update computes: the ratio is exactly 1. For GSPO it moves them so that each token's ratio is that of its
-sequence.
+With skip_old_log_prob trainer/worker_group.py skips compute_log_prob, and the trainer's batch has no such column.
+`OnPolicyUpdate` passes vLLM's log-probs as old ones, or weights the advantages. `loss_on_policy` replaces old log-probs
+by those that the update computes, so the ratio is exactly 1. For GSPO it shifts them so that each token's ratio is
+that of its sequence.
 
 With one mini batch and one epoch the update's forward pass has the same weights as verl's separate pass, so both give
 the same log-probs; step/log_probs/on_policy.py refuses other configurations. Imports torch, not verl.
@@ -40,21 +40,21 @@ _NOT_REACHED = (
 
 
 class OnPolicyUpdate:
-    """One update_actor: log-probs of vLLM and of the actor, in the order of its micro batches.
+    """Hold the log-probs of vLLM and of the actor in one update_actor, in the order of its micro batches.
 
-    `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, None for none; `by_sequence`:
-    recipe.train.importance_ratio is sequence, which goes with `skip` false only.
+    `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, or None; `by_sequence`:
+    recipe.train.importance_ratio is sequence, which requires `skip` to be false.
     """
 
     def __init__(self, skip: bool, correction: Correction | None, by_sequence: bool = False):
         self.skip, self.correction, self.has_rollout, self.reached = skip, correction, False, False
         self.by_sequence = by_sequence
         self.seen: list[tuple[torch.Tensor, ...]] = []
-        self.sums: dict[str, float] = {}  # of the update's log-probs and their number, where vLLM has none
+        self.sums: dict[str, float] = {}  # sum and number of the update's log-probs, without vLLM's
 
     @classmethod
     def of(cls, run: RunSpec) -> OnPolicyUpdate | None:
-        """The update that a run sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
+        """Return the update that a run sets; None for verl's own. On fixed data `skip` is exact, with a ratio of 1."""
         recipe = run.recipe
         skip = recipe.train.skip_old_log_prob or not run.samples
         correction = correction_of(recipe.rollout_correction)
@@ -63,16 +63,16 @@ class OnPolicyUpdate:
 
     @contextmanager
     def around(self, batch: Any) -> Iterator[None]:
-        """Run verl's update of `batch` inside. LogProbError without rollout log-probs; RecipeError if not reached.
+        """Run verl's update of `batch` inside; LogProbError without rollout log-probs, RecipeError if not reached.
 
-        verl's actor selects old_log_probs by name. Where the pass is left out and vLLM has none, as of fixed data, the
+        verl's actor selects old_log_probs by name. If the pass is skipped and vLLM has none, as on fixed data, the
         column is zeros, which `loss_on_policy` replaces; an update that does not reach it ends the run.
         """
         self.has_rollout = _ROLLOUT in batch.keys()
         if self.correction and not self.has_rollout:
             raise rollout_correction.LogProbError(_NO_ROLLOUT)
         if self.correction and not self.skip:
-            mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as the actor's loss has it
+            mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as in the actor's loss
             sides = batch[_ROLLOUT], batch[_OLD], mask
             self.seen.append(sides)
             batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
@@ -85,9 +85,9 @@ class OnPolicyUpdate:
             raise RecipeError(_NOT_REACHED.format("skip_old_log_prob" if self.skip else "importance_ratio"))
 
     def micro_batch(self, given: Any, log_prob: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
-        """(old log-probs, advantages) for the loss of one micro batch; all [b, S_response].
+        """Return (old log-probs, advantages) for the loss of one micro batch; all [b, S_response].
 
-        `given`: old log-probs of the batch; where the pass for them is left out, vLLM's.
+        `given`: old log-probs of the batch; vLLM's if the pass for them is skipped.
         """
         old, self.reached = log_prob.detach(), True
         if self.by_sequence:
@@ -102,7 +102,7 @@ class OnPolicyUpdate:
         return old, advantages
 
     def moments(self) -> rollout_correction.Moments | None:
-        """Moments of the update's log-probs; None on ranks that do not report."""
+        """Return moments of the update's log-probs; None on ranks that do not report."""
         if not is_metrics_rank():
             return None
         if not self.seen:
@@ -111,26 +111,26 @@ class OnPolicyUpdate:
         return rollout_correction.moments(rollout, actor, mask, self.correction)
 
 
-current_update: Current[OnPolicyUpdate | None] = Current(None)  # in progress, where it changes the loss
+current_update: Current[OnPolicyUpdate | None] = Current(None)  # the update in progress, if it changes the loss
 
 
 def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
-    """Advantages x weights, in the advantages' dtype; all [B, S_response]."""
+    """Return advantages x weights, in the advantages' dtype; all [B, S_response]."""
     return advantages * rollout_correction.weigh(rollout, actor, mask, correction).weights.to(advantages.dtype)
 
 
 def old_of_sequences(old: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Old log-probs with which every token's ratio is its sequence's (GSPO, arXiv:2507.18071, eq. 7).
+    """Return old log-probs with which every token's ratio is its sequence's (GSPO, arXiv:2507.18071, eq. 7).
 
-    All [b, S_response], without gradient. verl's loss with seq-mean-token-mean has the gradient of eq. 5 then: each
-    token brings 1/length of its sequence's.
+    All are [b, S_response], without gradient. With them verl's loss with seq-mean-token-mean has the gradient of eq. 5:
+    each token contributes 1/length of its sequence's.
     """
     mean = ((log_prob - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return log_prob - mean
 
 
 def loss_on_policy(compute_policy_loss: Callable) -> Callable:
-    """Row provider for compute_policy_loss: old log-probs are the actor's own, or give the ratios of sequences."""
+    """Wrap compute_policy_loss: old log-probs become the actor's own, or give the ratios of sequences."""
 
     @functools.wraps(compute_policy_loss)
     def loss(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, **kwargs: Any) -> Any:

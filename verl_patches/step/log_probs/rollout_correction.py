@@ -1,9 +1,9 @@
-"""Differences between vLLM's and the actor's log-probs of sampled tokens, and importance weights that correct them.
+"""Measure how vLLM's and the actor's log-probs of sampled tokens differ, and correct that by importance weights.
 
 Names and definitions are those of later verl (trainer/ppo/rollout_corr_helper.py as of b178a3cd5, "decoupled mode"): a
 token's ratio is pi_actor / pi_rollout, before the update; k1, the quantity for rejection, is -log ratio, so bounds are
-of pi_rollout / pi_actor. Unlike there, a rejected sequence still counts in the loss's mean and in the KL
-loss and adds nothing to the policy gradient: in both pins the actor's mask comes from the attention mask alone.
+of pi_rollout / pi_actor. Unlike there, a rejected sequence still counts in the loss's mean and in the KL loss, and adds
+nothing to the policy gradient: in both pins the actor's mask comes from the attention mask alone.
 
 A weight w >= 0 multiplies the advantage. PPO's loss of a token, max(-r A, -clip(r) A) with lower bound -c A for A < 0,
 is linear in a positive factor of A, so w A gives exactly w times the loss.
@@ -23,17 +23,17 @@ from verl_patches.step.log_probs.truth_check import K3_KL, KL, MAX, MEAN, NOT_FI
 
 SAFE = 20.0  # bound of |log ratio| before exp
 _CORR = "rollout_corr"  # verl's name
-MEAN_LOG_PROB = "actor/log_prob_mean"  # over the responses' tokens, where no rollout gives theirs
-_ROWS = 1024  # sequences at a time
+MEAN_LOG_PROB = "actor/log_prob_mean"  # over the responses' tokens, if no rollout gives its log-probs
+_ROWS = 1024  # sequences computed at a time
 Moments = dict[str, dict[str, float]]
 
 
 class LogProbError(RuntimeError):
-    """A sampled token's log-prob is NaN or infinite."""
+    """Report that a sampled token's log-prob is NaN or infinite."""
 
 
 class Weighed(NamedTuple):
-    """weights [B, S] fp32 or fp64, 0 outside the mask; ratios [B, S] before the cap; accepted [B] bool."""
+    """Hold weights [B, S] fp32 or fp64, 0 outside the mask; ratios [B, S] before the cap; accepted [B] bool."""
 
     weights: torch.Tensor
     ratios: torch.Tensor
@@ -41,11 +41,11 @@ class Weighed(NamedTuple):
 
 
 def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction) -> Weighed:
-    """Weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
+    """Return the weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
 
     ratio: pi_actor / pi_rollout of the token or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
-    A sequence is rejected, weight 0, where pi_rollout / pi_actor (seq_sum_k1: the product over its tokens; seq_mean_k1:
-    their geometric mean) is outside `bounds`.
+    A sequence is rejected (weight 0) if pi_rollout / pi_actor is outside `bounds`, where seq_sum_k1 takes the product
+    over its tokens, and seq_mean_k1 their geometric mean.
     """
     mask = mask.bool()
     refuse_not_finite("vLLM", rollout, mask)
@@ -58,7 +58,7 @@ def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correc
     ratios = torch.ones_like(by_token) if log_ratio is None else log_ratio.clamp(-SAFE, SAFE).exp()
     accepted = torch.ones_like(by_sequence, dtype=torch.bool)
     if correction.reject:
-        assert correction.bounds is not None  # they go with `reject`
+        assert correction.bounds is not None  # given with `reject`
         low, high = (math.log(bound) for bound in correction.bounds)
         length = mask.sum(-1).clamp(min=1) if correction.reject == "seq_mean_k1" else 1
         k1 = -by_token.clamp(-SAFE, SAFE).sum(-1) / length
@@ -68,7 +68,7 @@ def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correc
 
 
 def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
-    """LogProbError with count and first place where a valid token's log-prob is NaN or infinite."""
+    """Raise LogProbError, with count and first place, if a valid token's log-prob is NaN or infinite."""
     wrong = mask & ~torch.isfinite(log_probs)
     if wrong.any():
         row, token = wrong.nonzero()[0].tolist()
@@ -82,9 +82,9 @@ def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) 
 def moments(
     rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction | None = None
 ) -> Moments:
-    """Sums and maxima of one part of a batch, in fp64 on the host, that `merged` adds up and `metrics` reads.
+    """Return sums and maxima of one part of a batch, in fp64 on the host, for `merged` and `metrics`.
 
-    All [B, S_response], nats; no sequence may be split between parts.
+    All are [B, S_response], nats; no sequence may be split between parts.
     """
     total: Moments = {"sum": {}, "max": {}}
     for at in range(0, len(mask), _ROWS):
@@ -95,7 +95,7 @@ def moments(
 
 
 def merged(parts: Iterable[Moments | None]) -> Moments:
-    """The moments of all parts together; None counts as an empty part."""
+    """Return the moments of all parts together; None counts as an empty part."""
     sums: dict[str, float] = {}
     highest: dict[str, float] = {}
     for part in filter(None, parts):
@@ -147,9 +147,9 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
 
 
 def add_to_metrics(original: Callable) -> Callable:
-    """Provider for verl's compute_data_metrics: adds the differences of log-probs where the batch has both sides.
+    """Wrap verl's compute_data_metrics: add the differences of log-probs if the batch has both sides.
 
-    With recipe.train.skip_old_log_prob the workers report them instead (step/log_probs/on_policy_update.py).
+    With recipe.train.skip_old_log_prob the workers report them (step/log_probs/on_policy_update.py).
     """
 
     @functools.wraps(original)
@@ -164,7 +164,7 @@ def add_to_metrics(original: Callable) -> Callable:
 
 
 def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str, float]:
-    """The step's metrics by name: none without a valid token; the count and NaN if any log-prob is not finite.
+    """Return the step's metrics by name: {} without a valid token; count and NaN if any log-prob is not finite.
 
     recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
     and k3 estimates of KL(rollout || actor). Standard deviations divide by n - 1, rollout_is_std by n; undefined
@@ -195,7 +195,7 @@ def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str
 
 
 def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[str, Any]:
-    """Mean, maximum and minimum of the ratios; std and ESS of ratios clamped to [1 / cap, cap]; the capped fraction."""
+    """Return mean, max, min of the ratios; std, ESS of ratios clamped to [1 / cap, cap]; the capped fraction."""
     tokens = sums["tokens"]
     mean, mean_2 = sums["bounded"] / tokens, sums["bounded_2"] / tokens
     return {
@@ -218,11 +218,11 @@ def _pearson(sums: dict[str, float], n: float) -> float | None:
     return None if spread <= 0 else max(-1.0, min(1.0, (xy - x * y / n) / math.sqrt(spread)))
 
 
-_OF_THE_PASS = ("actor/entropy_loss",)  # metrics that verl takes from the pass for old log-probs alone
+_OF_THE_PASS = ("actor/entropy_loss",)  # metrics that verl takes only from the pass for old log-probs
 
 
 def with_workers_metrics(step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any) -> dict[str, Any]:
-    """Metrics of a `step` with those of the workers' updates, and without those of the pass that was left out."""
+    """Return a step's metrics with those of the workers' updates, and without those of a skipped log-prob pass."""
     left_out = _OF_THE_PASS if recipe.train.skip_old_log_prob else ()
     computed = {name: value for name, value in step.items() if name not in left_out}
     return {**computed, **metrics(merged(reports), correction_of(recipe.rollout_correction))}

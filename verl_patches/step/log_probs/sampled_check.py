@@ -1,11 +1,12 @@
-"""Log-prob check for runs with temperature, top-p or top-k: every N steps, on extra samples.
+"""Check log-probs in runs with temperature, top-p or top-k: every N steps, on extra samples.
 
-    trainer    SampledCheck            every N steps, from the first on, a request to workers; then the comparison
-    worker     step/log_probs/of_rollout.py    samples once more while vLLM is awake, after the step's responses
+    trainer    SampledCheck                        every N steps from the first on, requests samples and compares
+    worker     step/log_probs/of_rollout.py        samples once more while vLLM is awake, after the step's responses
 
-trainer/worker_group.py makes the calls: begin_rollout with the request, end_rollout and the actor's compute_log_prob
-after the step's rollout. No second weight sync, and the step's responses, rewards and update are those of a run
-without the check. The actor's pass is verl's own, whose logits neither pin divides by a temperature (MegatronPPOActor).
+trainer/worker_group.py makes the calls: begin_rollout with the request, then end_rollout and the actor's
+compute_log_prob after the step's rollout. There is no second weight sync, and the step's responses, rewards and update
+are those of a run without the check. The actor's pass is verl's own, whose logits neither pin divides by a temperature
+(MegatronPPOActor).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
 
 
 class SampledCheck:
-    """The check of a run, made every `every` steps.
+    """Check log-probs of a run every `every` steps.
 
-    `report` after a step that was checked: {sequences, tokens, sample_s, log_prob_s, delta}, None after others.
+    `report` after a checked step: {sequences, tokens, sample_s, log_prob_s, delta}; None after others.
     """
 
     def __init__(self, trainer: Any, every: int):
@@ -39,12 +40,12 @@ class SampledCheck:
         self.report: dict[str, Any] | None = None
 
     def request(self, step: int) -> CheckRequest | None:
-        """What workers are asked for with the rollout of `step`; None in a step that is not checked."""
+        """Return the request to workers for the rollout of `step`; None in a step that is not checked."""
         self.report = None
         return None if (step - 1) % self._every else CheckRequest(self._sequences, seed=step)
 
     def compare(self, samples: Sequence[CheckedSamples], compute_log_prob: Callable[[DataProto], DataProto]) -> None:
-        """Make the report from the samples of all replicas; `compute_log_prob`: the actor's pass."""
+        """Make the report from the samples of all replicas; `compute_log_prob` is the actor's pass."""
         prompts = [row for of_replica in samples for row in of_replica.prompts]
         responses = [row for of_replica in samples for row in of_replica.responses]
         sampled = [row for of_replica in samples for row in of_replica.log_probs]

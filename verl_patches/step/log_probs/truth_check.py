@@ -1,8 +1,8 @@
-"""The log-prob check: vLLM's log-probs of the sampled tokens against the actor's, every step.
+"""Check vLLM's log-probs of the sampled tokens against the actor's, every step.
 
-Valid only at temperature 1 with top-p and top-k off, where both are the same quantity. In fp32, correct weights give
-about 1e-6 and wrong ones above 0.1. A run with other sampling settings draws extra sequences for the check every N
-steps (sampled_check.py). No torch here.
+The check is valid only at temperature 1 with top-p and top-k off, where both are the same quantity. In fp32, correct
+weights give about 1e-6 and wrong ones above 0.1. A run with other sampling settings draws extra sequences for the
+check every N steps (sampled_check.py). No torch here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ IN_SUMMARY = {
 
 
 class WeightSyncError(RuntimeError):
-    """vLLM's and the actor's log-probs of the same tokens differ by more than the limit."""
+    """Report that vLLM's and the actor's log-probs of the same tokens differ by more than the limit."""
 
 
 def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
-    """The entries of IN_SUMMARY that a step's metrics have; None where they have none."""
+    """Return the entries of IN_SUMMARY that a step's metrics have; None if they have none."""
     return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
 
 
 def comparable(rollout: Any) -> bool:
-    """Whether the sampling settings leave the model's distribution unchanged."""
+    """Return whether the sampling settings leave the model's distribution unchanged."""
     return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
 
 
 def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
-    """The reason why a run's log-probs cannot be compared, as text; None where they can.
+    """Return the reason why a run's log-probs cannot be compared, as text; None if they can.
 
     `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
     """
@@ -60,7 +60,7 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
 
 
 def not_compared(run: RunSpec) -> str | None:
-    """The reason why a run of `config` compares no log-probs; None where it does."""
+    """Return the reason why a run compares no log-probs; None if it compares them."""
     recipe = run.recipe
     if not run.samples:
         return "no response is sampled"
@@ -77,12 +77,12 @@ def not_compared(run: RunSpec) -> str | None:
 
 
 def sequences_of(run: RunSpec) -> int:
-    """Sequences of one check over all replicas."""
+    """Return the number of sequences of one check over all replicas."""
     return run.recipe.logprob_check.sequences or run.replicas
 
 
 def truth_check_checks(run: RunSpec) -> Iterator[Check]:
-    """Check whether and when the run compares log-probs; a note where it never does."""
+    """Check whether and when the run compares log-probs; a note if it never does."""
     faults = list(_faults(run))
     yield from (Check("truth check", False, fault) for fault in faults)
     if faults:
@@ -97,7 +97,7 @@ def truth_check_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _faults(run: RunSpec) -> Iterator[str]:
-    """Reasons why a composed configuration cannot sample sequences for the check, one sentence each."""
+    """Yield reasons why a configuration cannot sample sequences for the check, one sentence each."""
     section = run.recipe.logprob_check
     if section.every is None or section.action == "off":
         return
@@ -120,7 +120,7 @@ def _faults(run: RunSpec) -> Iterator[str]:
 
 
 def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
-    """WeightSyncError where the mean |delta| is above `limit` (nats), not a number, or missing."""
+    """Raise WeightSyncError if the mean |delta| is above `limit` (nats), not a number, or missing."""
     if delta is None:
         raise WeightSyncError(
             f"step {step}: vLLM gave no log-probs to compare the actor's with, expected one for each "

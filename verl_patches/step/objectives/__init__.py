@@ -1,1 +1,1 @@
-"""Objectives on fixed data (recipe.objective): losses, their place in verl's update, and the data."""
+"""Train on fixed data (recipe.objective): losses, their place in verl's update, and the data sets."""

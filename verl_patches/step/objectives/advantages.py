@@ -1,8 +1,8 @@
-"""Fixed data in verl's fit(), on the controller: responses in place of a rollout's, and advantages of a loss.
+"""Put fixed responses and the advantages of their loss into verl's fit(), in the controller.
 
-With one mini batch, one epoch and seq-mean-token-sum verl's update has the gradient of sum(-A dlogp) / B over the B
-responses of a batch. With A = -B dL/dlogp of each response, for all its tokens, that is the gradient of L, whatever the
-layout and the micro batches. verl's value loss is the mean of (v - returns)^2 over responses, summed over tokens:
+With one mini batch, one epoch and seq-mean-token-sum, verl's update has the gradient of sum(-A dlogp) / B over the B
+responses of a batch. With A = -B dL/dlogp of each response, for all its tokens, that is the gradient of L, for any
+layout and micro batches. verl's value loss is the mean of (v - returns)^2 over responses, summed over tokens, so
 returns = v - B/2 dL/dv.
 """
 
@@ -22,17 +22,18 @@ from verl_patches.step.log_probs.rollout_correction import MEAN_LOG_PROB
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.settings import RESPONSES
 
-# columns of a batch: 0 of a prompt's first response, 1 of the other (rejected, or of the KL); what the data says
+# columns of a batch; role: 0 for a prompt's first response, 1 for the second (rejected, or for the KL); label and marks
+# come from the data
 ROLE, LABEL, MARKS = "objective_role", "objective_label", "objective_marks"
-PREFIX = "objective/"  # of metrics
+PREFIX = "objective/"  # of metric names
 
 
 def given_responses(prompts: Any, objective: str, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """What vLLM's rollout returns for `prompts` (DataProto of verl's fit), with the responses of the data.
+    """Return tensors like those of vLLM's rollout for `prompts` (DataProto of verl's fit), with responses of the data.
 
-    The tensors of exchange.model_inputs [B, ...], `width` tokens of responses; ROLE [B]; LABEL [B] bool (kto); MARKS
-    [B, width] (prm), NaN where nothing is marked. kto: a prompt's second response is that of the row before it in the
-    batch, as in TRL.
+    They are the tensors of exchange.model_inputs [B, ...], with `width` tokens of responses; ROLE [B]; LABEL [B] bool
+    (kto); MARKS [B, width] (prm), NaN where nothing is marked. kto: a prompt's second response is that of the previous
+    row in the batch, as in TRL.
     """
     tensors, given = prompts.batch, list(prompts.non_tensor_batch["tools_kwargs"])
     responses = [row["responses"] for row in given]
@@ -55,7 +56,7 @@ def given_responses(prompts: Any, objective: str, width: int, pad_id: int) -> di
 
 
 class FixedData:
-    """recipe.objective of a run on fixed data (`settings`), and the metrics of its last step."""
+    """Compute advantages of recipe.objective (`settings`) for a run on fixed data, and hold its last step's metrics."""
 
     def __init__(self, settings: Any):
         self.settings, self.metrics = settings, dict[str, float]()
@@ -63,14 +64,14 @@ class FixedData:
     def add_advantages(self, batch: MutableMapping[str, Any], uids: Any) -> None:
         """Put advantages and returns [B, S_response] into a step's `batch`; uids [B]: equal for a prompt's responses.
 
-        objective_checks (step/objectives/checks.py) has made sure that the batch has the columns that the loss needs.
+        objective_checks (step/objectives/checks.py) ensures that the batch has the columns that the loss needs.
         """
         mask, name = batch["response_mask"].bool(), self.settings.name
         of_values = name in OF_VALUES
         if of_values:
             variable = batch["values"].double().requires_grad_()
             loss, metrics = self._of_values(variable, batch, mask, uids)
-        elif name == "sft":  # linear: the gradient needs no log-probs, and the update itself tells the loss
+        elif name == "sft":  # linear: the gradient needs no log-probs, and the update reports the loss
             variable = torch.zeros(len(mask), dtype=torch.float64, requires_grad=True)
             loss, metrics = losses.sft(variable, mask.sum(-1)), {}
         else:
@@ -110,24 +111,24 @@ class FixedData:
         return losses.bradley_terry(scores[first], scores[second])
 
     def of_step(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """{objective/...: value} of the step whose `metrics` verl has computed; sft's loss is of the update."""
+        """Return {objective/...: value} of a step from verl's `metrics`; sft's loss comes from the update."""
         if self.settings.name != "sft":
             return self.metrics
         return {f"{PREFIX}loss": -float(metrics[MEAN_LOG_PROB])}
 
 
-current_fixed_data: Current[FixedData | None] = Current(None)  # of the trainer's run; None where responses are sampled
+current_fixed_data: Current[FixedData | None] = Current(None)  # of the trainer's run; None if it samples responses
 
 
 def pairs_of(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:
-    """(rows of the first responses, rows of the second of the same prompts), in any order of the batch."""
+    """Return (rows of first responses, rows of the second of the same prompts), in any order of the batch."""
     rows = {key: row for row, key in enumerate(zip(uids, roles.tolist(), strict=True))}
     first = [row for (_, role), row in rows.items() if role == 0]
     return first, [rows[uids[row], 1] for row in first]
 
 
 def advantages_of_objective(compute_advantage: Callable) -> Callable:
-    """Row provider for verl's compute_advantage: on fixed data the advantages of the loss."""
+    """Wrap verl's compute_advantage: on fixed data compute the advantages of the loss."""
 
     @functools.wraps(compute_advantage)
     def compute(data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The rules of an algorithm: its advantage estimator, its objective, its critic."""
+"""Check an algorithm's settings: its advantage estimator, its objective, its critic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.objectives import settings
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OF_GROUPS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators
+_OF_GROUPS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators over groups
 
 
 def estimator_checks(run: RunSpec) -> Iterator[Check]:
-    """Whether a prompt has as many responses as the advantage estimator and the validation need."""
+    """Check that a prompt has as many responses as the advantage estimator and the validation need."""
     if not run.samples:
         return
     estimator, rollout = run.verl.algorithm.adv_estimator, run.verl.actor_rollout_ref.rollout
@@ -40,7 +40,7 @@ def estimator_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def objective_checks(run: RunSpec) -> Iterator[Check]:
-    """Whether the update has the gradient of recipe.objective; none where responses are sampled."""
+    """Check that the update has the gradient of recipe.objective; skip runs that sample responses."""
     if run.samples:
         return
     name = run.recipe.objective.name
@@ -56,7 +56,7 @@ def objective_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def critic_checks(run: RunSpec) -> Iterator[Check]:
-    """What a critic's passes do not have, and its model; none without a critic."""
+    """Check that a critic's passes support its settings, and that its model matches; skip without a critic."""
     critic, actor = run.critic, run.verl.actor_rollout_ref
     if critic is None:
         return

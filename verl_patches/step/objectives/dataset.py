@@ -1,9 +1,9 @@
-"""Fixed responses as a dataset of verl: data.custom_cls of the presets names this file and one of its classes.
+"""Read fixed responses as a dataset of verl: presets name this file and one of its classes in data.custom_cls.
 
-A row has the prompt as verl's own dataset makes it, and `tools_kwargs`, arguments of the rollout of one row, which
-fit() hands to generate_sequences: token ids of the responses, and what the objective needs beside them
-(step/objectives/advantages.py). The columns of each objective: step/objectives/settings.py. All rows are read at the
-start, so that a wrong one ends the run before workers start.
+A row has the prompt as verl's own dataset makes it, and `tools_kwargs`, arguments of one row's rollout, which fit()
+hands to generate_sequences: here token ids of the responses, and other data that the objective needs
+(step/objectives/advantages.py). step/objectives/settings.py lists the columns of each objective. All rows are read at
+the start, so that a wrong one ends the run before workers start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl_patches.step.batches.exchange import Ragged, prompt_inputs
 from verl_patches.step.objectives.settings import COLUMNS, KINDS, columns_of
 
 _TRUNCATIONS = ("error", "left", "right")
-_SHOWN_S = 10.0  # how often the log shows how many rows have been checked
+_SHOWN_S = 10.0  # seconds between the log's counts of checked rows
 _FITS: dict[str, Callable[[Any], bool]] = {
     "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
     "text": lambda value: isinstance(value, str) and value != "",
@@ -37,10 +37,10 @@ def _is_list(value: Any, of: Any) -> bool:
 
 
 class FixedDataset(RLHFDataset):
-    """Rows of an objective; a response ends with the end token, and is cut by data.truncation, verl's key.
+    """Read the rows of an objective; a response ends with the end token and is cut by data.truncation, verl's key.
 
-    ConfigError for a missing column, a value of another kind, and, with truncation=error, for a response of more than
-    data.max_response_length tokens; it names file and row, counted from 0.
+    Raises ConfigError for a missing column, a value of another kind, and, with truncation=error, for a response of more
+    than data.max_response_length tokens; the error names file and row, counted from 0.
     """
 
     objective = "sft"
@@ -60,7 +60,7 @@ class FixedDataset(RLHFDataset):
         super()._read_files_and_tokenize()
 
     def _check(self, file: str) -> dict[str, str]:
-        """{column: kind} that the file is read by."""
+        """Check all rows of the file; return the {column: kind} that it is read by."""
         opened = parquet.ParquetFile(file)
         names = opened.schema_arrow.names
         columns = columns_of(self.objective, names)
@@ -95,7 +95,7 @@ class FixedDataset(RLHFDataset):
             prompt = torch.tensor(given.pop("prompt"))
             tensors = prompt_inputs(Ragged(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
             row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
-        row = {name: value for name, value in row.items() if name not in columns}  # not sent through the step as text
+        row = {name: value for name, value in row.items() if name not in columns}  # text is not sent through the step
         given["responses"] = [self._cut(ids) for ids in given["responses"]]
         return {**row, "tools_kwargs": given}
 
@@ -106,7 +106,7 @@ class FixedDataset(RLHFDataset):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
-        """{responses: token ids of each response, not cut yet, and what else the objective needs of a row}."""
+        """Return {responses: uncut token ids of each response, and other data that the objective needs of a row}."""
         if "response" in row:
             return {"responses": [self._response(row["response"])]}
         ids = self.tokenizer.encode(row["text"])
@@ -121,11 +121,11 @@ class FixedDataset(RLHFDataset):
 
 
 class SftData(FixedDataset):
-    """sft: `prompt` and `response`, or raw `text`, whose first token is the prompt (continued pre-training)."""
+    """Read sft rows: `prompt` and `response`, or `text`, whose first token is the prompt (continued pre-training)."""
 
 
 class PairData(FixedDataset):
-    """dpo and ipo: `prompt`, `chosen` and `rejected`."""
+    """Read dpo and ipo rows: `prompt`, `chosen` and `rejected`."""
 
     objective = "dpo"
 
@@ -134,7 +134,10 @@ class PairData(FixedDataset):
 
 
 class RewardData(PairData):
-    """rm: as PairData, with a second end token: verl's value of a token is that of the sequence before it."""
+    """Read rm rows like PairData, with a second end token after each response.
+
+    verl's value of a token is that of the sequence before it, so the second one has the value of the whole response.
+    """
 
     objective = "rm"
 
@@ -143,7 +146,7 @@ class RewardData(PairData):
 
 
 class KtoData(FixedDataset):
-    """kto: `prompt`, `response` and `label`, true for a desirable response."""
+    """Read kto rows: `prompt`, `response` and `label`, true for a desirable response."""
 
     objective = "kto"
 
@@ -152,10 +155,10 @@ class KtoData(FixedDataset):
 
 
 class StepData(FixedDataset):
-    """prm: `prompt`, `steps` and `labels`, one for each step.
+    """Read prm rows: `prompt`, `steps` and `labels`, one for each step.
 
     marks: {place in the response: label}. verl's value of a token is that of the sequence before it, so a step's value
-    is at the token behind its last one.
+    is at the token after its last one.
     """
 
     objective = "prm"

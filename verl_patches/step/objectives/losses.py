@@ -1,4 +1,4 @@
-"""Losses of fixed data over a whole batch, and their metrics; pure functions in any floating dtype.
+"""Compute losses of fixed data over a whole batch, and their metrics; pure functions in any floating dtype.
 
 Log-ratios are log pi(y|x) - log pi_ref(y|x), summed over the tokens of a response, in nats. Each function returns the
 loss, a scalar with gradients, and {metric: scalar}. dpo, ipo and kto are those of TRL 0.17.0.
@@ -15,25 +15,25 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def sft(log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean over all target tokens of the batch; log_probs [B]: summed over each response's tokens, tokens [B]."""
+    """Return the mean loss over all target tokens; log_probs [B]: sum of each response, tokens [B]: their number."""
     return -log_probs.sum() / tokens.sum()
 
 
 def dpo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> Loss:
-    """DPO (arXiv:2305.18290) of pairs, log-ratios [P]; with label_smoothing conservative DPO, cDPO."""
+    """Return DPO's loss (arXiv:2305.18290) of pairs, log-ratios [P]; with label_smoothing conservative DPO, cDPO."""
     margins = beta * (chosen - rejected)
     losses = -logsigmoid(margins) * (1 - label_smoothing) - logsigmoid(-margins) * label_smoothing
     return losses.mean(), preference_metrics(beta * chosen, beta * rejected)
 
 
 def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> Loss:
-    """IPO (arXiv:2310.12036) of pairs; log-ratios [P] averaged over tokens. beta is the paper's tau."""
+    """Return IPO's loss (arXiv:2310.12036) of pairs; log-ratios [P] averaged over tokens. beta is the paper's tau."""
     losses = (chosen - rejected - 1 / (2 * beta)).square()
     return losses.mean(), preference_metrics(beta * chosen, beta * rejected)
 
 
 def kto(log_ratios: torch.Tensor, of_kl: torch.Tensor, desirable: torch.Tensor, settings: Any) -> Loss:
-    """KTO (arXiv:2402.01306) of unpaired rows, log-ratios and `desirable` (bool) [P].
+    """Return KTO's loss (arXiv:2402.01306) of unpaired rows, log-ratios and `desirable` (bool) [P].
 
     of_kl [P]: log-ratios of each prompt with another row's response; their mean, at least 0, is the KL, without
     gradients. settings: beta, desirable_weight, undesirable_weight.
@@ -51,18 +51,18 @@ def kto(log_ratios: torch.Tensor, of_kl: torch.Tensor, desirable: torch.Tensor, 
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> Loss:
-    """Mean of softplus(rejected - chosen) over pairs of scores [P]: a reward model's loss."""
+    """Return a reward model's loss: the mean of softplus(rejected - chosen) over pairs of scores [P]."""
     return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
 
 
 def steps(scores: torch.Tensor, labels: torch.Tensor) -> Loss:
-    """Mean binary cross-entropy over marked steps, scores (logits) and labels in 0..1 [M]: a process reward model's."""
+    """Return a process reward model's loss: mean binary cross-entropy of steps' logits and labels in 0..1 [M]."""
     loss = binary_cross_entropy_with_logits(scores, labels, reduction="sum") / max(len(scores), 1)
     return loss, {"accuracy": ((scores > 0) == (labels > 0.5)).double().mean()} if len(scores) else {}
 
 
 def preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of the rewards [P] of chosen and rejected responses."""
+    """Return metrics of the rewards [P] of chosen and rejected responses."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "margin": (chosen - rejected).mean(),

@@ -1,7 +1,7 @@
-"""What objectives on fixed data need of the configuration and of the data's columns. No torch here.
+"""Check configuration and data columns of objectives on fixed data. No torch here.
 
 verl's update has the gradient of a loss L if advantages are -B dL/dlogp (step/objectives/advantages.py), each of the B
-responses weighs 1/B, and nothing else is in its loss: `faults` names what contradicts that.
+responses has weight 1/B, and its loss has no other term: `faults` names settings that contradict that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl_patches.spec import OF_VALUES, RunSpec
 
 _PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
-# objective -> columns of a data file and their kinds, or other columns in their place
+# objective -> columns of a data file and their kinds, with alternatives
 COLUMNS: dict[str, tuple[dict[str, str], ...]] = {
     "sft": ({"prompt": "messages", "response": "text"}, {"text": "text"}),
     "dpo": (_PAIR,),
@@ -30,19 +30,19 @@ KINDS = {
     "texts": "a list of texts",
     "marks": "a list of true or false, or of numbers from 0 to 1",
 }
-RESPONSES = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # of each prompt in a batch
+RESPONSES = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # responses of each prompt in a batch
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def columns_of(objective: str, names: list[str]) -> dict[str, str]:
-    """{column: kind} that a file with these columns is read by; the first way where it has none of them whole."""
+    """Return the {column: kind} by which a file with these columns is read; the first way if none is complete."""
     ways = COLUMNS[objective]
     return next((way for way in ways if way.keys() <= set(names)), ways[0])
 
 
 def faults(run: RunSpec) -> Iterator[str]:
-    """Why a composed configuration does not train recipe.objective exactly, one sentence each; none for rl."""
+    """Yield reasons why a configuration does not train recipe.objective exactly, one sentence each; none for rl."""
     objective = run.recipe.objective
     if run.samples:
         return
@@ -62,7 +62,7 @@ def faults(run: RunSpec) -> Iterator[str]:
 
 
 def _expected(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
-    """{key: (value, reason)} of an objective."""
+    """Return {key: (expected value, reason)} for an objective."""
     trained = "critic" if name in OF_VALUES else _ACTOR
     term, sampled = "the loss has no other term", "no response is sampled"
     whole = "the gradient is that of the whole batch, at weights that have not changed"

@@ -1,1 +1,1 @@
-"""What a rollout made, recorded and replayed: its responses, and the experts that it chose; the load of experts."""
+"""Record and replay a rollout's responses and the pass's routed experts, and measure expert load."""

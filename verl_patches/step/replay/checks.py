@@ -1,4 +1,4 @@
-"""The rules of routing replay, and of recorded responses that a run trains on."""
+"""Check settings of routing replay, and of recorded responses that a run trains on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_patches.weights.run_folders import LATEST
 
 
 def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
-    """recipe.train.routing_replay: whether a pass records, and its routers are those that select."""
+    """Check that recipe.train.routing_replay has a pass that records, and routers that select; skip if it is off."""
     key, recipe = "recipe.train.routing_replay", run.recipe
     if recipe.train.routing_replay is None:
         return
@@ -30,7 +30,7 @@ def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def recording_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that a recording has the run's steps, in whole files, and is not that of the start which reads it."""
+    """Check that a recording has the run's steps, in complete files, and does not belong to the start that reads it."""
     replay, home = run.recipe.rollout.replay, run.home.resolve()
     if replay is None:
         return

@@ -1,9 +1,9 @@
-"""How evenly tokens go to experts (recipe.expert_load): max / mean tokens of an expert, in training and in rollout.
+"""Measure how evenly tokens go to experts (recipe.expert_load): max / mean tokens of an expert.
 
-Every rank counts the tokens that it sends, where the router's choice is final: in training behind the router, in
-rollout where vllm-ascend hands expert ids to its exchange. A histogram of each call is added on the device, without
-waiting; one all-reduce a step sums them. Rollout is counted outside graphs only: prompts, and decode steps of
-enforce_eager. Sums are over a step: an expert's ups and downs between calls are not seen.
+Every rank counts the tokens that it sends, once the router's choice is final: in training after the router, in
+rollout where vllm-ascend passes expert ids to its exchange. A histogram of each call is added on the device, without
+waiting; one all-reduce a step sums them. Rollout is counted outside graphs only: prompts, and decode steps with
+enforce_eager. Sums are over a step, so an expert's changes between calls are not visible.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from verl_patches.current import Current
 
 
 class ExpertLoad:
-    """Tokens of each expert and layer that this rank sends; fp32 [layers, experts], zero in layers of other ranks.
+    """Count this rank's tokens by layer and expert; fp32 [layers, experts], zero in layers of other ranks.
 
-    local: experts of a rank, which are neighbours.
+    local: number of experts on a rank, which are adjacent.
     """
 
     def __init__(self, layers: int, experts: int, local: int, device: torch.device):
         self.counts, self.local = torch.zeros(layers, experts, device=device), local
 
     def add(self, layer: int, experts: torch.Tensor) -> None:
-        """Count one call: ids [tokens, k], or which experts each token has, bool [tokens, experts]."""
+        """Count one call: expert ids [tokens, k], or a map bool [tokens, experts]."""
         size = self.counts.shape[1]
         chosen = experts.detach()
         is_map = chosen.dtype == torch.bool
         self.counts[layer] += chosen.sum(0) if is_map else torch.histc(chosen.float(), bins=size, min=0, max=size)
 
     def take(self) -> dict[str, float] | None:
-        """{max_over_mean of the least even layer, mean_over_layers, ranks_over_mean, layers} since the last call.
+        """Return {max_over_mean (least even layer), mean_over_layers, ranks_over_mean, layers} since the last call.
 
-        ranks_over_mean: tokens of the rank with most over the mean of all ranks, mean over layers: by it a layer takes
-        longer, as all ranks wait for that one (`plan --expert-load`). A collective of all ranks; the same on each. None
-        where no token was counted.
+        ranks_over_mean: tokens of the busiest rank over the mean of all ranks, mean over layers. A layer takes longer
+        by this factor, as all ranks wait for the busiest (`plan --expert-load`). Collective over all ranks; equal
+        results on each. None if no token was counted.
         """
         total = self.counts.clone()
         self.counts.zero_()
@@ -54,12 +54,12 @@ class ExpertLoad:
         return {**spread, "ranks_over_mean": busiest, "layers": len(used)}
 
 
-# counts tokens of the rollout engine's experts, with the number of each layer by the id() of its weight
+# counts tokens of the rollout engine's experts; maps id() of a layer's weight to the layer's number
 rollout_load: Current[tuple[ExpertLoad, dict[int, int]] | None] = Current(None)
 
 
 def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
-    """Count behind each router of Megatron's model chunks, whose experts `ranks` share; None for one without experts.
+    """Count after each router of Megatron's model chunks, whose experts `ranks` share; None without experts.
 
     Pipeline ranks without a router count nothing, but take part in `take`.
     """
@@ -81,7 +81,7 @@ def _count_routed(load: ExpertLoad, router: Any, inputs: Any, output: tuple) -> 
 
 
 def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
-    """Count what vllm-ascend's `model` gives to its experts (rows rollout.count_*); None for one without experts."""
+    """Count tokens that vllm-ascend's `model` sends to its experts (rows rollout.count_*); None without experts."""
     layers = [module for module in model.modules() if hasattr(module, "w13_weight")]
     if not layers:
         return None
@@ -92,7 +92,7 @@ def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
 
 
 def count_experts(original: Callable) -> Callable:
-    """Row provider for vllm-ascend's fused_experts and its two exchanges, which get ids after balanced routing."""
+    """Wrap vllm-ascend's fused_experts and its two exchanges, which get ids after balanced routing: count tokens."""
 
     @functools.wraps(original)
     def experts(

@@ -1,10 +1,9 @@
-"""Recorded rollouts: rollouts/ of each start, written by one run and replayed by another, or made to data.
+"""Write and read recorded rollouts: rollouts/ of each start, for a replay by another run, or to make data.
 
-step_N.safetensors holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, where vLLM gave
-them to the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be
-compared. scores_N.safetensors, written with the step's update, holds for the same rows `uid` [B, 16] (uint8, verl's
-UUID of the prompt's group), `score` [B] (fp32, the reward) and reward/LABEL [B] of each part, which
-tools/data/from_rollouts.py reads.
+step_N.safetensors holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, if vLLM gave them
+to the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be compared.
+scores_N.safetensors, written with the step's update, holds for the same rows `uid` [B, 16] (uint8, verl's UUID of the
+prompt's group), `score` [B] (fp32, the reward) and reward/LABEL [B] of each part; tools/data/from_rollouts.py reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Recording = Mapping[int, Path]  # step -> the folder with its step_N.safetensors
 
 
 def recording_in(start: Path) -> Recording:
-    """Return the recorded steps of a start and of those that it came from, in order."""
+    """Return the recorded steps of a start and of the starts that it continues, in order."""
     return steps_in_chain(start_in(start), lambda folder: _steps_in(folder / ROLLOUTS))
 
 
@@ -40,7 +39,7 @@ def _steps_in(folder: Path) -> Iterator[tuple[int, Path]]:
 def find_recording(path: str, steps: int | None = None, option: str = "--replay-rollout") -> Recording:
     """Return the recording that a user names: a run, a start, a folder of rollouts or one of its files.
 
-    Raises ConfigError where there is none, or, with `steps`, where one of the steps 1 to `steps` is missing or damaged.
+    Raises ConfigError if there is none, or, with `steps`, if one of the steps 1 to `steps` is missing or damaged.
     """
     given = Path(path)
     folder = next((f for f in (given, given.parent) if (f / "step_1.safetensors").is_file()), None)
@@ -68,7 +67,10 @@ def find_recording(path: str, steps: int | None = None, option: str = "--replay-
 
 
 def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
-    """(tokens of prompts, of responses, sorted) of a run's last recorded steps; ConfigError if none or damaged."""
+    """Return prompt lengths and sorted response lengths of a run's last recorded steps.
+
+    Raises ConfigError if there are none, or one is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     found = find_recording(path, option="--lengths")
@@ -88,12 +90,12 @@ def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
 
 
 def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one step's tensors."""
+    """Write the tensors of one step."""
     _save(folder / f"step_{step}.safetensors", tensors)
 
 
 def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tensor, columns: Mapping[str, Any]) -> None:
-    """Write what the reward gave a step's responses.
+    """Write the rewards of a step's responses.
 
     rows: [B], the place of each row in the recorded step; scores: [B]; columns: of B values, `uid` and those of parts.
     """
@@ -116,7 +118,7 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_step(recording: Recording, step: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of one recorded step, without log-probs, which belong to the weights of the recorded run.
+    """Return the tensors of one recorded step, without log-probs, which belong to the weights of the recorded run.
 
     input_ids: [B / n, S_prompt], this run's prompts. Raises ConfigError for a missing step or other prompts.
     """

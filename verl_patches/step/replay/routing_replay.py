@@ -1,18 +1,20 @@
-"""Routing replay (recipe.train.routing_replay=R2): the update selects the experts of the pass for old log-probs.
+"""Replay routing (recipe.train.routing_replay=R2): the update selects the experts of the pass for old log-probs.
 
 Only the selection is replayed. Gates are computed from the router's own scores of the recorded experts, normalised and
-scaled as upstream does, so gradients reach the router. The correction bias's counts are of the replayed experts. The
-reference routes by itself.
+scaled as upstream does, so gradients reach the router. The counts for the correction bias are those of the replayed
+experts. The reference routes by itself.
 
-    MicroBatch       which token of which sample each packed token is; upstream's PackedSeqParams carries it, so a
+    MicroBatch       tells which token of which sample each packed token is; upstream's PackedSeqParams carries it, so a
                      recomputed layer finds the micro batch of its own forward pass
-    RoutingReplay    recorded experts by sample, and what routers do; hooks on the actor's layers say which layer runs
-    note_samples     row provider for verl's preprocess_packed_seqs: makes the MicroBatch
-    replay_experts   row provider for the selection of experts of either line
+    RoutingReplay    holds recorded experts by sample, and replaces the routers' selection; hooks on the actor's layers
+                     tell which layer runs
+    note_samples     wraps verl's preprocess_packed_seqs: makes the MicroBatch
+    replay_experts   wraps the selection of experts on either line
 
 Samples are identified by their tokens, so rows may change places between passes. Each pipeline stage has its own
-layers. Under tensor parallelism every rank has all tokens of its replica. Context parallelism is refused: a rank would
-record a part of each micro batch. Paper: Zheng et al., "Stabilizing Reinforcement Learning with LLMs" (2025).
+layers. Under tensor parallelism every rank has all tokens of its replica. Context parallelism is refused, as a rank
+would record only a part of each micro batch.
+Paper: Zheng et al., "Stabilizing Reinforcement Learning with LLMs" (2025).
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ import torch.distributed as dist
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 
-_CARRIED = "recipe_micro_batch"  # attribute of PackedSeqParams
+_CARRIED = "recipe_micro_batch"  # attribute of PackedSeqParams that holds a MicroBatch
 _KEY = "recipe.train.routing_replay"
 _SELECTED = 2.0  # added to a selected expert's score for the selection only: sigmoid scores are between 0 and 1
 
 
 class MicroBatch:
-    """One micro batch of verl's actor: ids and mask [b, S], and the rows of its T packed tokens.
+    """Hold one micro batch of verl's actor: ids and mask [b, S], and the rows of its T packed tokens.
 
-    `experts` [L, T, k] by layer of this rank (uint8, or int16 above 256 experts) is set while it is recorded, or when
-    its first layer is replayed; `layers`: those that are recorded.
+    `experts` [L, T, k] by layer of this rank (uint8, or int16 above 256 experts) is set during recording, or when the
+    first layer is replayed; `layers`: the layers recorded so far.
     """
 
     def __init__(self, ids: torch.Tensor, mask: torch.Tensor, pack: Callable):
@@ -48,19 +50,19 @@ class MicroBatch:
 
     @functools.cached_property
     def keys(self) -> list[bytes]:
-        """The sample key of each row."""
+        """Return the sample key of each row."""
         ids, mask = self._ids.cpu(), self._mask.cpu()
         return [sample_key(row[keep]) for row, keep in zip(ids, mask, strict=True)]
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """Row of each packed token, whose tokens are in their order; -1 in padding; [T]."""
+        """Return the row of each packed token [T], -1 in padding; the tokens of a row keep their order."""
         numbers = torch.arange(1, len(self._ids) + 1, device=self._ids.device)[:, None].expand_as(self._ids)
         return self._pack(numbers, self._mask, pre_process=True)[0][0] - 1  # verl pads with 0
 
     def samples(self) -> Iterator[tuple[bytes, torch.Tensor]]:
-        """(key, experts [L, n, k]) of each sample."""
-        assert self.experts is not None  # they are recorded
+        """Yield (key, experts [L, n, k]) of each sample."""
+        assert self.experts is not None  # set during recording
         for row, key in enumerate(self.keys):
             yield key, self.experts[:, self.rows == row]
 
@@ -73,9 +75,9 @@ class MicroBatch:
 
 
 class RoutingReplay:
-    """Recorded experts of the samples of one step, and the passes that record or replay them.
+    """Hold the recorded experts of one step's samples, and run the passes that record or replay them.
 
-    `chunks`: the actor's model chunks, whose layers get hooks; `layers`: numbers (from 1) of those with experts.
+    `chunks`: the actor's model chunks, whose layers get hooks; `layers`: numbers (from 1) of the layers with experts.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
@@ -95,7 +97,7 @@ class RoutingReplay:
                 self.dtype = torch.int16
             layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
             layer.register_forward_hook(self._leave, always_call=True)
-        self.samples: dict[bytes, torch.Tensor] = {}  # experts [L, n, k] by key
+        self.samples: dict[bytes, torch.Tensor] = {}  # experts [L, n, k] by sample key
         self._records = False
         self._micro_batches: list[MicroBatch] = []
         self._now: tuple[int, MicroBatch] | None = None
@@ -103,7 +105,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A forward pass of the actor runs inside; afterwards its samples are recorded."""
+        """Run a forward pass of the actor inside; record the experts of its samples afterwards."""
         self._records, self._micro_batches = True, []
         with current_replay.set(self):
             yield
@@ -118,15 +120,15 @@ class RoutingReplay:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Passes of the actor that run inside, with their recomputation, use what is recorded."""
+        """Run passes of the actor inside, with their recomputation, on the recorded experts."""
         self._records = False
         with current_replay.set(self):
             yield
 
     def end_step(self) -> dict[str, Any]:
-        """Drop what is recorded; returns what `replay_of_step` (trainer/step_record.py) adds up.
+        """Drop the recorded experts; return the counts that `replay_of_step` (trainer/step_record.py) adds up.
 
-        of: experts replayed; equal: those that routers chose too; bytes: of the record.
+        of: experts replayed; equal: those that routers chose too; bytes: of the recorded experts.
         """
         held = sum(experts.nbytes for experts in self.samples.values())
         equal, of = (0, 0) if self._counts is None else self._counts.tolist()
@@ -150,9 +152,9 @@ class RoutingReplay:
         self._now = None
 
     def select(self, upstream: Callable, logits: torch.Tensor, topk: int, options: Mapping[str, Any]) -> Any:
-        """What `upstream` (topk_softmax_with_capacity of either line) returns, for the recorded experts.
+        """Return the result of `upstream` (topk_softmax_with_capacity of either line) for the recorded experts.
 
-        logits [N, E] of this rank's tokens: all T, or a tensor-parallel rank's share of them in order.
+        logits [N, E] are of this rank's tokens: all T, or a tensor-parallel rank's share of them in order.
         """
         if self._now is None:
             raise RecipeError(
@@ -186,7 +188,7 @@ class RoutingReplay:
         batch.layers.add(index)
 
     def _recorded(self, index: int, batch: MicroBatch, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(experts [N, k] int64, which tokens are no padding [N])."""
+        """Return (experts [N, k] int64, which tokens are not padding [N])."""
         if batch.experts is None:
             missing = [key for key in batch.keys if key not in self.samples]
             if missing:
@@ -207,21 +209,21 @@ class RoutingReplay:
         self._counts = counts if self._counts is None else self._counts + counts
 
 
-current_replay: Current[RoutingReplay | None] = Current(None)  # whose pass is in progress
+current_replay: Current[RoutingReplay | None] = Current(None)  # the replay of the pass in progress
 
 
 def sample_key(ids: torch.Tensor) -> bytes:
-    """The key of a sample from its tokens, prompt and response without padding; on the host."""
+    """Return the key of a sample from its tokens, prompt and response without padding; on the host."""
     return hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), digest_size=16).digest()
 
 
 def chosen_experts(selected: torch.Tensor, topk: int) -> torch.Tensor:
-    """[N, k] int64 from a map [N, E] of bool (Megatron 0.12.2), or from indices as they are (MindSpeed-LLM)."""
+    """Return [N, k] int64 from a bool map [N, E] (Megatron 0.12.2), or unchanged indices (MindSpeed-LLM)."""
     return selected.int().topk(topk, dim=1).indices if selected.dtype == torch.bool else selected
 
 
 def _tensor_parallel_share(tokens: int, share: int) -> tuple[Any, slice]:
-    """(tensor-parallel group, this rank's slice) of packed tokens that sequence parallelism splits."""
+    """Return (tensor-parallel group, this rank's slice) of packed tokens that sequence parallelism splits."""
     from megatron.core import parallel_state as mpu
 
     group, rank = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank()
@@ -234,7 +236,7 @@ def _tensor_parallel_share(tokens: int, share: int) -> tuple[Any, slice]:
 
 
 def note_samples(preprocess_packed_seqs: Callable) -> Callable:
-    """Row provider for verl's preprocess_packed_seqs: in a recorded or replayed pass its PackedSeqParams carry ids."""
+    """Wrap verl's preprocess_packed_seqs: in a recorded or replayed pass its PackedSeqParams carry the sample ids."""
 
     @functools.wraps(preprocess_packed_seqs)
     def preprocess(input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +249,7 @@ def note_samples(preprocess_packed_seqs: Callable) -> Callable:
 
 
 def replay_experts(topk_softmax_with_capacity: Callable) -> Callable:
-    """Row provider for the selection of experts: inside a pass of `RoutingReplay` its `select`, else upstream's own."""
+    """Wrap the selection of experts: use `RoutingReplay.select` inside its passes, else upstream's own."""
 
     @functools.wraps(topk_softmax_with_capacity)
     def select(logits: torch.Tensor, topk: int, *args: Any, **options: Any) -> Any:
