@@ -19,7 +19,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 
-MEMORY_BYTES = 1 << 30  # of the helper, in addition to its imports
+MEMORY_BYTES = 1 << 30  # limit of the helper's memory beyond its imports
 _WALL_FACTOR = 4.0  # a call's wall-clock limit over its CPU limit
 _START_S = 60.0  # CPU limit of the trial call
 

@@ -48,7 +48,7 @@ def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
     `meanwhile` is called about every POLL_S.
 
     verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then report only
-    the timeout (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool). Raises RuntimeError with the
+    that wait (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool). Raises RuntimeError with the
     worker's class, node, pid and traceback.
     """
     import ray

@@ -199,9 +199,9 @@ def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None
 def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the optimizer steps that the ranks' guards skipped in one training step; None without guards.
 
-    steps: optimizer steps skipped; in_a_row: skipped since the last one that was not; ranks: those whose own gradients
-    are not finite; nearest: rank, stage and parameter nearest to the loss, where NaN appears first, or None if all
-    ranks' own gradients are finite.
+    steps: optimizer steps skipped; in_a_row: longest series of them; ranks: those whose own gradients are not finite;
+    nearest: rank, stage and parameter nearest to the loss, where NaN appears first, or None if all ranks' own gradients
+    are finite.
     """
     present = [report for report in reports if report is not None]
     if len(present) < len(reports):
@@ -263,9 +263,8 @@ def start_of_workers(
 ) -> dict[str, dict[str, float]]:
     """Return {part: {max_s, mean_s, rank}} of the workers' start, where rank is the slowest.
 
-    Seconds are wall time, and CPU time for `cpu`. imports: from the begin of the process to the making of its worker;
+    Seconds are wall time, and CPU time for `cpu`. imports: from the start of the process to the making of its worker;
     groups: process groups and the engine's arguments; models: models, optimizer and rollout engine, with their weights.
-    models: models, optimizer and rollout engine, with their weights.
     """
     parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
     parts["cpu"] = [proof["cpu_s"] for proof in proofs]

@@ -1,7 +1,7 @@
 """Save and load one worker's part of a checkpoint: copied to the host while the trainer waits, written during the run.
 
     save    waits for the previous part, updates the host copies, and writes them in a thread
-    wait    waits for the written part: before an update, which changes the copied tensors, before a save, at the end
+    wait    waits for the part in writing: before an update, which changes the copied tensors, before a save, at the end
     load    reads weights, states, counts and generators, and compares them with the digests of the manifest
 
 A memory group that the memory schedule has on the host needs no copy (memory/host_backed.py); weights on the device

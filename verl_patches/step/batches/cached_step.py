@@ -21,7 +21,8 @@ from verl_patches.step.batches import payloads
 from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs, to_padded, unpacked_ids
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
-_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; tools_kwargs only matters with multi_turn: refused
+# columns of prompts; tools_kwargs matters only with multi_turn, which is refused
+_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}
 
 
 @dataclass

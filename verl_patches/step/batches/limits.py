@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-DYNAMIC = {  # stage -> its section, switch and budget, as verl 0.4.0 names them; 54c9b736 takes ours for them
+DYNAMIC = {  # stage -> its section, switch and budget keys of verl 0.4.0; at 54c9b736 our rows read them
     "update": ("actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
     "log_prob": ("rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
     "ref": ("ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
@@ -34,8 +34,8 @@ def trainer_bytes(
     """Return {stage: {"column dtype": bytes}} that the trainer sends in a step, once to all workers, or receives.
 
     `prompt_tokens`: of the prompts, each once; `response_tokens`: of all samples. `send_back`: KL in the reward.
-    `per_token`: advantages differ within a sample. Not counted: meta_info, numbers of which each rank sends one, and
-    the overhead of Ray and pickle.
+    `per_token`: advantages differ within a sample. Not counted: meta_info, one number by rank, and the overhead
+    of Ray and pickle.
     """
     values = {"values float32": 4 * round(response_tokens)} if send_back else {}
     return {

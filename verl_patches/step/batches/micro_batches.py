@@ -239,7 +239,7 @@ def planned_splits(
         return None
     batches: Sequence[Sequence[Sequence[int]]] = plan.schedule[replica]
     if stage != "update":
-        batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # replicas are balanced
+        batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # already balanced
     splits = []
     for micros in batches:
         order = list(chain.from_iterable(micros)) if stage == "update" else plan.placed[replica]

@@ -56,7 +56,7 @@ class Placement:
 class ExchangeReport:
     """Hold the bytes that one rank sent, received and keeps.
 
-    balance: over micro batches, sum(most tokens of any replica) / sum(mean).
+    balance: over micro batches, sum(most tokens of any replica) / sum(mean tokens).
     """
 
     sent_bytes: int

@@ -23,7 +23,7 @@ from verl_patches.step.log_probs.truth_check import K3_KL, KL, MAX, MEAN, NOT_FI
 
 SAFE = 20.0  # bound of |log ratio| before exp
 _CORR = "rollout_corr"  # verl's name
-MEAN_LOG_PROB = "actor/log_prob_mean"  # over the responses' tokens, if no rollout gives its log-probs
+MEAN_LOG_PROB = "actor/log_prob_mean"  # mean over the responses' tokens, reported without rollout log-probs
 _ROWS = 1024  # sequences computed at a time
 Moments = dict[str, dict[str, float]]
 

@@ -25,7 +25,7 @@ from verl_patches.step.objectives.settings import RESPONSES
 # columns of a batch; role: 0 for a prompt's first response, 1 for the second (rejected, or for the KL); label and marks
 # come from the data
 ROLE, LABEL, MARKS = "objective_role", "objective_label", "objective_marks"
-PREFIX = "objective/"  # of metric names
+PREFIX = "objective/"  # prefix of metric names
 
 
 def given_responses(prompts: Any, objective: str, width: int, pad_id: int) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ class FixedData:
         return {f"{PREFIX}loss": -float(metrics[MEAN_LOG_PROB])}
 
 
-current_fixed_data: Current[FixedData | None] = Current(None)  # of the trainer's run; None if it samples responses
+current_fixed_data: Current[FixedData | None] = Current(None)  # set during the trainer's run; None if it samples
 
 
 def pairs_of(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:

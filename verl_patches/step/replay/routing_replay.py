@@ -14,6 +14,7 @@ experts. The reference routes by itself.
 Samples are identified by their tokens, so rows may change places between passes. Each pipeline stage has its own
 layers. Under tensor parallelism every rank has all tokens of its replica. Context parallelism is refused, as a rank
 would record only a part of each micro batch.
+
 Paper: Zheng et al., "Stabilizing Reinforcement Learning with LLMs" (2025).
 """
 
@@ -85,7 +86,7 @@ class RoutingReplay:
             layer for chunk in chunks for layer in chunk.modules() if hasattr(getattr(layer, "mlp", None), "router")
         ]
         self.layers = [layer.layer_number for layer in moe_layers]
-        self.dtype = torch.uint8  # of the recorded ids
+        self.dtype = torch.uint8  # dtype of the recorded expert ids
         for index, layer in enumerate(moe_layers):
             router = layer.mlp.router
             if router.score_function != "sigmoid" or len(set(self.layers)) < len(moe_layers):
