@@ -128,7 +128,10 @@ def equivalent(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Compare lists in any order, but in the same order if only one side names its values (x = 1, y = 2)."""
+    """Return whether lists are equal, in any order.
+
+    The order must be the same if only one side names its values (x = 1, y = 2).
+    """
     golds, answers = _items(gold), _items(answer)
     if gold == answer or len(golds) != len(answers):
         return gold == answer
@@ -164,7 +167,7 @@ def _items(text: str) -> list[str]:
 
 
 def _equal_named(gold: str, answer: str) -> bool:
-    """Compare two items; x = 5 equals 5."""
+    """Return whether two items are equal; x = 5 equals 5."""
     name, other = _NAMED.fullmatch(gold), _NAMED.fullmatch(answer)
     if name and other and name[1] != other[1]:
         return False
@@ -218,7 +221,7 @@ def _quantity(text: str) -> tuple[str, Any]:
 
 
 def _equal_quantities(gold: str, answer: str) -> bool:
-    """Compare two items; a unit on one side only is ignored, and the response may leave out the sign of 65%."""
+    """Return whether two items are equal; a unit on one side is ignored; a response may leave out the sign of 65%."""
     if (percent := re.fullmatch(r"((?:[2-9]|1[0-9.])[0-9.]*)\\?%", gold)) and _equal_values(percent[1], answer):
         return True
     (gold_value, gold_unit), (value, unit) = _quantity(gold), _quantity(answer)
@@ -240,7 +243,7 @@ def _equal_values(gold: str, answer: str) -> bool:
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
-    """Compare two expressions at random points where every power, root and logarithm of `a` is real."""
+    """Return whether expressions are equal at random points where every power, root and logarithm of `a` is real."""
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
     parts = a.atoms(sympy.Pow, sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc)  # not real everywhere
     for number in range(POINTS):

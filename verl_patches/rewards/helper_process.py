@@ -57,7 +57,7 @@ class HelperProcess:
         raise CallError(f"the helper process ended twice, the last time with exit code {process.returncode}")
 
     def _start(self) -> Popen[bytes]:
-        """Start the process; raise ConfigError unless the result of its trial is true."""
+        """Start and return the process; raise ConfigError unless the result of its trial is true."""
         command = [sys.executable, "-m", "verl_patches.rewards.helper_process", self._function]
         # The import path is that of this process, as a Ray worker finds this package where its driver put it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -67,7 +67,7 @@ def _helper_of(process_id: int) -> HelperProcess:
 
 
 def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:
-    """Compare in a helper process (equivalence.py); answers that cannot be compared within the limits are not equal."""
+    """Return whether answers are equal, by a helper process (equivalence.py); False if the comparison fails."""
     try:
         return _helper_of(os.getpid()).call(gold, answer, cpu_limit_s=cpu_limit_s)
     except CallError as why:

@@ -161,7 +161,10 @@ class Checkpoints:
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
 
     def _refuse(self) -> None:
-        """Raise ConfigError if default_hdfs_dir is set; the launcher's runs meet trainer/checks.py before."""
+        """Raise ConfigError if trainer.default_hdfs_dir is set.
+
+        With the launcher trainer/checks.py refuses it before the start.
+        """
         if self.config.trainer.get("default_hdfs_dir"):
             raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
 

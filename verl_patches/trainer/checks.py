@@ -12,7 +12,11 @@ from verl_patches.spec import RunSpec
 
 
 def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that the run can save and resume; skip it for verl's own checkpoints without expert parallelism."""
+    """Check that the run can save and resume.
+
+    Runs that do neither are skipped, as are runs with verl's own checkpoints and without expert parallelism: they lose
+    no experts.
+    """
     trainer, ours = run.verl.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if row not in run.rows]
     for name, section in run.trained.items():

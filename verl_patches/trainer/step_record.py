@@ -173,7 +173,7 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
 
 
 def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """Return requests and bytes moved between data-parallel rollout ranks, and the slowest rank's seconds, if any."""
+    """Return requests, bytes moved between data-parallel rollout ranks, and slowest rank's seconds; None where off."""
     present = [each for each in counts if each is not None]
     sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
     return {**sums, "seconds": max(each["seconds"] for each in present)} if present else None

@@ -63,7 +63,7 @@ class WorkerCalls:
         self._group.begin_rollout(keep_awake, check)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sync weights and generate responses."""
+        """Sync weights, generate responses and return them."""
         return self._group.generate_sequences(prompts)
 
     def generate_cached(self, prompts: payloads.PromptIds) -> list[payloads.ResponseIds]:

@@ -161,7 +161,7 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Generate with verl's method; do not count a validation's seconds and moves in the step."""
+        """Generate responses with verl; a validation's seconds and moves are not counted in the step."""
         with counters.not_counted() if prompts.meta_info.get("validate") else nullcontext():
             return super().generate_sequences(prompts)
 
@@ -185,7 +185,7 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """Call verl's in phase old_log_prob; with recipe.train.routing_replay record the routed experts.
+        """Compute log-probs with verl in phase old_log_prob; record routed experts with recipe.train.routing_replay.
 
         planned: micro batches of the tensor cache's plan; None for verl's own (also in the next two methods).
         """
@@ -196,13 +196,13 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """Call verl's in phase ref."""
+        """Compute log-probs of the reference with verl in phase ref."""
         with context().phase("ref"), in_stage(Stage(self._token_budget("ref"), planned)):
             return super().compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """Call verl's in phase update; inside OnPolicyUpdate with recipe.train.skip_old_log_prob or a correction.
+        """Update with verl in phase update; inside OnPolicyUpdate with recipe.train.skip_old_log_prob or a correction.
 
         With recipe.train.routing_replay the update replays the recorded experts.
         """
@@ -259,7 +259,7 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ref_log_prob_cached(self, send_back: bool) -> payloads.LogProbs | None:
-        """Call compute_ref_log_prob for this replica's samples."""
+        """Call compute_ref_log_prob for this replica's samples; keep the log-probs, return them with `send_back`."""
         batch = self._cached_batch()
         data, mask = batch.inputs()
         found = self.compute_ref_log_prob(data, planned=batch.splits(self.config, "ref"))

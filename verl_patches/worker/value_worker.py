@@ -75,7 +75,7 @@ class RecipeCriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """Return `values` [B, S_response] from verl's in phase values, with 0 beyond a response.
+        """Return `values` [B, S_response], computed by verl in phase values, with 0 beyond a response.
 
         verl.workers.critic.megatron_critic.MegatronPPOCritic.compute_values of 54c9b736 returns one more value there,
         which GAE with lam below 1 would start from.
@@ -88,7 +88,10 @@ class RecipeCriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
-        """Call verl's in phase update_critic; row update.skip_bad_steps adds critic/grad_norm, which 54c9b736 lacks."""
+        """Update with verl in phase update_critic.
+
+        Row update.skip_bad_steps adds critic/grad_norm, which 54c9b736 lacks.
+        """
         self.wait_for_checkpoint()
         update = Update()
         with context().phase("update_critic"), in_stage(Stage(update=update)):

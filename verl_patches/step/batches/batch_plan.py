@@ -39,7 +39,7 @@ Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 
 def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
-    """Cut micro batches in verl's order; `share` has the samples of one mini batch by replica, in their order."""
+    """Return micro batches in verl's order; `share` has the samples of one mini batch by replica, in their order."""
     size = micro_batch_size
     if len(share[0]) % size:
         raise ConfigError(
@@ -52,7 +52,7 @@ def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
 def balanced(
     share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, sharing: int | None = None
 ) -> Replicas:
-    """Make micro batches of `micro_batch_size` samples, equally long on all replicas; raise ConfigError like `arrival`.
+    """Return micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError like `arrival`.
 
     `lengths`: tokens by sample. `sharing`: replicas of an expert group, by default all.
     """
@@ -71,7 +71,7 @@ def packed(
     balance: bool = True,
     sharing: int | None = None,
 ) -> Replicas:
-    """Make micro batches of at most `token_budget` tokens and any number of samples, equally many on each replica.
+    """Return micro batches of at most `token_budget` tokens and any number of samples, equally many on each replica.
 
     With `balance` slots are packed for all replicas of an expert group together, by the longest sample of each slot;
     otherwise each replica packs its own share. `sharing` as in `balanced`. Raises ConfigError for a sample longer than
@@ -120,7 +120,7 @@ def _slots(share: Sequence[Samples], lengths: Sequence[int], sharing: int) -> li
 
 
 def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
-    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> samples, the longest first."""
+    """Return the samples by replica, one of each slot; `batches`: [micro batch][slot] -> samples, longest first."""
     replicas = range(len(batches[0][0]))
     dealt: Replicas = [[] for _ in replicas]
     totals = [0 for _ in replicas]

@@ -104,7 +104,7 @@ class CachedBatch:
         return DataProto(batch=batch.select())
 
     def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
-        """Exchange the responses, so that this rank has those of `samples`; `config`: actor_rollout_ref."""
+        """Exchange responses so that this rank has those of `samples`; return the bytes. config: actor_rollout_ref."""
         rank, actor = dist.get_rank(), config.actor
         prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))

@@ -42,13 +42,13 @@ class CachedStep:
 
     @classmethod
     def of(cls, trainer: Any) -> CachedStep:
-        """Make it from the configuration of verl's trainer."""
+        """Return the state of a run from the configuration of verl's trainer."""
         config = trainer.config
         pad_id, width = trainer.tokenizer.pad_token_id, config.data.max_response_length
         return cls(pad_id, width, config.trainer.balance_batch, config.algorithm.use_kl_in_reward)
 
     def begin(self, prompts: DataProto) -> payloads.PromptIds:
-        """Begin the next step; raise ConfigError for prompts with more than text."""
+        """Begin the next step and return its prompts; raise ConfigError for prompts with more than text."""
         unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
         if unknown:
             raise ConfigError(

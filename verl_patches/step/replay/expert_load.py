@@ -59,7 +59,7 @@ rollout_load: Current[tuple[ExpertLoad, dict[int, int]] | None] = Current(None)
 
 
 def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
-    """Count after each router of Megatron's model chunks, whose experts `ranks` share; None without experts.
+    """Count tokens after each router of Megatron's chunks, whose experts `ranks` share; None without experts.
 
     Pipeline ranks without a router count nothing, but take part in `take`.
     """
