@@ -1,9 +1,9 @@
-"""The one table of everything that is replaced upstream, in the order in which a GRPO step meets it.
+"""List everything that is replaced upstream in one table, in the order in which a GRPO step meets it.
 
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
 Last come stand-ins for packages that have no build for NPUs. A platform without a device also has the rows of
-platform.emulation(). A row is: id, kind, target, provider, why, exit.
+platform.emulation(). The fields of a row are id, kind, target, provider, why, exit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HOLD_GROUPS = (
 def _row(
     id: str, kind: str, target: str, provider: str, why: str, exit: str = _NEVER, processes=_WORKER, **more: Any
 ) -> PatchSpec:
-    """Return a row of the workers, unless it says otherwise; one that names a feature has that role."""
+    """Return a row for workers unless `processes` is given; a row that names a feature has the role "feature"."""
     role = "feature" if "feature" in more else "correctness"
     return PatchSpec(id, target, kind, provider, why, exit, processes=processes, **{"role": role, **more})
 
@@ -238,7 +238,7 @@ MODEL: tuple[PatchSpec, ...] = (
          exit="verl derives the optimizer's dtype from the model's"),
 )  # fmt: skip
 
-# a DeepSeek-V3 of MindSpeed-LLM 2.0.0 on Megatron core_r0.8.0 for verl 54c9b736
+# DeepSeek-V3 of MindSpeed-LLM 2.0.0 on Megatron core_r0.8.0, for verl 54c9b736
 MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.mla_config_name", "extend", "megatron.core.transformer:MLATransformerConfig",
         f"{_MINDSPEED}.compat:MLATransformerConfig",
@@ -588,11 +588,11 @@ ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD)
 
 
 def rows_of(platform: str) -> tuple[PatchSpec, ...]:
-    """The rows that a run on `platform` may have: this table, and without a device those that emulate one."""
+    """Return the rows that a run on `platform` may have: this table, and without a device those that emulate one."""
     room = emulation(platform)
     return ROWS if room is None else (*ROWS, *room.ROWS)
 
 
 def all_rows() -> tuple[PatchSpec, ...]:
-    """The rows of all platforms, for what reads upstream's source: drift, fingerprints."""
+    """Return the rows of all platforms, for code that reads upstream's source: drift, fingerprints."""
     return rows_of(NO_DEVICE[0])

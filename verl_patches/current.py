@@ -1,4 +1,4 @@
-"""A value that one feature keeps for the whole process: a slot beside the feature's code, in place of a global."""
+"""Define `Current`, a slot for a value that one feature keeps for the whole process, in place of a global."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class Current(Generic[T]):
-    """`value` is the same on every thread: autograd recomputes layers on its own, where a ContextVar would be empty."""
+    """Hold a value that all threads share: autograd recomputes layers on its own, where a ContextVar would be empty."""
 
     def __init__(self, value: T):
         self.value = value
 
     @contextmanager
     def set(self, value: T) -> Iterator[T]:
-        """`value` inside, the one before it afterwards, after an error too."""
+        """Set `value` inside the block and restore the previous one afterwards, also after an error."""
         before, self.value = self.value, value
         try:
             yield value

@@ -1,11 +1,11 @@
-"""The driver of a run: `python -m verl_patches.main FOLDER`, the folder of a start with its configuration and facts.
+"""Run the driver of a run: `python -m verl_patches.main FOLDER`, where FOLDER has a start's configuration and facts.
 
-launch/launcher.py has checked and written these files, and starts the driver with the run's environment. It starts (or
-joins) Ray with the prelude in every worker and lets one of them run verl's own TaskRunner: that process is the
+launch/launcher.py checks and writes these files, and starts the driver with the run's environment. The driver starts
+(or joins) Ray with the prelude in every worker and lets one of them run verl's own TaskRunner: that process is the
 controller. The driver itself imports neither torch nor verl, so it costs a second and little memory.
 """
 
-from verl_patches import prelude_patch  # noqa: F401  (before anything of upstream)
+from verl_patches import prelude_patch  # noqa: F401  (must precede upstream imports)
 
 # isort: split
 import contextlib
@@ -30,13 +30,13 @@ _FORWARDED_S = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training from its only argument, the folder; 0 when it ended well. Errors are raised, for the log."""
+    """Run one training from its only argument, the folder, and return 0; errors are raised, for the log."""
     folder = Path(*arguments)
     run = read_run((folder / FACTS).read_text(), OmegaConf.load(folder / COMPOSED))
     stage, address, watch = Progress(folder), run.recipe.ray_address, run.recipe.watch
     stage.say("~ starting Ray" if address is None else f"~ joining Ray, {address}")
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
-        # here, as the controller imports this module too
+        # imported here, because the controller imports this module too
         from verl_patches.launch.ray_cluster import leave_out, ray_options
 
         ray_start.start(**ray_options(run))
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Watched:
-    """A text stream with an event for when a text has come: Ray forwards output late, and shutdown drops the rest."""
+    """Set the event `seen` once `text` was written to a stream: Ray forwards output late, and shutdown drops the rest."""
 
     def __init__(self, stream, text: str):
         self._stream, self._text, self.seen = stream, text, threading.Event()
@@ -91,7 +91,7 @@ class _Watched:
 
 
 class Controller:
-    """The controller's actor. As a plain task Ray would not keep the reason why its process could not start."""
+    """Run the controller as a Ray actor; for a plain task Ray drops the reason why its process could not start."""
 
     def run(self, config) -> None:
         """Run verl's TaskRunner to its end."""
@@ -103,13 +103,13 @@ class Controller:
 
 
 def run_task_runner(config) -> None:
-    """In a Ray worker: run verl's TaskRunner in this process; verl's run_ppo gives it an actor of its own."""
+    """Run verl's TaskRunner in this process, a Ray worker; verl's run_ppo would give it an actor of its own."""
     try:
         from verl.trainer.main_ppo import TaskRunner
 
         TaskRunner.__ray_metadata__.modified_class().run(config)
     finally:
-        sys.stdout.write(f"{ENDED}\n")  # the last line: once it has been forwarded, all others have been
+        sys.stdout.write(f"{ENDED}\n")  # the last line: once Ray has forwarded it, all others have been
         sys.stdout.flush()
 
 

@@ -1,7 +1,7 @@
-"""The one import with a side effect: `from verl_patches import prelude_patch` puts the catalogue's rows in place.
+"""Apply the catalogue's rows on import: `from verl_patches import prelude_patch` is the only import with a side effect.
 
-It must come before upstream is imported where that is possible; rows on a module that is being imported right now wait
-until it is whole. Importing it again, in any way, changes nothing.
+It should come before the first import of upstream; rows on a module that is being imported right now wait until the
+import of that module has ended. Importing it again, in any way, changes nothing.
 """
 
 from verl_patches.catalog import rows_of

@@ -1,8 +1,8 @@
-"""The typed `recipe:` section: the settings of a run that verl's own configuration does not have.
+"""Define the typed `recipe:` section, which has the settings of a run that verl's own configuration does not have.
 
-Hydra merges it as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some code acts
-on it. `RunSpec.recipe` (spec.py) holds the section of a run.
-docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
+Hydra merges the section as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some
+code acts on it. `RunSpec.recipe` (spec.py) holds the section of a run. docs/configuration.md is generated from the
+docstrings, which describe each key as "key: text" or "key, key: text".
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from verl_patches.values import (
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
+HCCL_PORTS = 16 + 128  # a node: 16 for HCCL_IF_BASE_PORT, the rest for HCCL_HOST_SOCKET_PORT_RANGE
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
 PROFILED = tuple(phase for phase in MEMORY_PHASES if phase not in ON_CONTROLLER)
 
 
 def one_of(*words: str, note: str = "") -> Any:
-    """Return the bound of a text that is one of `words`, for `Annotated[str, one_of(...)]`; errors add the `note`."""
+    """Return the constraint of a text that is one of `words`, for `Annotated[str, one_of(...)]`; errors add `note`."""
     expected = f"one of {', '.join(words)}"
     return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
 
@@ -52,22 +52,23 @@ _Pattern = Annotated[str, Field(pattern=r"^[+-].", description="+row.id or -row.
 
 @dataclass
 class Train:
-    """The training layout and engine, beyond verl's megatron section.
+    """Set the training layout and engine, beyond verl's megatron section.
 
     layers_per_stage: number of layers of each pipeline stage in model order; null splits them evenly.
-    expert_split: what verl's expert sizes mean. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
+    expert_split: how verl's expert sizes are read. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
     whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (step/log_probs/on_policy.py).
-    importance_ratio: what the update clips: the ratio of each token's new and old probability, or that of its sequence,
-    by their geometric mean (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean (step/log_probs/on_policy.py).
+    importance_ratio: the ratio that the update clips: token is the ratio of each token's new and old probability,
+    sequence the geometric mean of these over the sequence (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean
+    (step/log_probs/on_policy.py).
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again (step/replay/routing_replay.py); null: each pass routes by itself.
-    max_skipped_steps: the run ends at this many optimizer steps in a row that were skipped because a gradient is NaN
+    max_skipped_steps: end the run after this many optimizer steps in a row that were skipped because a gradient is NaN
     or infinite (worker/step_guard.py).
 
-    The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
-    values other than the defaults.
+    The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi accepts only
+    their defaults.
 
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (MindSpeed's swap_optimizer).
@@ -75,7 +76,7 @@ class Train:
     fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
     fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
     inside the matrix product's kernel.
-    unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
+    unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value to 256
     (at 671B).
     alltoall_overlap: overlap the experts' exchange with computation.
     grad_overlap: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of after it.
@@ -117,34 +118,34 @@ class Train:
 
 @dataclass
 class RolloutAscend:
-    """Options of vllm-ascend, on platform npu only; run/engine_options.py writes them where the engine reads them.
+    """Set options of vllm-ascend, on platform npu only; run/engine_options.py writes them where the engine reads them.
 
-    Symbols are those of vllm-ascend f20869ef. Defaults are the pin's, unless a reason is given.
+    Symbols are those of vllm-ascend f20869ef. A default is the pin's unless its key gives a reason.
 
     graphs: decode in torchair graphs, which the tiny model's runs do not need. It decides rollout.enforce_eager and
     rollout.free_cache_engine too, as the pin refuses other combinations
     (vllm_ascend.ascend_config.check_ascend_config).
-    graph_batch_sizes: sizes to which decode batches are padded, a graph each, 0.5 to 1.5 minutes to compile
-    (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model); null takes max_num_seqs alone, where the pin adds
-    a graph of 1 (NPUModelRunner.check_torchair_graph_batch_sizes).
-    multistream_mla: KV normalisation and rotary embedding of decode on a second stream
+    graph_batch_sizes: sizes to which decode batches are padded. Each has a graph, which takes 0.5 to 1.5 minutes to
+    compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone, where the
+    pin adds a graph of 1 (NPUModelRunner.check_torchair_graph_batch_sizes).
+    multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
-    multistream_moe: the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with TP
-    its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
+    multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with
+    TP its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
     without an all-reduce (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).
-    view_optimize: torchair folds views into strides
+    view_optimize: let torchair fold views into strides
     (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model).
-    kv_nz: the KV cache in the NZ format; true is refused: prompts are written a second time in the other format
+    kv_nz: keep the KV cache in the NZ format. true is refused, as prompts are written a second time in the other format
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066).
-    scheduler: V1's own, which mixes decodes and pieces of prompts, or vllm-ascend's
+    scheduler: v1 is vLLM V1's scheduler, which mixes decodes and chunks of prompts; ascend is vllm-ascend's
     (vllm_ascend.platform.NPUPlatform.check_and_update_config), which takes prompts whole.
-    chunked_prefill_for_mla: attention of a piece of a prompt by the ring kernel instead of a loop
+    chunked_prefill_for_mla: compute attention of a prompt's chunk by the ring kernel instead of a loop
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
-    prefix_caching: requests share the KV of equal beginnings, as the n responses of a prompt do.
+    prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
     vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
     compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
-    top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary
+    top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler); on, as the vocabulary has
     129,280 words.
     """
@@ -164,14 +165,14 @@ class RolloutAscend:
 
 @dataclass
 class Rollout:
-    """The rollout layout, beyond verl's rollout section.
+    """Set the rollout layout, beyond verl's rollout section.
 
     dp: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
     instances: number of vLLM instances; null takes world size / (dp x tp).
     expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs on npu only.
     rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
-    data-parallel ranks with many requests to those with few; null: never. Platform npu with dp > 1 only.
+    data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
     record: keep every step's responses and their rewards in <run>/rollouts.
     """
@@ -188,7 +189,7 @@ class Rollout:
 
 @dataclass
 class WeightSync:
-    """The weight sync from training to vLLM before each rollout.
+    """Set whether weights are synced from training to vLLM before each rollout.
 
     enabled: false keeps vLLM at the weights of the first sync.
     """
@@ -198,10 +199,10 @@ class WeightSync:
 
 @dataclass
 class Reshard:
-    """How weights are synced by rows reshard.*; without them verl's own path runs and these keys have no effect.
+    """Set how rows reshard.* sync weights; without these rows verl's own path runs and the keys have no effect.
 
-    bucket_bytes: most bytes that a rank sends, and receives, in one exchange. A sync uses four such buffers.
-    verify: which syncs are verified. A verified sync fills vLLM's weights with NaN first and afterwards compares
+    bucket_bytes: the most bytes that a rank sends, and receives, in one exchange. A sync uses four such buffers.
+    verify: the syncs that are verified. A verified sync fills vLLM's weights with NaN first and afterwards compares
     checksums of every region over all ranks that hold it; once for each learnt map vLLM also loads its weights again.
     This takes some passes over the weights and memory that the step table does not count. recipe.logprob_check
     compares log-probs.
@@ -213,9 +214,9 @@ class Reshard:
 
 @dataclass
 class RolloutCorrection:
-    """Corrects the policy gradient where vLLM's probabilities differ from the actor's; names are verl's.
+    """Correct the policy gradient where vLLM's probabilities differ from the actor's; names are verl's.
 
-    rollout_is: token or sequence, whose pi_actor / pi_rollout weights a token's gradient; null is off.
+    rollout_is: weight a token's gradient by pi_actor / pi_rollout of the token or of its sequence; null is off.
     rollout_is_threshold: upper limit of that weight.
     rollout_rs: give no gradient to sequences whose pi_rollout / pi_actor (the inverse, as in verl) is outside
     rollout_rs_threshold. seq_sum_k1 multiplies the ratios of its tokens, seq_mean_k1 takes their geometric mean; null
@@ -232,12 +233,12 @@ class RolloutCorrection:
 
 @dataclass
 class KeepGroups:
-    """Dynamic sampling (DAPO): only prompts whose responses have different rewards are trained on.
+    """Train only on prompts whose responses have different rewards (dynamic sampling of DAPO).
 
-    metric: what must differ: score, the reward, or a key of the reward function's dict, such as acc; null: all prompts
-    are trained on. Otherwise batches are drawn, with one weight sync, until data.train_batch_size prompts are found;
-    what is left over is dropped. Epochs do not end the run then, trainer.total_training_steps does.
-    max_batches: the run ends where a step finds too few prompts in this many batches.
+    metric: the value that must differ: score, the reward, or a key of the reward function's dict, such as acc; null
+    trains on all prompts. Otherwise batches are drawn, with one weight sync, until data.train_batch_size prompts are
+    found, and further prompts are dropped. Then the run ends by trainer.total_training_steps and not by epochs.
+    max_batches: end the run where a step finds too few prompts in this many batches.
     """
 
     metric: Text | None = None
@@ -246,9 +247,9 @@ class KeepGroups:
 
 @dataclass
 class TensorCache:
-    """The tensor cache, on in the 256-die configurations.
+    """Set the tensor cache, which is on in the 256-die configurations.
 
-    enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
+    enabled: keep tensors from rollout, log-prob and reference on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
     train replicas have about equal lengths, in the same mini batches (step/batches/batch_plan.py); with use_dynamic_bsz
     they are packed within the token budget. Without balance_batch micro batches are verl's.
@@ -259,11 +260,11 @@ class TensorCache:
 
 @dataclass
 class Memory:
-    """The memory ledger of every worker, and what the memory plan is compared with.
+    """Set the memory ledger of every worker, and the host memory that the memory plan is compared with.
 
     host_gib: host memory of a node in GiB that workers may pin; the plan refuses to exceed it. null: not compared.
-    ledger: compares what is on the device in each phase with the table in memory/schedule.py. report logs and records
-    differences, strict stops the run at the first one, off compares nothing.
+    ledger: compare the memory groups on the device in each phase with the table in memory/schedule.py. report logs and
+    records differences, strict stops the run at the first one, off compares nothing.
     """
 
     host_gib: Count | None = None
@@ -272,14 +273,14 @@ class Memory:
 
 @dataclass
 class LogprobCheck:
-    """The truth check: vLLM's log-probs of sampled tokens against the actor's, as mean |delta| in nats.
+    """Compare vLLM's log-probs of sampled tokens with the actor's, as mean |delta| in nats.
 
     action: stop ends the run with an error, report only prints and stores, off does not compare.
     every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
     extra sequences for the check in the first step and each N-th after it; the step itself does not change.
     sequences: number of those extra sequences over all rollout replicas, equally many each, of at most 256 tokens;
     null is one a replica.
-    max_mean_fp32, max_mean_bf16: limit for each training dtype.
+    max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
     action: Annotated[str, one_of("stop", "report", "off")] = "stop"
@@ -291,15 +292,15 @@ class LogprobCheck:
 
 @dataclass
 class Hccl:
-    """Ascend's collectives, on platform npu only (run/hccl.py).
+    """Set up Ascend's collectives, on platform npu only (run/hccl.py).
 
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
-    buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
-    small_groups_mib: the same for groups of Megatron and vLLM over which neither training nor MC2 exchanges experts;
-        null: HCCL_BUFFSIZE.
-    expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU; HOST, the
-    host, is for A2 alone.
+    buffer_mib: HCCL_BUFFSIZE in MiB; null: the size that the layout needs.
+    small_groups_mib: buffer in MiB for groups of Megatron and vLLM over which neither training nor MC2 exchanges
+        experts; null: HCCL_BUFFSIZE.
+    expansion_mode: the unit that runs collectives: the device's vector cores (AIV), its AI CPU (AI_CPU), or the host
+    (HOST), which is for A2 alone.
     base_port: first of the 144 ports that HCCL listens on, on every node.
     """
 
@@ -312,7 +313,7 @@ class Hccl:
 
 @dataclass
 class Timeouts:
-    """When a run is ended.
+    """Set the times after which a run is ended.
 
     wall_s: seconds since the start; null: no limit.
     quiet_s: seconds since the last output; null: no limit.
@@ -326,16 +327,16 @@ class Timeouts:
 
 @dataclass
 class Profile:
-    """Traces of chosen steps, ranks and phases (worker/profile.py), and the peak rate of a device for MFU.
+    """Choose steps, ranks and phases to trace (worker/profile.py), and the peak rate of a device for MFU.
 
     steps: numbers of the steps that are profiled, as the step table counts them; null: none. Their times are not
     comparable, and medians of `report` leave them out.
     ranks: ranks that write traces.
-    phases: phases of memory/schedule.py that they trace, but reward and advantage, which run on the controller; null:
-    all of them.
-    stacks: traces have Python stacks too, which makes them larger and the phases slower.
-    peak_tflops: dense bf16 TFLOP/s of one device; null takes that of the platform (353.9 of an A3 die), and on a CPU,
-    which has none, MFU is not printed (layout/flops.py).
+    phases: phases of memory/schedule.py that they trace, without reward and advantage, which run on the controller;
+    null: all of them.
+    stacks: record Python stacks too, which makes traces larger and the phases slower.
+    peak_tflops: dense bf16 TFLOP/s of one device; null takes that of the platform (353.9 of an A3 die). A CPU has no
+    default, so that MFU is not printed (layout/flops.py).
     """
 
     steps: list[Count] | None = None
@@ -347,14 +348,14 @@ class Profile:
 
 @dataclass
 class Watch:
-    """The watch of a run (docs/watch.md): which rank it waits for, and for how long it may.
+    """Set the stall detection of a run (docs/watch.md): how long a process may stay in one phase.
 
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
-    first_s: bound of a phase that a process has not ended before, in seconds; for loading, for writing a checkpoint and
-    for a trace at least recipe.timeouts.load_s, each time, for validation the first time.
-    least_s: bound of a phase that it has ended before, whatever it took.
+    first_s: bound in seconds of a phase that a process has not ended before. It is at least recipe.timeouts.load_s for
+    loading, for writing a checkpoint and for a trace each time, and for validation the first time.
+    least_s: least bound in seconds of a phase that the process has ended before.
     factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound holds.
-    Whatever these say, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
+    Independently of these, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 
     action: Annotated[str, one_of("stop", "report", "off")] = "stop"
@@ -365,15 +366,16 @@ class Watch:
 
 @dataclass
 class Alarms:
-    """Named alarms over the record of each step (trainer/alarms.py). A bound of null switches its alarm off.
+    """Raise named alarms over the record of each step (trainer/alarms.py). A bound of null switches its alarm off.
 
     action: warn prints and records an alarm, stop ends the run at the first one.
-    expert_load: alarm expert_collapse where the largest load of an expert is above this multiple of the mean; needs
+    expert_load: raise expert_collapse where the largest load of an expert is above this multiple of the mean; needs
     recipe.expert_load.
-    length_share: alarm length_collapse where responses are shorter than this share of the median of the first steps.
-    at_limit: alarm length_limit where more than this share of the responses ends at the length limit.
-    dlogp_factor: alarm dlogp_drift where the mean |dlogp| is above this multiple of the median of the first steps.
-    baseline_steps: number of first steps of this process whose median is compared with; no such alarm before.
+    length_share: raise length_collapse where responses are shorter than this share of the median of the first steps.
+    at_limit: raise length_limit where more than this share of the responses ends at the length limit.
+    dlogp_factor: raise dlogp_drift where the mean |dlogp| is above this multiple of the median of the first steps.
+    baseline_steps: number of this process's first steps from which the medians are taken; before that many steps
+    length_collapse and dlogp_drift are not raised.
     """
 
     action: Annotated[str, one_of("warn", "stop")] = "warn"
@@ -386,11 +388,11 @@ class Alarms:
 
 @dataclass
 class Restart:
-    """Starting a run again from its last checkpoint (launch/restart.py).
+    """Set when a run is started again from its last checkpoint (launch/restart.py).
 
-    times: how often at most; for a stall, a dead worker, a lost node or a failed connection, not for other errors.
+    times: the most restarts; only a stall, a dead worker, a lost node or a failed connection causes one.
     without_nodes: ids or addresses of nodes of a joined Ray (recipe.ray_address) on which nothing is placed. A restart
-    adds the faulty one, if enough others are there.
+    adds the faulty node where enough others remain.
     """
 
     times: Natural = 0
@@ -399,13 +401,13 @@ class Restart:
 
 @dataclass
 class Objective:
-    """What is trained: rewards of sampled responses, or a loss of fixed ones, for which no rollout engine is started.
+    """Choose the objective: rewards of sampled responses, or a loss of fixed ones, which starts no rollout engine.
 
     name: rl, or a loss of the data's responses (docs/own-data-and-reward.md has their columns). sft, dpo, ipo and kto
     train the actor; rm and prm train the critic as a reward model of responses, or of steps.
-    beta: of dpo, ipo and kto, the scale of the log-ratio to the reference model.
-    label_smoothing: of dpo (cDPO), the share of pairs whose preference is taken to be the other way round.
-    desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.
+    beta: scale of the log-ratio to the reference model, for dpo, ipo and kto.
+    label_smoothing: share of pairs whose preference is taken to be the other way round, for dpo (cDPO).
+    desirable_weight, undesirable_weight: weight of rows with label true, and of the others, for kto.
     """
 
     name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
@@ -417,22 +419,21 @@ class Objective:
 
 @dataclass
 class Recipe:
-    """One run.
+    """Hold the settings of one run.
 
     run: name of the run; each start writes to a new folder <output_root>/<run>/0001, 0002, ... (docs/checkpoints.md).
-    null, without the launcher alone: no record.
-    output_root: folder of all runs, relative to the current folder; null: outputs in this repository, wherever the
-    command is called.
+    null is allowed only without the launcher and writes no record.
+    output_root: folder of all runs, relative to the current folder; null: the folder outputs of this repository.
     line: the set of pins: pypi (CPU) or a3 (production).
     platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
-    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). Of A2 memory and
-    layouts are planned, and no seconds.
-    patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
-    drift: what to do where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
+    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). For A2 plans have
+    memory and layouts, but no seconds.
+    patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
+    drift: policy where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
     marks it.
     dtype: dtype of training and rollout.
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
-    worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker after the prelude and
+    worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
     ray_port: port of the Ray that the run starts; null: any free one.
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
@@ -441,8 +442,8 @@ class Recipe:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
     again.
     added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
-    resume_other_data: resume from a checkpoint whose data (number of rows, bytes of the files) were others.
-    rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null:
+    resume_other_data: resume from a checkpoint of a run with other data (number of rows, bytes of the files).
+    rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null takes
     custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
     data source.
     """
@@ -483,7 +484,7 @@ class Recipe:
 
 
 def recipe_from(section: Mapping[str, Any]) -> Recipe:
-    """Return the section as typed values; its keys and values must have passed `check_recipe`."""
+    """Return the section `recipe` as typed values; its keys and values must have passed `check_recipe`."""
     return _recipe_adapter().validate_python(section)
 
 
@@ -493,14 +494,14 @@ def _recipe_adapter() -> TypeAdapter[Recipe]:
 
 
 class Key(NamedTuple):
-    """A key of the section: its default (MISSING of a list), and its type."""
+    """Describe a key of the section by its default (MISSING for a list) and its type."""
 
     default: Any
     kind: Any
 
 
 def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Key]]:
-    """(dotted key, Key) of every leaf of the section, in order."""
+    """Yield (dotted key, Key) of every leaf of the section, in order."""
     types = types_of(schema)
     for item in fields(schema):
         name, kind = f"{prefix}.{item.name}", types[item.name]
@@ -510,12 +511,12 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
             yield name, Key(item.default, kind)
 
 
-# the entries of recipe.rewards, and the parts of a run's reward
+# entries of recipe.rewards, which are the parts of a run's reward
 
 
-FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # of a wrong answer in the right form: its score, and the most
-CPU_LIMIT_S = 1.0  # of a comparison of two answers
-TAKES = {  # keys of an entry beside name and weight
+FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # default and largest score of a wrong answer in the right form
+CPU_LIMIT_S = 1.0  # limit of a comparison of two answers
+TAKES = {  # keys that an entry may have beside name and weight
     "maths": ("format_weight", "cpu_limit_s"),
     "by_source": ("format_weight", "cpu_limit_s"),
     "learnable": (),
@@ -529,21 +530,21 @@ TAKES = {  # keys of an entry beside name and weight
 
 @dataclass
 class Reward:
-    """One part. The reward of a response is the sum of weight x score over the parts (rewards/manager.py).
+    """Describe one part of the reward, which is the sum of weight x score over all parts (rewards/manager.py).
 
     name: maths compares the last \\boxed{} of a response with the gold answer; learnable is the task of smoke --learn;
-    by_source is learnable for rows of that task and maths for all others; format is 1 for a closed last \\boxed{} that
-    is not empty, else 0; length is DAPO's penalty near the length limit, -1 at the limit (arXiv:2503.14476, eq. 13);
+    by_source is learnable for rows of that task and maths for all others; format is 1 if the last \\boxed{} is closed
+    and not empty, else 0; length is DAPO's penalty near the length limit, -1 at the limit (arXiv:2503.14476, eq. 13);
     reward_model is a model's score of prompt and response, at the last token; python calls a function with verl's
     compute_score contract; data_source is verl's own score by a row's data_source.
     weight: factor of the part's score. 0 only reports the part's mean.
-    format_weight: of maths and by_source: score of a wrong answer in the right form.
-    cpu_limit_s: of maths and by_source: CPU time of a comparison, which is wrong where it takes more.
-    buffer_tokens: of length: the penalty begins this many tokens before data.max_response_length and falls linearly;
+    format_weight: score of a wrong answer in the right form, for maths and by_source.
+    cpu_limit_s: CPU seconds of a comparison, for maths and by_source; an answer that takes more counts as wrong.
+    buffer_tokens: the penalty of length begins this many tokens before data.max_response_length and falls linearly;
     null is a fifth of it, DAPO's share.
-    path: of python: the file; of reward_model: a folder with a score head, as a checkpoint of algo=rm.
-    function: of python: the function in the file.
-    kwargs: of python: keyword arguments of the function.
+    path: the file of python, or for reward_model a folder with a score head, such as a checkpoint of algo=rm.
+    function: name of python's function in the file.
+    kwargs: keyword arguments of python's function.
     """
 
     name: Annotated[str, one_of(*TAKES)]
@@ -556,12 +557,12 @@ class Reward:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def buffer_of(self, longest: int) -> int:
-        """Tokens over which the penalty of `length` falls, for responses of at most `longest` tokens."""
+        """Return the tokens over which the penalty of `length` falls, for responses of at most `longest` tokens."""
         return self.buffer_tokens or max(longest // 5, 1)
 
 
 class Part(NamedTuple):
-    """An entry; `where` is its key in the configuration, `label` its name in metrics."""
+    """Hold an entry of the rewards, with its key in the configuration (`where`) and its name in metrics (`label`)."""
 
     where: str
     label: str
@@ -569,7 +570,7 @@ class Part(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path of an entry of name python or reward_model, which rewards/parts.py requires."""
+        """Return the path of an entry of name python or reward_model, which rewards/parts.py requires."""
         assert self.entry.path is not None
         return self.entry.path
 

@@ -1,7 +1,7 @@
-"""The table of rules: what a run's configuration must keep before anything starts, in the order of the step.
+"""List the rules that a run's configuration must keep before anything starts, in the order of the step.
 
-A rule is a function beside its feature that takes the run and yields a `Check` for each thing that it looked at, with
-what was expected and found. A plan shows all of them; a start is refused where one fails.
+A rule is a function beside its feature that takes the run and yields a `Check` for each thing that it inspects, with
+the expected and the found value. A plan shows all checks; a start is refused where one fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl_patches.trainer.checks import checkpoint_checks, profile_checks, resta
 from verl_patches.upstream.checkouts import verl_checks
 from verl_patches.upstream.support import support_checks
 
-# files that the command line names must be on this machine, and all of them where a run starts
+# checks of files: those that the command line names must be on this machine, and all of them where a run starts
 FILES: tuple[Rule, ...] = (folder_checks, data_checks, reward_folder_checks, hook_checks, recording_checks)
 SIZES: tuple[Rule, ...] = (
     model_checks,
@@ -66,8 +66,8 @@ SIZES: tuple[Rule, ...] = (
     support_checks,
     hccl_checks,
 )
-# of SIZES, what import alone asks too: layouts, the line and rows decide it, and upstream would compute wrong results;
-# sizes, batches, lengths and memory that cannot be end such a run
+# the rules of SIZES that are checked for a run without the launcher too: upstream would compute wrong results where
+# they fail. Impossible sizes, batches, lengths and memory end such a run by themselves.
 ALONE: frozenset[Rule] = frozenset(
     {
         *(expert_checks, recomputation_checks, keep_groups_checks, reward_checks, reward_model_checks),

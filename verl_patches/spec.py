@@ -1,8 +1,8 @@
-"""`RunSpec`: the facts of one run, resolved once from its configuration and handed on.
+"""Define `RunSpec`, the facts of one run, which are resolved once from its configuration and handed on.
 
 run/resolve.py makes it. Commands, plans, rules and the launcher take it, or the values that they need. verl hands a
 worker only a section of its configuration: the controller writes the facts there as JSON text (`give_run`), and code
-in the controller and in workers reads them back with `run_of`. Nothing derives them from the configuration again.
+in the controller and in workers reads them back with `run_of` instead of deriving them again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ RUN = "run"  # key of verl's configuration, and of its sections that workers get
 A3 = "a3"  # the line of Atlas A3, with MindSpeed
 OF_VALUES = ("rm", "prm")  # objectives that train a value model and no actor
 _Frozen = Annotated[Mapping[str, Any], PlainSerializer(dict), AfterValidator(MappingProxyType)]
-_OF_LAUNCHER = {"verl", "given", "trees", "no_start"}  # fields of RunSpec that its text has not
+_OF_LAUNCHER = {"verl", "given", "trees", "no_start"}  # fields of RunSpec that `text` leaves out
 _SEATS = 256  # vLLM's default of max_num_seqs below 70 GiB a device (vllm.engine.arg_utils.EngineArgs)
 
 
 @dataclass(frozen=True)
 class Trees:
-    """Folders for PYTHONPATH, in order; `verl` is the one of them with verl's configuration.
+    """List the upstream folders of a run's PYTHONPATH, in order; `verl` is the one with verl's configuration.
 
-    option: the command-line option that named them, for commands that are printed. No folders: installed packages.
+    option: the command-line option that named them, for commands that are printed. Without folders a run uses the
+    installed packages.
     """
 
     option: tuple[str, ...] = ()
@@ -47,10 +48,10 @@ class Trees:
 
 @dataclass(frozen=True)
 class NextStart:
-    """How a start of a run does.
+    """Describe where a start of a run begins: from a checkpoint, or at step 1.
 
-    resumed, step: the checkpoint that it starts from, and the step that this one completes. parent: the start of this
-    run that it goes on from, and the step; None where it begins a chain. held: checkpoints of the chain that are there.
+    resumed, step: the checkpoint that it starts from, and the step after which that was written. parent: the start of
+    this run that it continues, and the step; None where it begins a chain. held: number of checkpoints of the chain.
     others: a sentence about the bytes of checkpoints outside the chain, "" without any. name: its folder, such as 0001;
     None before it is made. by_launcher: whether the launcher made it, so that checkpoints lie in that folder too.
     """
@@ -66,17 +67,17 @@ class NextStart:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The facts of one run.
+    """Hold the facts of one run.
 
-    recipe: the section `recipe:`, typed. verl: the whole composed configuration, for verl's own keys; empty in workers,
+    recipe: the typed section `recipe:`. verl: the whole composed configuration, for verl's own keys; empty in workers,
     which have their section from verl. switches: line, platform, and rows that the user switches; rows: ids of the rows
     of the catalogue that are on (features.py).
     model: sizes of the trained model, with its dtype on disk; hf_config: its config.json with the run's changes.
     max_positions: tokens of the longest sequence that the model supports.
     train, rollout: how the model is split over all ranks of the run by Megatron, and by vLLM's instances.
     engine: keyword arguments of vLLM's engine beside those that verl passes. rewards: the parts of the reward.
-    has_critic: whether verl's trainer trains a critic. start: where a start of the run now goes on; no_start: why there
-    is none, empty where there is. given: keys that the command line sets. trees: upstream checkouts to import.
+    has_critic: whether verl's trainer trains a critic. start: where the next start of the run begins; no_start: why it
+    cannot start, else empty. given: keys that the command line sets. trees: upstream checkouts to import.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # DictConfig
@@ -100,144 +101,144 @@ class RunSpec:
 
     @property
     def line(self) -> str:
-        """The set of pins: pypi or a3."""
+        """Return the set of pins: pypi or a3."""
         return self.recipe.line
 
     @property
     def platform(self) -> str:
-        """The kind of device: npu, npu_emulated or cpu."""
+        """Return the kind of device: npu, npu_emulated or cpu."""
         return self.recipe.platform
 
     @property
     def as_npu(self) -> bool:
-        """Whether settings, rules and libraries are those of an NPU, also where one is emulated."""
+        """Return whether settings, rules and libraries are those of an NPU, also where one is emulated."""
         return as_npu(self.platform)
 
     @property
     def hardware(self) -> Hardware:
-        """The kind of machine with NPUs that the run is for."""
+        """Return the kind of machine with NPUs that the run is for."""
         return HARDWARE[self.recipe.hardware]
 
     @property
     def torch_dtype(self) -> str:
-        """The dtype of training and rollout, as torch names it."""
+        """Return the dtype of training and rollout, as torch names it."""
         return VLLM_DTYPES[self.recipe.dtype]
 
     @property
     def trained_model(self) -> ModelShape:
-        """The model's sizes, in the dtype of the run."""
+        """Return the model's sizes, in the dtype of the run."""
         return replace(self.model, torch_dtype=self.torch_dtype)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one a die."""
+        """Return the number of ranks, one per die."""
         return self.train.world_size
 
     @property
     def samples(self) -> bool:
-        """Whether the run samples its responses; with an objective on fixed data no rollout engine is started."""
+        """Return whether the run samples its responses; an objective on fixed data starts no rollout engine."""
         return self.recipe.objective.name == "rl"
 
     @property
     def trains_actor(self) -> bool:
-        """Whether the run trains an actor; the objectives of value models train the critic alone."""
+        """Return whether the run trains an actor; the objectives of value models train the critic alone."""
         return self.recipe.objective.name not in OF_VALUES
 
     @property
     def reward_models(self) -> tuple[Reward, ...]:
-        """The entries of recipe.rewards that are reward models, in their order."""
+        """Return the entries of recipe.rewards that are reward models, in their order."""
         return tuple(part.entry for part in self.rewards if part.entry.name == "reward_model")
 
     @property
     def train_library(self) -> str:
-        """The name of the training library in layout/sharding.py."""
+        """Return the name of the training library in layout/sharding.py."""
         return "mindspeed" if self.line == A3 else "megatron-local"
 
     @property
     def rollout_library(self) -> str:
-        """The name of the rollout library in layout/sharding.py; with multistream_moe shared experts are whole."""
+        """Return the name of the rollout library in layout/sharding.py; multistream_moe keeps shared experts whole."""
         return "vllm-ascend" if self.graphs.get("enable_multistream_moe") else "vllm"
 
     @property
     def ascend(self) -> Mapping[str, Any]:
-        """vllm-ascend's options: additional_config of vLLM's engine."""
+        """Return vllm-ascend's options: additional_config of vLLM's engine."""
         return self.engine.get("additional_config") or {}
 
     @property
     def graphs(self) -> Mapping[str, Any]:
-        """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
+        """Return vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
         graph = self.ascend.get("torchair_graph_config") or {}
         return graph if graph.get("enabled") else {}
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of the decode graphs; none where graphs are not enabled."""
+        """Return the batch sizes of the decode graphs; empty where graphs are not enabled."""
         return tuple(self.graphs.get("graph_batch_sizes") or ())
 
     @property
     def seats(self) -> int:
-        """Most responses that a rollout replica decodes at once: max_num_seqs, or vLLM's default."""
+        """Return the most responses that a rollout replica decodes at once: max_num_seqs, or vLLM's default."""
         return self.engine.get("max_num_seqs") or _SEATS
 
     @property
     def replicas(self) -> int:
-        """Number of rollout replicas: vLLM's tensor-parallel groups."""
+        """Return the number of rollout replicas: vLLM's tensor-parallel groups."""
         return self.world_size // self.rollout.tp
 
-    # facts of the controller's side, which read verl's configuration
+    # these read verl's whole configuration, which only the controller has
 
     @property
     def critic(self) -> DictConfig | None:
-        """verl's section `critic`; None where its trainer has no critic."""
+        """Return verl's section `critic`; None where its trainer has no critic."""
         return self.verl.critic if self.has_critic else None
 
     @property
     def trained(self) -> dict[str, DictConfig]:
-        """{actor, critic: verl's section} of the models that the run trains."""
+        """Return {"actor" or "critic": verl's section} of the models that the run trains."""
         sections = {"actor": self.verl.actor_rollout_ref.actor} if self.trains_actor else {}
         return sections | ({"critic": self.verl.critic} if self.has_critic else {})
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the loss or the reward needs the reference model's log-probs."""
+        """Return whether the loss or the reward needs the reference model's log-probs."""
         return bool(self.verl.actor_rollout_ref.actor.use_kl_loss or self.verl.algorithm.use_kl_in_reward)
 
     @property
     def validates(self) -> bool:
-        """Whether verl samples responses of data.val_files."""
+        """Return whether verl samples responses of data.val_files."""
         return self.verl.trainer.test_freq > 0 or self.verl.trainer.val_before_train
 
     @property
     def longest_tokens(self) -> int:
-        """Most tokens of a prompt and its response."""
+        """Return the most tokens that a prompt and its response may have."""
         return self.verl.data.max_prompt_length + self.verl.data.max_response_length
 
     @property
     def reads_weights(self) -> bool:
-        """Whether training or vLLM reads the weights of the model's folder: not with random init."""
+        """Return whether training or vLLM reads the weights of the model's folder; False with random init."""
         actor, rollout = self.verl.actor_rollout_ref.actor, self.verl.actor_rollout_ref.rollout
         trained = actor.load_weight and not actor.megatron.use_dist_checkpointing
         return trained or not rollout.load_format.startswith("dummy")
 
     @property
     def model_folder(self) -> Path:
-        """The model's folder; it need not exist on this machine."""
+        """Return the model's folder; it need not exist on this machine."""
         return Path(self.verl.actor_rollout_ref.model.path)
 
     @property
     def home(self) -> Path:
-        """Absolute folder of all starts of the run: <recipe.output_root>/<recipe.run>."""
+        """Return the absolute folder of all starts of the run: <recipe.output_root>/<recipe.run>."""
         if self.recipe.output_root is None or self.recipe.run is None:
             raise ConfigError("recipe.output_root or recipe.run is null; expected a folder and a name for the record")
         return Path(self.recipe.output_root, self.recipe.run)
 
     @property
     def folder(self) -> Path:
-        """Absolute folder that the start writes to; START stands for one that is not made yet."""
+        """Return the absolute folder that the start writes to; its name is START until it is made."""
         return self.home / (self.start.name or "START")
 
     def with_verl(self, values: Mapping[str, Any]) -> RunSpec:
-        """Return the run with other values of verl's own keys, from which no fact of the run follows."""
+        """Return the run with other values of verl's own keys; the facts are not resolved again."""
         config = self.verl.copy()
         OmegaConf.set_readonly(config, False)
         for key, value in values.items():
@@ -247,7 +248,7 @@ class RunSpec:
 
     @property
     def process_switches(self) -> Switches:
-        """The switches of every process of the run, which name the rows that are on."""
+        """Return the switches of every process of the run, which name the rows that are on."""
         return replace(self.switches, rows=tuple(sorted(self.rows)))
 
     def text(self) -> str:
@@ -259,11 +260,11 @@ Rule = Callable[[RunSpec], Iterable[Check]]
 
 
 class Rules(NamedTuple):
-    """The table of rules (rules.py): about files that a run reads; about layouts, sizes and options; about the machine.
+    """Hold the table of rules (rules.py): on files, on `sizes` (layouts, sizes, options), and on the machine.
 
-    alone: those of `sizes` that are asked without the launcher too.
+    alone: those of `sizes` that are also checked without the launcher.
 
-    A rule is a function beside its feature that yields a `Check` for each thing that it looked at.
+    A rule is a function beside its feature that yields a `Check` for each thing that it inspects.
     """
 
     files: tuple[Rule, ...]
@@ -272,22 +273,22 @@ class Rules(NamedTuple):
     alone: frozenset[Rule]
 
     def checks(self, run: RunSpec) -> Iterator[Check]:
-        """Return what all rules say of a run, in their order."""
+        """Yield the checks of all rules on a run, in their order."""
         for rule in (*self.files, *self.sizes, *self.machine):
             yield from rule(run)
 
 
 def read_run(text: str, verl: DictConfig) -> RunSpec:
-    """Return the facts of a run from its text, with its composed configuration `verl`, which gets them too."""
+    """Return the facts of a run from their JSON text, and write them into its composed configuration `verl`."""
     give_run(verl, text)
     OmegaConf.set_readonly(verl, True)
     return replace(_read(text), verl=verl)
 
 
 def run_of(section: DictConfig) -> RunSpec:
-    """Return the facts of the run whose verl configuration, or section of it, this is.
+    """Return the facts of the run to which this verl configuration, or section of one, belongs.
 
-    Raises ConfigError where neither the launcher nor the import alone has written them there (`give_run`).
+    Raises ConfigError where neither the launcher nor import_alone.py has written them there (`give_run`).
     """
     text = section.get(RUN)
     if text is None:
@@ -310,7 +311,7 @@ def _facts_adapter() -> TypeAdapter[RunSpec]:
 
 
 def give_run(config: DictConfig, text: str) -> None:
-    """Write the facts of a run into `config`, verl's configuration, where its trainer and its workers read them."""
+    """Write the facts of a run into `config`, verl's configuration, where its trainer and workers read them."""
     for section in (config, config.actor_rollout_ref, config.critic, config.reward_model):
         with open_dict(section):
             section[RUN] = text
