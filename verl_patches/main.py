@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Watched:
-    """Set the event `seen` once `text` was written to a stream: Ray forwards output late, and shutdown drops the rest."""
+    """Set the event `seen` once `text` was written to a stream; Ray forwards output late, and shutdown drops it."""
 
     def __init__(self, stream, text: str):
         self._stream, self._text, self.seen = stream, text, threading.Event()

@@ -332,8 +332,8 @@ class Profile:
     steps: numbers of the steps that are profiled, as the step table counts them; null: none. Their times are not
     comparable, and medians of `report` leave them out.
     ranks: ranks that write traces.
-    phases: phases of memory/schedule.py that they trace, without reward and advantage, which run on the controller;
-    null: all of them.
+    phases: phases of memory/schedule.py that they trace, without reward and advantage, which run on the controller.
+    null traces all of these.
     stacks: record Python stacks too, which makes traces larger and the phases slower.
     peak_tflops: dense bf16 TFLOP/s of one device; null takes that of the platform (353.9 of an A3 die). A CPU has no
     default, so that MFU is not printed (layout/flops.py).
