@@ -1,4 +1,4 @@
-"""A run started by verl's own entry point, with the import alone: without the launcher and its `recipe:` section."""
+"""Prepare a run that verl's own entry point starts, with only the prelude imported and no launcher."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.
 
 
 def recipe_by_default(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer.__init__: fills in `recipe:` and the facts of the run where no launcher did.
+    """Wrap RayPPOTrainer.__init__ to fill in `recipe:` and the facts of the run where no launcher has written them.
 
-    Then all rows of controller and workers find them, as in runs of the launcher. Logs one line about what only the
+    Rows of controller and workers read them as in runs of the launcher. One log line lists the features that only the
     launcher provides.
     """
 
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.get(RUN) is None:
-            self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
+            self.recipe_held = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
             run = begin_without_launcher(fill_recipe(config, engine.current()), self.recipe_held)
             give_run(config, run.text())
             log.warning(NOT_HERE.format(record=_record(run)))
@@ -72,11 +72,11 @@ def _record(run: RunSpec) -> str:
 
 
 def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
-    """Put the schema's defaults into `config`, under what a user gives with +recipe.KEY=VALUE, and the run's facts.
+    """Complete the section `recipe` of `config` with the schema's defaults, and return the run's facts.
 
-    rows: the engine of this process, with whose line, platform, patches and drift the prelude runs; dtype is that of
-    rollout.dtype, and without a name (`run` is None) no record is written. Returns the facts. ConfigError where a key
-    contradicts these, is unknown, or cannot work.
+    The user gives other values by +recipe.KEY=VALUE. Line, platform, patches and drift are those of `rows`, this process's
+    engine; dtype is that of rollout.dtype. Without a name (`run` is None) no record is written. Raises ConfigError where
+    a key contradicts these, is unknown, or cannot work.
     """
     from verl.utils.fs import copy_to_local
 
@@ -84,7 +84,7 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
     with open_dict(config):
         config.recipe = merged
         has_model = any(entry.name == "reward_model" for entry in config.recipe.rewards or ())
-        if has_model and not config.reward_model.enable:  # verl's main has read it by now
+        if has_model and not config.reward_model.enable:  # verl's main has already read this key
             raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
         write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
@@ -97,7 +97,7 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
 
 
 def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
-    """Return the whole section `recipe`: what is given, what the prelude runs with, and defaults."""
+    """Return the whole section `recipe`: the user's values, the prelude's switches, and defaults."""
     dtype, dtypes = config.actor_rollout_ref.rollout.dtype, {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if dtype not in dtypes:
         expected = f"expected one of {', '.join(dtypes)}: training has the same dtype"
@@ -126,7 +126,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
 
 
 def _npu_faults(run: RunSpec) -> list[str]:
-    """Settings for NPUs that the launcher makes and that a user of verl's own entry point must make."""
+    """Return faults in settings for NPUs, which the launcher makes and a user of verl's own entry point must make."""
     if run.platform != "npu":
         return []
     faults = []

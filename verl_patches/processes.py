@@ -1,10 +1,11 @@
-"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others.
+"""Find, end and measure all processes of a run and no others; those that detach are adopted.
 
-The launcher becomes a "child subreaper" of Linux: a daemon whose parent dies (Ray's gcs_server and raylet do that) is
-handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
+The launcher becomes a "child subreaper" of Linux: a daemon whose parent dies, such as Ray's gcs_server and raylet, is
+handed to the launcher instead of to init, so every process that a run starts stays a descendant of the launcher.
 
-Peak memory is PSS: shared pages are divided among their users, so sums over processes are true. Reading PSS walks a
-process's page tables, so it is read when the cheap resident size has grown, and every few seconds.
+Peak memory is PSS, which divides shared pages among their users, so that sums over processes count each page once.
+Reading PSS walks a process's page tables, so it is read only when the cheap resident size has grown, and every few
+seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import psutil
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
+TERM_S, KILL_S = 5.0, 5.0  # wait for processes after SIGTERM, and after SIGKILL
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """While inside, orphaned descendants of this process become its children."""
+    """Adopt orphaned descendants of this process as its children inside the block."""
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -43,21 +44,21 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """In a forked child: get SIGKILL when its parent dies without cleaning up."""
+    """Let this forked child receive SIGKILL when its parent dies without cleaning up."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
-    """Call `act(number)` at SIGINT, SIGTERM and SIGHUP from now on; returns the handlers that were there.
+    """Call `act(number)` at SIGINT, SIGTERM and SIGHUP from now on; return the previous handlers.
 
-    Main thread only. SIGHUP stays ignored where it is, as by nohup; after it, output goes to files alone.
+    Main thread only. SIGHUP stays ignored where it was ignored, as by nohup; after it, output goes to files alone.
     """
 
     def received(number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
             for stream in (1, 2):
-                with suppress(OSError):  # a closed one
-                    if not stat.S_ISREG(os.fstat(stream).st_mode):  # to write to a closed terminal is an error
+                with suppress(OSError):  # the stream may be closed
+                    if not stat.S_ISREG(os.fstat(stream).st_mode):  # writing to a closed terminal fails
                         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         act(number)
 
@@ -67,7 +68,7 @@ def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
 
 
 class Descendants:
-    """Everything below this process that was not there when the object was made."""
+    """Track the descendants of this process that were started after the object was made."""
 
     def __init__(self) -> None:
         self._me = psutil.Process()
@@ -76,7 +77,7 @@ class Descendants:
         self.waited_for: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
 
     def alive(self) -> list[psutil.Process]:
-        """Processes of the run that still run; finished orphans among them are reaped on the way."""
+        """Return the descendants that still run, and reap finished orphans among them."""
         descendants = [p for p in self._me.children(recursive=True) if p not in self._before]
         return [p for p in descendants if not self._is_gone(p)]
 
@@ -89,13 +90,13 @@ class Descendants:
         return True
 
     def end_all(self) -> None:
-        """End all of them (`end_processes`); a warning names those that stay."""
+        """End all descendants (`end_processes`), and warn of those that stay."""
         for process in end_processes(self.alive, self.shared, self.waited_for):
             log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether a process has ended; its parent may not have waited for it yet."""
+    """Return whether a process has ended; its parent may not have waited for it yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -105,9 +106,9 @@ def is_gone(process: psutil.Process) -> bool:
 def end_processes(
     living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_for: Collection[int] = ()
 ) -> Sequence[psutil.Process]:
-    """SIGTERM, then SIGKILL to those that live, until none is left; then remove their shared memory.
+    """Send SIGTERM, then SIGKILL to the living processes until all have ended; then remove their shared memory.
 
-    `waited_for`: pids of children that other code waits for. Returns those that could not be ended.
+    `waited_for`: pids of children that other code waits for. Returns the processes that could not be ended.
     """
     for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
         left = living()
@@ -123,7 +124,7 @@ def end_processes(
 
 
 class SharedMemory:
-    """Shared memory files that processes of the run have mapped; a killed process leaves its own behind (vLLM's TP).
+    """Record and remove the shared memory files of a run; a killed process leaves its own behind (vLLM's TP).
 
     Python's multiprocessing names them psm_* at random, so a file that a process of the run maps is the run's own.
     """
@@ -134,20 +135,20 @@ class SharedMemory:
         self._names: set[str] = set()
 
     def record(self, processes: Iterable[psutil.Process]) -> None:
-        """Record what the living processes have mapped; nothing where the system has no /proc."""
+        """Record the files that the living processes have mapped; a system without /proc records none."""
         for process in processes:
             with suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
                 self._names.update(re.findall(rf"{self.FOLDER}/(psm_\w+)", maps))
 
     def remove(self) -> None:
-        """Unlink what is still there, once the run's processes are gone."""
+        """Unlink the recorded files that still exist, once the run's processes have ended."""
         for name in self._names:
             (self.FOLDER / name).unlink(missing_ok=True)
 
 
 def taken_by(port: int, addresses: Iterable[str]) -> str | None:
-    """Which process, as far as this user may see it, holds a port of these addresses; None where all are free."""
+    """Return the process that holds a port of these addresses, as far as this user may see; None where all are free."""
     for address in addresses:
         try:
             with socket.create_server((address, port)):
@@ -162,21 +163,22 @@ def taken_by(port: int, addresses: Iterable[str]) -> str | None:
 
 
 def started_at(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where there is none.
+    """Return when a process started, in clock ticks since boot; 0 for no such process.
 
-    With its pid it names one process. psutil's create_time does not: it moves when the machine's clock is set.
+    Together with its pid this identifies a process. psutil's create_time does not, as it moves when the machine's clock
+    is set.
     """
     return int((_stat(pid) or ["0"] * 20)[19])
 
 
 def state_of(pid: int, started: int) -> str:
-    """The state of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
+    """Return the state of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
     stat = _stat(pid)
     return "gone" if stat is None or int(stat[19]) != started or stat[0] in "ZX" else stat[0]
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third on, state; the second may hold anything."""
+    """Return the fields of /proc/<pid>/stat from the third (state) on; the second, a name, may have spaces and ")"."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -184,7 +186,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def name_of(process: psutil.Process) -> str:
-    """A short role name: "driver", Ray's own ("raylet", "WorkerDict", "IDLE"), or the program's."""
+    """Return a process's short role: "driver", Ray's own ("raylet", "WorkerDict", "IDLE"), or the program's name."""
     try:
         line = process.cmdline() or [process.name()]
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -200,11 +202,11 @@ def name_of(process: psutil.Process) -> str:
 
 
 GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
-AT_LEAST_EVERY = 10  # and in each Nth call of `sample`
+AT_LEAST_EVERY = 10  # read PSS in each Nth call of `sample` too
 
 
 class MemoryWatch:
-    """Peak memory of processes: call `sample` with the living ones about once a second, `peaks` for the result."""
+    """Measure peak memory of processes: call `sample` with the living ones about once a second, then `peaks`."""
 
     def __init__(self) -> None:
         self._peak: dict[psutil.Process, int] = {}
@@ -213,7 +215,7 @@ class MemoryWatch:
         self.fallbacks = 0  # readings where PSS was refused and the resident size was taken
 
     def sample(self, processes: Iterable[psutil.Process]) -> None:
-        """Take one sample: resident sizes, and PSS where it is due."""
+        """Read the resident sizes of the processes, and their PSS where that is due."""
         processes = list(processes)
         rss = sum(map(_rss, processes))
         due = self._samples % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH
@@ -239,9 +241,9 @@ class MemoryWatch:
             return _rss(process)
 
     def peaks(self) -> dict[str, int]:
-        """{process: peak bytes, "total": peak of the sum, bytes}; equal names are numbered by size.
+        """Return {process: peak bytes, "total": peak of the sum in bytes}; equal names are numbered by size.
 
-        Where PSS could not be read, "resident_not_pss" counts the readings for which the resident size stands in.
+        Where PSS could not be read, "resident_not_pss" counts the readings that took the resident size instead.
         """
         names = Counter(self._name.values())
         seen: Counter[str] = Counter()

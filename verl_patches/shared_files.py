@@ -1,4 +1,4 @@
-"""Files that several processes use: replaced whole, locked, read while they grow."""
+"""Write, lock and read files that several processes use: replace whole files, take locks, follow growing files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import BinaryIO
 from verl_patches.errors import RecipeError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
-LOCK = ".lock"  # of a folder
+LOCK = ".lock"  # name of a folder's lock file
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
 
 
 @contextmanager
 def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
-    """The path of a new file beside `path`, which takes its name where the block ends well, and else is removed.
+    """Yield the path of a new file beside `path`; it replaces `path` where the block succeeds, else it is removed.
 
-    So `path` has the old content or the new one, also where several nodes write it. `durable`: after a loss of power
-    too (fsync); else it may then be absent or unreadable.
+    So `path` has the old content or the new one, also where several nodes write it. With `durable` (fsync) this holds
+    after a loss of power too; without it the file may then be absent or unreadable.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -42,14 +42,14 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Write a small file as `replacing` does; text as UTF-8."""
+    """Write a small file whole, as `replacing` does; text is written as UTF-8."""
     with replacing(path, durable) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def writing(path: Path, todo: str) -> Iterator[None]:
-    """Around code that writes `path`: RecipeError in place of an OSError; of a full disk with its space and `todo`."""
+    """Raise RecipeError in place of an OSError of code that writes `path`; a full disk adds its space and `todo`."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def writing(path: Path, todo: str) -> Iterator[None]:
 
 
 def disk_folder(path: Path) -> Path:
-    """Return the nearest folder of `path`, or above it, that exists: on its disk `path` is, or will be."""
+    """Return the nearest existing folder at or above `path`, whose disk has `path` or will have it."""
     return next(place for place in (path, *path.absolute().parents) if place.is_dir())
 
 
@@ -70,7 +70,7 @@ def free_bytes(path: Path) -> int:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or the names of a folder."""
+    """Flush a file, or the names of a folder, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,10 +79,11 @@ def sync(path: Path) -> None:
 
 
 def lock_file(path: Path) -> BinaryIO:
-    """The file `path`, made where it is absent and open for unbuffered appends, locked until it is closed.
+    """Return the file `path`, made if absent, open for unbuffered appends and locked until it is closed.
 
-    BlockingIOError where another process has the lock; OSError where it cannot be opened, or is a symbolic link. The
-    lock is of the open file (fcntl(2), F_OFD_SETLK): unlike flock's, `is_locked` sees it without taking one.
+    Raises BlockingIOError where another process has the lock, and OSError where the file cannot be opened or is a
+    symbolic link. The lock belongs to the open file (fcntl(2), F_OFD_SETLK): unlike flock's, `is_locked` can see it
+    without locking the file.
     """
     file = open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     try:
@@ -94,7 +95,7 @@ def lock_file(path: Path) -> BinaryIO:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds `lock_file` of this file, without locking it; None where there is no plain file."""
+    """Return whether a process holds `lock_file` of this file, without locking it; None where it is no plain file."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return None
@@ -109,10 +110,10 @@ def is_locked(path: Path) -> bool | None:
 def locked_folder(
     folder: Path, busy: Callable[[], Exception | None], unusable: Callable[[OSError], Exception]
 ) -> Iterator[BinaryIO]:
-    """Make a folder and hold the lock of its LOCK file, which is given.
+    """Make a folder and hold the lock of its LOCK file, which is yielded.
 
-    `busy` is asked while another process has the lock: the error to raise, or None to try again. `unusable`: the error
-    where the folder or the lock cannot be made.
+    `busy` is called while another process has the lock; it returns the error to raise, or None to try again. `unusable`
+    returns the error to raise where the folder or the lock cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,13 +131,13 @@ def locked_folder(
 
 
 class GrowingFile:
-    """A file that another process appends to, read from byte `skip` on; it may not be there yet."""
+    """Read a file that another process appends to, from byte `skip` on; the file may not exist yet."""
 
     def __init__(self, path: Path, skip: int = 0):
         self.path, self.offset = path, skip
 
     def blocks(self, size: int = 1 << 16) -> Iterator[bytes]:
-        """What was appended since the last call, in blocks of at most `size` bytes."""
+        """Yield the bytes that were appended since the last call, in blocks of at most `size` bytes."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Values that users give: YAML files, types and bounds, sentences about what breaks them, and secrets. No torch."""
+"""Read and check the values that users give: YAML files, types with bounds, their faults, and secrets. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_patches.errors import ConfigError
 
-LARGEST = 2**63 - 1  # of an integer in torch; sentences do not name it where a value is below
+LARGEST = 2**63 - 1  # torch's largest integer; error texts name it only for a value above it
 Count = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 Interval = Annotated[int, Field(ge=-1, le=LARGEST, strict=True)]  # a number of steps; -1 and 0 switch it off
@@ -28,11 +28,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
+Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean
 Probability = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
-# of a folder: no "/", and not "." or "-x", which commands would read in another way
+# a folder's name: no "/", and not "." or "-x", which commands would read as another folder or as an option
 Name = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_][^/\x00-\x1f]*$", description="a plain folder name, such as smoke-ep2")
 ]
@@ -47,7 +47,7 @@ Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$", descri
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text of unknown origin for a terminal or a file: control characters but `keep` as escapes, such as \\x1b."""
+    """Return a text of unknown origin for a terminal or a file: control characters except `keep` as escapes (\\x1b)."""
     if text.isprintable():
         return text
     shown = {char for char in text if char in keep or char.isprintable() or unicodedata.category(char) == "Zs"}
@@ -55,7 +55,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file, as Hydra reads it; ConfigError for a file that is none."""
+    """Return the keys and values of a YAML file, as Hydra reads it; raise ConfigError for any other file."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -66,7 +66,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes, source: str) -> list[Any]:
-    """Return the value of each document of a YAML text, as Hydra reads it; ConfigError that names `source`."""
+    """Return the value of each document of a YAML text, as Hydra reads it; ConfigError names `source`."""
     try:
         return list(yaml.load_all(text, get_yaml_loader()))
     except yaml.YAMLError as error:
@@ -78,7 +78,7 @@ def _one_line(error: Exception) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """A size with its unit: MB, GB or TB."""
+    """Return a size with its unit: MB, GB or TB."""
     for unit, name in ((1e12, "TB"), (1e9, "GB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}" if name == "TB" else f"{size_bytes / unit:.1f} {name}"
@@ -86,23 +86,23 @@ def size_text(size_bytes: float) -> str:
 
 
 def types_of(schema: type) -> dict[str, Any]:
-    """{field: type, with its bounds} of a dataclass."""
+    """Return {field: type with its bounds} of a dataclass."""
     return get_type_hints(schema, include_extras=True)
 
 
 def value_faults(types: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """One sentence for each of `values` that is not of its type in `types`, by key; other keys are not checked."""
+    """Return one sentence for each of `values` that its type in `types` refuses; keys that `types` lacks pass."""
     checked = {key: kind for key, kind in types.items() if key in values}
     return [_fault(key, values[key], kind) for key, kind in checked.items() if not _fits(values[key], kind)]
 
 
 def value_words(kind: Any) -> str:
-    """What a type with bounds allows, in words."""
+    """Return the values that a type with bounds allows, in words."""
     return _words(_adapter(kind).json_schema())
 
 
 def unknown_key(key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe.py") -> str:
-    """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
+    """Return a sentence about an unknown key, with the nearest known keys, or `hint` where none is near."""
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
@@ -131,7 +131,7 @@ def _fault(key: str, value: Any, kind: Any) -> str:
 
 
 def _words(node: Mapping[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
+    """Return the values that a JSON schema allows, in words."""
     if "pattern" in node:
         return node["description"]
     if "const" in node or "enum" in node:
@@ -152,36 +152,36 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "
 _TYPES |= {"null": "null", "object": "a section"}
 
 
-# -- secrets: what is never written to a file or a log, by the name of a key or variable and by the form of a value ----
+# -- secrets, which are never written to a file or a log: found by a key's or variable's name, or by a value's form ----
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_SECRET_NAME = re.compile(  # of a name's words in lower case, "_" before each, without numbers at its end
+_SECRET_NAME = re.compile(  # matches a name's words in lower case, "_" before each, without numbers at the end
     r"_[a-z]*(?:secrets?|passwords?|passwd|passphrase|credentials?)(?:_|$)|_(?:authorization|bearer|cookies?)(?:_|$)"
     r"|_[a-z]*(?:api|auth|access|secret|private|signing)_?(?:keys?|token)(?:_|$)"
     r"|_(?:hf|hub|wandb|swanlab|openai|github|gitlab|aws|db|ssh|license|account|encryption|bot|refresh|session)"
     r"_?(?:keys?|token)(?:_|$)"
     r"|_(?:pass|o?auth|[a-z]*token)$|[a-z]_(?:pwd|pat)$"
 )
-_NO_SECRET_NAME = re.compile(  # where a secret is, whether there is one, tokens of text, and words that end like a key
+_NO_SECRET_NAME = re.compile(  # places of secrets, switches, tokens of text, and words that end like a key
     r"_(?:file|path|dir|sock|authentication)$|_(?:mon|tur|don|hot)key$"
     r"|_(?:eos|bos|pad|unk|sep|cls|mask|image|video|special|start|end|stop|max|min|num|n|new|per)_?token$"
 )
-_HARMLESS = re.compile(  # NAME=value: a variable's, a switch's (use_auth_token=true) or a count (n_pass=8)
+_HARMLESS = re.compile(  # NAME=value of a variable ($X), a switch (use_auth_token=true) or a count (n_pass=8)
     r"(?is)[^=]*=(?:\$.*|yes|no|true|false|none|null|on|off)|[^=]*(?:pass|auth|token)=-?[0-9]{1,3}(?:\.[0-9]+)?"
 )
 _SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # no folder of a path: /data/sk-NAME/x
+    r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # except a folder of a path: /data/sk-NAME/x
     r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
     r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
 )
-_GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two of them
+_GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value has two matches
 
 
 def is_secret_variable(name: str) -> bool:
     """Return whether a name says that its value is a secret: HF_TOKEN, DB_PASS, api_key; not eos_token, prompt_key.
 
-    In capitals, as variables are, any KEY is one: SSH_KEY, OPENAIKEY.
+    A name in capitals, as variables have, is secret wherever it ends in KEY: SSH_KEY, OPENAIKEY.
     """
     words = "".join(f"_{word.lower()}" for word in _WORD.findall(name)).rstrip("_0123456789")
     found = _SECRET_NAME.search(words) or (name.isupper() and words.endswith("key"))
@@ -212,7 +212,7 @@ def secret_options(words: Sequence[str]) -> list[str]:
 def leaves(
     section: Mapping[str, Any], prefix: str = "", ends: Callable[[str], bool] = lambda key: False
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each leaf of nested mappings, in order.
+    """Yield (dotted key, value) of each leaf of nested mappings, in order.
 
     An empty mapping is a leaf, as is anything at a key for which `ends` is true. Lists are leaves.
     """
@@ -226,11 +226,11 @@ def leaves(
 
 @contextmanager
 def load(expected: str) -> Iterator[None]:
-    """ConfigError, "EXPECTED; found ...", for whatever error a library has with what a user named."""
+    """Raise ConfigError, "EXPECTED; found ...", in place of any error of a library that loads what a user named."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # transformers, datasets and each store have their own
+    except Exception as error:  # transformers, datasets and each store raise errors of their own
         text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
         raise ConfigError(f"{expected}; found {text:.300}") from error
