@@ -74,9 +74,9 @@ def _record(run: RunSpec) -> str:
 def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
     """Complete the section `recipe` of `config` with the schema's defaults, and return the run's facts.
 
-    The user gives other values by +recipe.KEY=VALUE. Line, platform, patches and drift are those of `rows`, this process's
-    engine; dtype is that of rollout.dtype. Without a name (`run` is None) no record is written. Raises ConfigError where
-    a key contradicts these, is unknown, or cannot work.
+    The user gives other values by +recipe.KEY=VALUE. Line, platform, patches and drift are those of `rows`, this
+    process's engine; dtype is that of rollout.dtype. Without a name (`run` is None) no record is written. Raises
+    ConfigError where a key contradicts these, is unknown, or cannot work.
     """
     from verl.utils.fs import copy_to_local
 
