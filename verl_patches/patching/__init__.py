@@ -1,1 +1,1 @@
-"""How anything upstream is replaced: one table of rows, one engine that applies, reverts, proves and explains them."""
+"""Replace upstream code by one table of rows and one engine that applies, reverts, proves and explains them."""

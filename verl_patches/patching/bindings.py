@@ -1,9 +1,9 @@
-"""Bindings of an object in a source tree: every module-level or class-level `from M import f`, read as text.
+"""Find the bindings of an object in a source tree: each module-level or class-level `from M import f`, read as text.
 
 Such a name still refers to the old object when `M.f` is replaced after the import, so a row must list it. Imports
-inside functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. A star import is taken to
-bring every name without a leading underscore: __all__ is not read. Copies made by assignment, default values or tables
-of functions are not found.
+inside functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. A star import is assumed
+to bring every name without a leading underscore: __all__ is not read. Copies made by assignment, default values or
+tables of functions are not found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 @dataclass(frozen=True)
 class Import:
-    """One name that a from-import binds: `place` ("module:qualname") gets `origin`'s `name` (or "*") at `line`."""
+    """Describe a from-import of one name: `place` ("module:qualname") gets `origin`'s `name` (or "*") at `line`."""
 
     place: str
     origin: str
@@ -33,17 +33,17 @@ class Import:
 
 
 class SourceFile:
-    """One module of a tree; parsed when its imports are read first. `unread`: why this Python could not parse it."""
+    """Read one module of a tree, parsed on first use of its imports; `unread` says why this Python cannot parse it."""
 
     def __init__(self, module: str, path: Path):
         self.module, self.path, self.unread = module, path, ""
         self._text = path.read_bytes()
-        self._imported: dict[bytes, set[bytes]] = {}  # {last part of a module, empty for `from . import`: words after}
+        self._imported: dict[bytes, set[bytes]] = {}  # {last part of a module, empty for `from . import`: names}
         for last_part, names in _FROM.findall(self._text):
             self._imported.setdefault(last_part, set()).update(re.findall(rb"\w+|[*#]", names))
 
     def may_import(self, module: str, name: str) -> bool:
-        """False only where no from-import of `name` from `module` can be: cheap, and no parsing."""
+        """Return False only if the file cannot have a from-import of `name` from `module`; the text is not parsed."""
         modules = (module.rpartition(".")[2].encode(), b"")
         wanted = (name.encode(), b"*", b"#")  # a comment may hold the ")" at which _FROM's match ended
         return any(not self._imported[each].isdisjoint(wanted) for each in modules if each in self._imported)
@@ -57,7 +57,7 @@ class SourceFile:
 
     @cached_property
     def imports(self) -> list[Import]:
-        """Every from-import that runs while the module is imported."""
+        """Return every from-import that runs while the module is imported."""
         imports = []
         for prefix, node in _from_imports(self._tree(), ""):
             origin = import_origin(node, self.module, self.path.name == "__init__.py")
@@ -68,7 +68,7 @@ class SourceFile:
 
 
 def read_tree(packages: Mapping[str, Path]) -> dict[str, SourceFile]:
-    """{dotted module: its file} of all Python files in {top-level package: the folder that holds it}."""
+    """Return {dotted module: its file} of all Python files in {top-level package: the folder that holds it}."""
     files = {}
     for package, root in packages.items():
         for path in sorted((root / package).rglob("*.py")):
@@ -79,7 +79,7 @@ def read_tree(packages: Mapping[str, Path]) -> dict[str, SourceFile]:
 
 
 def find_bindings(targets: Iterable[str], tree: Mapping[str, SourceFile]) -> dict[str, dict[str, Import]]:
-    """{target: {place that imports it: the import there}} for "module:name" targets, re-exports followed."""
+    """Return {target: {place that imports it: the import there}} for "module:name" targets, re-exports followed."""
     bindings: dict[str, dict[str, Import]] = {target: {} for target in targets}
     for target, places in bindings.items():
         waiting = [target]

@@ -1,9 +1,9 @@
-"""`check`: compares what every row of one line expects of upstream with upstream's sources.
+"""Compare each row's expectations of upstream with upstream's sources, for the command `check`.
 
-For each row: the target's body is the reviewed one, and all bindings are listed. Sources are read as text from
-{top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched in the upstream
-packages of the line, and in those modules of other packages (torch) that rows name. Whether a replacement accepts the
-calls of its target is compared when the row is applied (signatures.py).
+A row expects that its target's body is the reviewed one and that its bindings are complete. Sources are read as text
+from {top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched in the
+upstream packages of the line, and in those modules of other packages (torch) that rows name. Whether a replacement
+accepts the calls of its target is checked when the row is applied (signatures.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEW_PLACE = "find its new place and set the row's target"
 
 
 def installed_root(package: str) -> Path | None:
-    """The folder that holds a top-level package as this interpreter finds it, links resolved; None without one.
+    """Return the folder that holds a top-level package as this interpreter finds it, links resolved; None without one.
 
     Nothing is imported.
     """
@@ -46,12 +46,12 @@ def installed_root(package: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the sources of one line are.
+    """Say where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
-    interpreter, and rows that name a package of the line which `roots` lack are not checked. `installed`: the roots are
-    this interpreter's too. `versions`: {distribution: pinned version}. `verified`: {top-level package: its source and
-    version}, where all its files are as pinned.
+    interpreter, and rows that name a package of the line which `roots` lacks are not checked. `installed`: the roots
+    are this interpreter's too. `versions`: {distribution: pinned version}. `verified`: {top-level package: its source
+    and version} of the packages whose files are all as pinned.
     """
 
     roots: Mapping[str, Path]
@@ -61,12 +61,12 @@ class Sources:
 
 
 def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
-    """One finding for each package that was read and each row of the line, on any platform; none if it has no rows."""
+    """Return a report on each package that was read and each row of the line; it is empty if the line has no rows."""
     rows = [spec.on_line(line) for spec in specs if line in spec.lines]
     if not rows:
         return Report("check", line, ())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # upstream's own, such as invalid escape sequences
+        warnings.simplefilter("ignore")  # upstream's sources have some, such as invalid escape sequences
         return Report("check", line, tuple(_findings(rows, line, sources)))
 
 
@@ -77,7 +77,7 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
     present = [spec for spec in rows if not absent[spec.id]]
     tree = read_tree(sources.roots)
     named = {split(place)[0] for spec in present if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
-    for module in sorted(named - set(tree)):  # of other packages, such as torch
+    for module in sorted(named - set(tree)):  # modules of other packages, such as torch
         path = fp.source_file(module, sources.roots.get(_package(module)))
         if path is not None:
             tree[module] = SourceFile(module, path)
@@ -102,12 +102,12 @@ def _package(place: str) -> str:
 
 
 def _can_be_bound(spec: PatchSpec) -> bool:
-    """Whether others can hold the same object: not so for attributes of classes, which are shared, and new names."""
+    """Return whether other modules can bind the target; False for attributes of classes, new names and module stubs."""
     return not spec.is_module_stub and "." not in split(spec.target)[1] and spec.kind not in ("register", "extend")
 
 
 class Part(NamedTuple):
-    """One result of the check of a row; fields as in Finding."""
+    """Hold one result of a row's check; its fields are those of Finding."""
 
     state: str
     found: str
@@ -116,7 +116,7 @@ class Part(NamedTuple):
 
 
 class RowCheck:
-    """The check of one row: a sequence of parts, which `finding` joins with the problems first."""
+    """Check one row in several parts, which `finding` joins with the problems first."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class RowCheck:
         self.definitions: list[fp.Definition] = []
 
     def finding(self) -> Finding:
-        """The finding about this row."""
+        """Return the finding about this row."""
         parts = sorted(self._parts(), key=lambda part: -STATES.index(part.state))
         return Finding(
             self.spec.id,
@@ -188,7 +188,7 @@ class RowCheck:
         return f"{_place(found.file, found.module)}:{found.node.lineno}"
 
     def _exists(self) -> bool:
-        """Whether the target is there; of an `extend`, what gets the new name."""
+        """Return whether the target exists; for kind extend, whether the holder of the new name exists."""
         if self.spec.kind != "extend":
             return bool(self.definitions) or self.reviewed == fp.NO_SOURCE
         module, qualname = split(self.spec.target)
@@ -196,7 +196,7 @@ class RowCheck:
         return not holder or bool(fp.definitions(f"{module}:{holder}", self.root))
 
     def _body(self, pinned: str | None, here: str) -> Part:
-        """The target compared with the reviewed one."""
+        """Compare the target's body with the reviewed one."""
         if self.spec.kind == "extend":
             if not self.definitions:
                 return Part("fine", "upstream has no such name, as expected")
@@ -224,7 +224,7 @@ class RowCheck:
         return Part("problem", f"{qualname} is not in {_place(file, self.spec.target_module)}", _NEW_PLACE, details)
 
     def _without_source(self, pinned: str | None, here: str) -> Part:
-        """The target has no text, as reviewed: its package must be the pinned one."""
+        """Compare the package's version instead, as the target has no Python source (and had none when reviewed)."""
         text = "no Python text of its own (an imported name, compiled or inherited)"
         version = f"{text}: identified by the version of {self.top}, {here} here"
         if self.top in self.sources.verified:
@@ -239,7 +239,7 @@ class RowCheck:
 
     def _bindings(self) -> Iterator[Part]:
         found, listed = self.imported.get(self.spec.target, {}), set(self.spec.bindings)
-        if names_a_module(self.spec.target, self.root):  # `import torch`: the same module wherever it stands
+        if names_a_module(self.spec.target, self.root):  # `import torch` binds the same module everywhere
             listed -= {place for place in listed if names_a_module(place, self.root)}
         missing = [item for place, item in found.items() if place not in listed]
         extra = ", ".join(sorted(listed - set(found)))
@@ -259,7 +259,7 @@ class RowCheck:
 
 
 def names_a_module(target: str, root: Path | None) -> bool:
-    """Whether the name of "module:name" is bound by an `import` statement of that module, so that it is a module."""
+    """Return whether an `import` statement of the module binds the name of "module:name", so that it is a module."""
     module, name = split(target)
     path = fp.source_file(module, root)
     imports = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.Import)] if path else ()
@@ -267,7 +267,7 @@ def names_a_module(target: str, root: Path | None) -> bool:
 
 
 def _place(file: Path, module: str) -> str:
-    """The path of a module's file as seen from the folder that holds its top-level package."""
+    """Return the path of a module's file relative to the folder that holds its top-level package."""
     return str(file.relative_to(file.parents[module.count(".") + (file.name == "__init__.py")]))
 
 

@@ -1,17 +1,17 @@
 """Apply, revert, verify and explain the rows of the catalogue in one process.
 
 States of a row: off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. A row is
-active only if the object at its target `is` the one that was put there. Where upstream is not as reviewed, the row is
-drifted (another body) or unsupported (no such place, or it is called in ways that our replacement refuses), and the
-policy `drift=` decides what follows; failed is a fault of our own provider and always stops the run.
+active only if the object at its target `is` the one that the engine put there. Where upstream is not as reviewed, the
+row is drifted (another body) or unsupported (the place does not exist, or accepts calls that our replacement refuses),
+and the policy `drift=` decides what follows; failed is a fault of our own provider and always stops the run.
 
-Threads: `_lock` guards the rows and the replacement itself. Nothing is imported while it is held, because a thread
-inside an import holds that module's lock and may wait for ours. Providers run without it: two threads may prepare the
-same row, and the first one to finish puts it in place.
+Threads: `_lock` guards the rows and the replacement itself. No import runs while it is held, because a thread inside
+an import holds that module's lock and may wait for ours. Providers run without it: two threads may prepare the same
+row, and the first one to finish puts it in place.
 
-Bindings: a module that is inside `from M import f` while a row is put on M:f may have fetched the object that was there
-before, and stores it later. So each binding of a row is open from the moment the row is put in place until its module's
-import has ended and the binding was set again; an open binding is not compared with what is expected there.
+Bindings: a module that is inside `from M import f` while a row is put on M:f may have fetched the previous object and
+store it later. So each binding of a row is open from the moment the row is put in place until its module's import has
+ended and the binding was set again; an open binding is not compared with the object that is expected there.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _ADVICE = {
 
 
 class PatchError(RecipeError):
-    """A row could not be made active, or no longer is: the message names row, target, expected, found and remedy."""
+    """Report a row that is not active; the message names row, target, expected, found and remedy."""
 
 
 class Engine:
-    """The rows of one process. All methods are thread-safe and idempotent."""
+    """Apply and check the rows of one process. All methods are thread-safe and idempotent."""
 
     def __init__(self, specs: Iterable[PatchSpec], switches: Switches):
         self.specs = {name: spec.on_line(switches.line) for name, spec in validate(specs).items()}
@@ -56,7 +56,7 @@ class Engine:
         self._order = [self._rows[name] for name in self._in_need_order()]
 
     def _check_wanted(self) -> None:
-        """Decide every row and refuse wanted rows whose needs are off."""
+        """Decide which rows are wanted, and refuse a wanted row that needs one which is off."""
         self.wanted: set[str] = set()
         for name, row in self._rows.items():
             wanted, row.decided = self.switches.decide(row.spec)
@@ -89,7 +89,7 @@ class Engine:
     def apply(self) -> None:
         """Put every wanted row in place, now or as soon as its target module is imported. Idempotent.
 
-        A row that could not be put in place is tried again: a second apply() fails like the first. Raises PatchError.
+        A second apply() tries a row again that could not be put in place, and fails like the first. Raises PatchError.
         """
         with self._lock:
             for row in self._order:
@@ -108,22 +108,22 @@ class Engine:
             hooks.after_import(name, hook)
             module = sys.modules.get(name)
             if module is not None and not hooks.is_half_built(module):
-                hook(module)  # another thread may have taken the hook and not be through
+                hook(module)  # another thread may have taken the hook and still be running it
 
     def _install(self, row: Row, nth: int, module: ModuleType) -> None:
-        """Import hook of one row; PatchError where the run must stop."""
+        """Install one row in its imported module (the row's import hook); raise PatchError where the run must stop."""
         if self._is_done(row, nth, module):
             return
         for need in (self._rows[name] for name in row.spec.needs):
             if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
-                self._install(need, need.applied, module)  # in any order of hooks, a row wraps what it needs
+                self._install(need, need.applied, module)  # so a row wraps what it needs in any order of hooks
         policy = self.switches.drift
         prepared = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
         with self._lock:
             if self._is_done(row, nth, module):
                 return
             prepared = self._unmet(row.spec) or prepared
-            row.take_out()  # of an earlier copy of the module, which was dropped when patching it failed
+            row.take_out()  # from an earlier copy of the module, which was dropped when patching it failed
             if prepared.place is not None:
                 prepared = row.put(prepared, prepared.place)
                 self._open_bindings.update(row.spec.bindings if row.in_place else ())
@@ -145,7 +145,7 @@ class Engine:
         return row.applied != nth or row.hook is None or row.module is module
 
     def _unmet(self, spec: PatchSpec) -> Prepared | None:
-        """The state of a row that needs one which was not applied; None where all that it needs were."""
+        """Return the state of a row that needs one which was not applied; None if all needed rows were applied."""
         for need in (self._rows[name] for name in spec.needs):
             has_method = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
             if need.state == "unsupported" or (has_method and not need.in_place):
@@ -155,12 +155,12 @@ class Engine:
     def _leave_dependents(self, left: Row) -> None:
         """Revert the rows that need one which was not applied."""
         leaving = []
-        for row in self._order if left.state == "unsupported" else ():  # a need comes before what needs it
+        for row in self._order if left.state == "unsupported" else ():  # in _order, a needed row comes first
             unmet = self._unmet(row.spec) if row.hook is not None else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason
                 leaving.append(row)
-        for row in reversed(leaving):  # the upper one of a place first: each puts back what it found
+        for row in reversed(leaving):  # the upper row of a place first: each puts back the object it found
             row.take_out()
 
     def _bind(self, row: Row, binding: str) -> None:
@@ -172,7 +172,7 @@ class Engine:
             setattr(place.holder, place.attribute, uppermost)
 
     def _close_binding(self, row: Row, binding: str) -> None:
-        """Set a binding for good as soon as no import of its module can still store what it fetched earlier."""
+        """Set a binding once its module's import has ended; a running import may store an object fetched earlier."""
         name, _ = split(binding)
 
         def close(module: ModuleType) -> None:
@@ -181,15 +181,15 @@ class Engine:
                 self._open_bindings.discard(binding)
 
         with self._lock:
-            if sys.modules.get(name) is None:  # when it is imported, it finds the uppermost row
+            if sys.modules.get(name) is None:  # a later import fetches the uppermost row's object
                 self._open_bindings.discard(binding)
                 return
         hooks.after_import(name, close)
 
     def revert(self) -> None:
-        """Restore upstream, in reverse order; a change that another library made over one of ours stays.
+        """Restore upstream, in reverse order; changes that another library made over ours stay.
 
-        Call it while no import runs: a module that is inside `from M import f` may keep our object.
+        No import may run meanwhile: a module that is inside `from M import f` may keep our object.
         """
         with self._lock:
             for row in reversed(self._order):
@@ -205,7 +205,7 @@ class Engine:
     # -- status and verification --------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, str]]:
-        """One {id, state, target, reason} per row, in catalogue order; every place is checked again."""
+        """Return {id, state, target, reason} of each row, in catalogue order; every place is checked again."""
         with self._lock:
             observed = [(row.spec, *self._observed(row)) for row in self._rows.values()]
         return [
@@ -213,7 +213,7 @@ class Engine:
         ]
 
     def _observed(self, row: Row) -> tuple[str, str]:
-        """(state, reason) of one row now."""
+        """Return the present (state, reason) of a row."""
         name = row.spec.target_module
         now = sys.modules.get(name)
         if row.spec.is_module_stub and row.state == "active" and (provided := hooks.provided(name)) != "ours":
@@ -231,7 +231,7 @@ class Engine:
         return ("overridden", covered) if covered else (row.state, row.reason)
 
     def _uppermost(self, target: str, found: Any) -> Any:
-        """The object of the uppermost row that was put over `found` at a target; `found` where no row is over it."""
+        """Return the object of the uppermost row that was put over `found` at a target; `found` without such a row."""
         over = {}
         for row in self._order:
             place = row.place if row.spec.target == target and row.spec.kind != "override" else None
@@ -244,9 +244,9 @@ class Engine:
     def verify(self, process: str, unused: tuple[str, ...] = ()) -> None:
         """Raise PatchError unless every wanted row for this process ("controller" or "worker") is active.
 
-        Rows of the other process may still wait, as may those of `unused` packages and modules, which this process has
-        no need to import, and a module stub is off where its package is installed. A policy
-        other than strict accepts drifted and unsupported rows.
+        Rows of the other process may still wait, as may those on `unused` packages and modules, which this process need
+        not import. A module stub may be off where its package is installed. A policy other than strict accepts drifted
+        and unsupported rows.
         """
         allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
         bad, states = [], set()
@@ -265,7 +265,7 @@ class Engine:
             )
 
     def explain(self, name: str) -> dict[str, Any]:
-        """Everything about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
+        """Return all facts about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
         from verl_patches.patching import fingerprint
 
         if name not in self.specs:
@@ -285,9 +285,9 @@ class Engine:
         }
 
     def intent(self) -> dict[str, str]:
-        """{row id: "off", or hashes of its provider's file, of its target on disk and of the reviewed target}.
+        """Return {row id: "off", or hashes of its provider's file, of its target on disk and of the reviewed target}.
 
-        One more entry, "verl_patches", hashes all our own sources: a provider may use any of them.
+        One more entry, "verl_patches", hashes all our own sources, because a provider may use any of them.
         """
         from verl_patches.patching import fingerprint
 
@@ -304,7 +304,7 @@ class Engine:
         return hashes
 
     def digest(self) -> str:
-        """64 hex digits over `intent()`, line, platform and policy: equal in processes that apply the same patches."""
+        """Return 64 hex digits over `intent()`, line, platform and policy; equal patches have equal digests."""
         import hashlib
         import json
 
@@ -312,23 +312,23 @@ class Engine:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-of_process: Current[Engine | None] = Current(None)  # set by the import of the prelude, which Python runs once
+of_process: Current[Engine | None] = Current(None)  # set by the prelude's import, which Python runs once
 
 
 def start(specs: Iterable[PatchSpec], switches: Switches) -> Engine:
-    """This process's engine, created at the first call; the prelude calls this, then apply()."""
+    """Return this process's engine, created at the first call; the prelude calls this, then apply()."""
     if of_process.value is None:
         of_process.value = Engine(specs, switches)
     return of_process.value
 
 
 def is_on(row: str) -> bool:
-    """Whether the row of this id is wanted in this process; False without a prelude."""
+    """Return whether the row of this id is wanted in this process; False without a prelude."""
     return of_process.value is not None and row in of_process.value.wanted
 
 
 def current() -> Engine:
-    """The engine that the prelude started in this process; PatchError where the prelude has not run."""
+    """Return the engine that the prelude started in this process; PatchError where the prelude has not run."""
     if of_process.value is None:
         raise PatchError(
             "the prelude has not run in this process: `from verl_patches import prelude_patch` must come "

@@ -1,9 +1,9 @@
-"""Fingerprints of upstream definitions: one hash of a target's source without comments, docstrings and layout.
+"""Fingerprint upstream definitions: hash a target's source without comments, docstrings and layout.
 
-Sources are read from disk; nothing is imported. All definitions of a name count, in source order. Of a method, the
-headers of the classes around it count too: their decorators, bases and keywords, such as a metaclass, decide what
-becomes of it. Fields of the syntax tree are read by name and empty ones left out, so that fields which newer Python
-versions add (type_params and the like) change nothing; tests/patching/test_fingerprint.py compares Python versions.
+Sources are read from disk; nothing is imported. All definitions of a name count, in source order. For a method the
+headers of its classes count too: their decorators, bases and keywords, such as a metaclass, can change the method.
+Fields of the syntax tree are read by name and empty ones left out, so that fields which newer Python versions add
+(type_params and the like) change nothing; tests/patching/test_fingerprint.py compares Python versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_SOURCE = "no-python-source"
 
 @dataclass(frozen=True)
 class Definition:
-    """One definition of a name: its syntax tree, the file and module that it stands in, and the classes around it."""
+    """Describe one definition of a name: its syntax tree, its file and module, and the classes around it."""
 
     node: ast.stmt
     file: Path
@@ -36,14 +36,14 @@ class Definition:
 
     def source(self) -> list[str]:
         """Return the lines of its classes' headers and its own, as they stand in the file."""
-        text = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed, for one, ends no line
+        text = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed ends no line here
         headers = [(each, _first_line(each.body[0])) for each in self.classes if isinstance(each, ast.ClassDef)]
         ranges = [*headers, (self.node, (self.node.end_lineno or self.node.lineno) + 1)]
         return [line for node, end in ranges for line in text[_first_line(node) - 1 : end - 1]]
 
 
 def fingerprint(place: str, root: Path | None = None) -> str:
-    """16 hex digits for "module:qualname", or NO_SOURCE where its package's Python text does not define that name.
+    """Return 16 hex digits for "module:qualname", or NO_SOURCE if its package's Python text does not define that name.
 
     `root`: the folder that holds the top-level package; default: where this interpreter would import it from.
     """
@@ -51,18 +51,18 @@ def fingerprint(place: str, root: Path | None = None) -> str:
 
 
 def body_hash(found: Collection[Definition]) -> str:
-    """16 hex digits over all definitions of one name; NO_SOURCE where there is none."""
+    """Return 16 hex digits over all definitions of one name; NO_SOURCE without any."""
     texts = [[_text(d.node), *(_text(each, leave_out=("body",)) for each in d.classes)] for d in found]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] if texts else NO_SOURCE
 
 
 def source(place: str, root: Path | None = None) -> list[str]:
-    """The lines of all definitions of "module:qualname"."""
+    """Return the lines of all definitions of "module:qualname"."""
     return [line for definition in definitions(place, root) for line in definition.source()]
 
 
 def current(line: str, target: str) -> str:
-    """`fingerprint(target)`; without parsing where the files that it is read from have the bytes that were reviewed."""
+    """Return `fingerprint(target)`, without parsing if the bytes of the files that it reads are those reviewed."""
     entry = reviewed(line).get(target, {})
     files = entry.get("files") or {}
     paths = {module: source_file(module) for module in files}
@@ -72,7 +72,7 @@ def current(line: str, target: str) -> str:
 
 
 def files_read(place: str, root: Path | None = None) -> dict[str, str]:
-    """{module: hash of its file} of all files that the fingerprint of "module:qualname" depends on."""
+    """Return {module: hash of its file} of all files that the fingerprint of "module:qualname" depends on."""
     read: dict[str, Path] = {}
     definitions(place, root, read=read)
     return {module: file_hash(path) for module, path in sorted(read.items())}
@@ -81,9 +81,9 @@ def files_read(place: str, root: Path | None = None) -> dict[str, str]:
 def definitions(
     place: str, root: Path | None = None, seen: frozenset[str] = frozenset(), read: dict[str, Path] | None = None
 ) -> list[Definition]:
-    """Every definition of "module:qualname"; a name imported from the same top-level package is followed there.
+    """Return every definition of "module:qualname"; a name imported from the same top-level package is followed.
 
-    `read`: gets the file of each module that was looked at.
+    `read` collects the file of each module that was read.
     """
     module, qualname = split(place)
     path = source_file(module, root)
@@ -105,13 +105,13 @@ def definitions(
 
 
 def review_command(row_id: str, line: str, upstream: str = "") -> str:
-    """What to type once a change of this row's target was reviewed; `upstream`: the folder of clones that was read."""
+    """Return the command that records a reviewed change of a row's target; `upstream`: the folder of clones."""
     command = f"python -m verl_patches fingerprint {row_id} --write --line {line}"
     return f"{command} --upstream {upstream}" if upstream else command
 
 
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    """The dotted module that a `from ... import` in `module` names, relative ones made absolute."""
+    """Return the dotted module that a `from ... import` in `module` names; relative ones are made absolute."""
     if not node.level:
         return node.module or ""
     parts = module.split(".")
@@ -120,9 +120,9 @@ def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.stmt]]:
-    """(names, the statement that binds them) directly in a module or class body, also inside if, for, try ... there.
+    """Yield (names, the statement that binds them) of a module or class body, also inside its if, for, try and so on.
 
-    Not seen: plain imports, the targets of `for`, `with`, `except` and `case` themselves, `:=` and `del`.
+    Not included: plain imports, the targets of `for`, `with`, `except` and `case` themselves, `:=` and `del`.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, DEFINITIONS):
@@ -138,7 +138,7 @@ def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.stmt]]:
 
 
 def source_file(module: str, root: Path | None = None) -> Path | None:
-    """The .py file of a dotted module, found on disk without importing it; None for built-in or absent modules."""
+    """Return the .py file of a dotted module, found without importing it; None for built-in or absent modules."""
     top, *rest = module.split(".")
     if root is None:
         loaded = sys.modules.get(top)
@@ -160,7 +160,7 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
 
 
 def file_hash(path: Path) -> str:
-    """16 hex digits over the bytes of a file, read again only if its time or size has changed."""
+    """Return 16 hex digits over the bytes of a file, which is read again only if its time or size has changed."""
     stat = path.stat()
     return _hash_of_version(str(path), (stat.st_mtime_ns, stat.st_size))
 
@@ -171,32 +171,32 @@ def _hash_of_version(path: str, _version: tuple[int, int]) -> str:
 
 
 def package_hash() -> str:
-    """16 hex digits over all Python files of verl_patches, names included."""
+    """Return 16 hex digits over all Python files of verl_patches, names included."""
     root = REVIEWED.parent
     lines = (f"{path.relative_to(root)} {file_hash(path)}" for path in sorted(root.rglob("*.py")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def reviewed(line: str) -> dict[str, dict[str, Any]]:
-    """What was reviewed on a line, as it travels with the package: {target: {hash, files}}.
+    """Return the reviewed fingerprints of a line, {target: {hash, files}}, which are part of the package.
 
-    files: {module: hash of its file} of all that the fingerprint depends on.
+    files: {module: hash of its file} of all modules that the fingerprint depends on.
     """
     return _record().get(line, {})
 
 
 def reviewed_hash(line: str, target: str) -> str | None:
-    """The reviewed fingerprint of one target on one line; None where none was recorded."""
+    """Return the reviewed fingerprint of one target on one line; None without a record."""
     return reviewed(line).get(target, {}).get("hash")
 
 
 def write_reviewed(
     line: str, found: Mapping[str, str], whole: bool = False, files: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[str]:
-    """Record {target: its fingerprint} of one line, sorted; gives the targets whose entries went.
+    """Record {target: its fingerprint} of one line, sorted, and return the targets whose entries were removed.
 
-    `files`: {target: `files_read`}, for a start that need not parse them. Entries of other lines stay, and so do those
-    of other targets unless this is the `whole` line.
+    `files`: {target: `files_read`}, so that `current` need not parse them. Entries of other lines stay, and unless
+    `found` is the `whole` line, those of other targets too.
     """
     table = dict(_record())
     gone = [target for target in reviewed(line) if whole and target not in found]
@@ -226,14 +226,14 @@ def _read_record(path: str, _version: tuple[int, int]) -> dict[str, dict[str, di
     return json.loads(Path(path).read_text())
 
 
-@functools.lru_cache(maxsize=2)  # rows of one file mostly stand together; many live trees make garbage collection slow
+@functools.lru_cache(maxsize=2)  # rows of one file are mostly neighbours; many live trees slow down garbage collection
 def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
     return ast.parse(Path(path).read_bytes(), filename=path)
 
 
 @functools.lru_cache(maxsize=512)
 def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
-    """(classes around it ..., statement) of each that binds a qualname; a from-import of the first name ends it."""
+    """Return (its classes ..., statement) of each binding of a qualname, or of the from-import of its first name."""
     first, *rest = qualname.split(".")
     paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _named(_tree(path, version), first)]
     for step in rest:
@@ -250,18 +250,18 @@ def _named(node: ast.AST, name: str) -> list[ast.stmt]:
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
-BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # what statements stand in, definitions among them
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # nodes whose bodies may have statements such as definitions
 _NO_MEANING = ("ctx", "kind", "type_comment", "type_ignores")
 
 
 def _first_line(node: ast.stmt) -> int:
-    """The first line of a statement, its decorators included."""
+    """Return the first line of a statement, its decorators included."""
     return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
 
 
 def _text(value: object, leave_out: Collection[str] = ()) -> str:
-    """A syntax tree without docstrings as plain ASCII, the same on every Python version."""
-    if isinstance(value, ast.JoinedStr):  # neighbouring constants are one, as not all Python versions do it
+    """Return a syntax tree without docstrings as plain ASCII, equal on every Python version."""
+    if isinstance(value, ast.JoinedStr):  # joins neighbouring constants, as some Python versions do not
         return f"JoinedStr({''.join(map(_joined, value.values))})"
     if isinstance(value, ast.AST):
         fields = dict(ast.iter_fields(value))
@@ -281,7 +281,7 @@ def _text(value: object, leave_out: Collection[str] = ()) -> str:
 
 
 def _joined(part: ast.expr) -> str:
-    """One part of an f-string; in JSON, which writes each character by itself, no constant has a bare quote."""
+    """Return one part of an f-string: a constant as JSON without its quotes, or another part in quotes."""
     if isinstance(part, ast.Constant) and isinstance(part.value, str):
         return json.dumps(part.value)[1:-1]
     return f'"{_text(part)}"'

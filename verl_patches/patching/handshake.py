@@ -1,4 +1,4 @@
-"""The handshake before step 1: the controller gathers and compares the patch states of all workers."""
+"""Gather and compare the patch states of all workers in the controller, before step 1."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SILENT_STATES = ("waiting", "active")
 
 
 def workers_proofs(group: Any) -> list[dict[str, Any]]:
-    """The proof of every worker of verl's worker group, by rank: what `prove_patches` of worker/recipe_worker.py gives.
+    """Return the proof of every worker of verl's worker group, by rank (`prove_patches` of worker/recipe_worker.py).
 
-    A worker that has none gets {rank, where, status: [], error}. PatchError where the group has no prove_patches.
+    A worker without a proof gets {rank, where, status: [], error}. PatchError where the group has no prove_patches.
     """
     import ray
 
@@ -37,20 +37,20 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
             proofs.append(ray.get(answer))
         except (AttributeError, PatchError) as error:
             where, _, text = str(error).partition("\n")
-            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # no engine or method in that worker
+            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # the worker has no engine or method
             reason = NO_PRELUDE if bare else f"its proof failed:\n{text or where}"
             proofs.append({"rank": rank, "where": where, "status": [], "error": reason})
     return proofs
 
 
 def recorded(row: dict[str, str]) -> dict[str, str]:
-    """The entry of summary.json for one row of one process, with a reason unless the state needs none."""
+    """Return the entry of summary.json for one row of one process, with a reason unless it is active or waiting."""
     keys = ("id", "state", "target", "process", *(() if row["state"] in _SILENT_STATES else ("reason",)))
     return {key: row[key] for key in keys}
 
 
 def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
-    """{state: ids} of rows of any process that only the drift policy allows."""
+    """Return {state: ids} of drifted and unsupported rows of any process, which only the drift policy allows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["state"] in NOT_AS_REVIEWED and row["id"] not in found.setdefault(row["state"], []):
@@ -59,7 +59,7 @@ def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def refuse_unproven(workers: list[dict[str, Any]]) -> None:
-    """PatchError for workers whose patches are not all active: the first one's error, and the ranks of the others."""
+    """Refuse workers whose patches are not all active: PatchError has the first one's error and the others' ranks."""
     bad = [worker for worker in workers if worker["error"]]
     if bad:
         others = ", ".join(str(worker["rank"]) for worker in bad[1:])
@@ -68,7 +68,7 @@ def refuse_unproven(workers: list[dict[str, Any]]) -> None:
 
 
 def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
-    """PatchError naming worker and rows where a worker's patches differ from the controller's."""
+    """Refuse a worker whose patches differ from the controller's: PatchError names worker and rows."""
     for worker in workers:
         if worker["digest"] == digest:
             continue
@@ -82,7 +82,7 @@ def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, 
 
 
 def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
-    """PatchError naming the rows of `ids` whose state differs between workers. A row may still be waiting in some."""
+    """Refuse rows of `ids` whose state differs between workers (PatchError); some workers may still be waiting."""
     faults = []
     for name in ids:
         ranks: dict[str, list[str]] = {}

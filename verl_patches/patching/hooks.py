@@ -1,7 +1,7 @@
-"""Run hooks right after a module is imported completely; the only file that writes to sys.modules.
+"""Run hooks right after a module is imported completely; no other file writes to sys.modules.
 
 wrapt reports that a module's body has run, importlib's flag `_initializing` that its import has ended. Beyond wrapt:
-- the hooks of a module that is half built while the prelude runs (the prelude line is inside it) wait for its end;
+- the hooks of a module that is being imported while the prelude runs (which is inside it) wait for its end;
 - a hook that raises is armed again, and the module is dropped, so that the next import fails too instead of returning
   the unpatched module. ImportError becomes HookError, because upstream swallows ImportError;
 - other threads see a module as unfinished until its hooks have run, and hooks run without a lock.
@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
-from importlib._bootstrap import _lock_unlock_module  # type: ignore[attr-defined]  # what `import` waits with
+from importlib._bootstrap import _lock_unlock_module  # type: ignore[attr-defined]  # `import` waits by it
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -25,22 +25,22 @@ Hook = Callable[[ModuleType], None]
 
 
 class HookError(RuntimeError):
-    """A post-import hook failed; the module it belongs to was not left imported."""
+    """Report a post-import hook that failed; its module was removed from sys.modules."""
 
 
 def is_half_built(module: ModuleType) -> bool:
-    """True while the module's own code, or a hook of it, is still running."""
+    """Return True while the module's own code, or a hook of it, is still running."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 _HOOKS: dict[str, list[Hook]] = {}
-_LOCK = threading.Lock()  # guards _HOOKS; nothing is called while it is held
+_LOCK = threading.Lock()  # guards _HOOKS; no foreign code runs while it is held
 
 
 def after_import(name: str, hook: Hook) -> None:
-    """Call hook(module) as soon as module `name` is whole: now, when its body ends, or when it is first imported.
+    """Call hook(module) once module `name` is fully imported: now, or when its present or first import ends.
 
-    A hook that waits already is not added again. Call it without a lock: upstream's code may run.
+    A hook that already waits is not added again. The caller must hold no lock, as upstream's code may run.
     """
     module = sys.modules.get(name)
     if module is not None and not is_half_built(module):
@@ -57,13 +57,13 @@ def after_import(name: str, hook: Hook) -> None:
 
 
 def is_armed(name: str) -> bool:
-    """True where a hook waits for the next import of module `name`."""
+    """Return whether a hook waits for the next import of module `name`."""
     return name in _HOOKS
 
 
 def _arm(name: str) -> None:
     wrapt.register_post_import_hook(_watch, name)
-    _lock_unlock_module(name)  # another thread may be inside wrapt's finder: wait until its import has ended
+    _lock_unlock_module(name)  # wait for an import in another thread, which may be inside wrapt's finder
     module = sys.modules.get(name)
     if module is not None and not is_half_built(module):
         _run(name, module)
@@ -75,11 +75,11 @@ def _watch(module: ModuleType) -> None:
     if isinstance(spec, _WatchedSpec):
         return
     if type(spec) is not ModuleSpec:
-        _run(module.__name__, module)  # a spec of its own kind cannot be watched; the module's body has run
+        _run(module.__name__, module)  # a spec of another class cannot be watched; the module's body has run
         return
-    spec.__class__ = _WatchedSpec  # which runs `_finish` at the end of the import
+    spec.__class__ = _WatchedSpec  # runs `_finish` at the end of the import
     if not spec.__dict__.pop("_initializing", False):
-        _finish(spec)  # it had ended before
+        _finish(spec)  # the import had already ended
 
 
 def _finish(spec: ModuleSpec) -> None:
@@ -88,7 +88,7 @@ def _finish(spec: ModuleSpec) -> None:
         if module is not None:
             _run(spec.name, module)
         elif is_armed(spec.name):
-            _arm(spec.name)  # the module's own code raised: its next import is hooked as well
+            _arm(spec.name)  # the module's own code raised: hook its next import
     finally:
         spec.__dict__["_initializing"] = False
         spec.__class__ = ModuleSpec
@@ -119,9 +119,9 @@ def _take(name: str) -> list[Hook]:
 
 
 class _WatchedSpec(ModuleSpec):
-    """A module spec that runs the hooks when importlib sets `_initializing = False`, the last act of every import.
+    """Run the hooks when importlib sets the module spec's `_initializing` to False, the last act of every import.
 
-    Until the hooks have run it stays True, so that `import` in other threads waits for them.
+    The flag stays True until the hooks have run, so that `import` in other threads waits for them.
     """
 
     @property
@@ -135,7 +135,7 @@ class _WatchedSpec(ModuleSpec):
 
 
 class _ModuleStubs:
-    """Last finder of all: resolves a missing package, and modules inside it, to modules of ours."""
+    """Resolve a missing package, and modules inside it, to modules of ours; this finder is the last one asked."""
 
     def __init__(self) -> None:
         self.providers: dict[str, str] = {}
@@ -152,7 +152,7 @@ class _ModuleStubs:
 
 
 def _module_at(provider: str, name: str) -> ModuleType | None:
-    """Our module "m", or the module object at "m:a.b"; None if there is none. HookError: ours cannot be imported."""
+    """Return our module "m", or the module object at "m:a.b", or None; HookError where ours cannot be imported."""
     module, _, path = provider.partition(":")
     obj: Any
     try:
@@ -190,7 +190,7 @@ _STUBS = _ModuleStubs()
 def add_module_stub(name: str, provider: str) -> None:
     """Let `import name` find our module `provider`, and the modules inside it, where no real one is installed.
 
-    `provider`: "module", or "module:name" of a module object.
+    `provider` is "module", or "module:name" for a module object.
     """
     _STUBS.providers[name] = provider
     if _STUBS not in sys.meta_path:
@@ -198,7 +198,7 @@ def add_module_stub(name: str, provider: str) -> None:
 
 
 def remove_module_stub(name: str) -> None:
-    """Undo add_module_stub, including an import that it served."""
+    """Undo add_module_stub, and remove the modules that it provided from sys.modules."""
     _STUBS.providers.pop(name, None)
     for served, module in list(sys.modules.items()):
         loader = getattr(getattr(module, "__spec__", None), "loader", None)
@@ -207,7 +207,7 @@ def remove_module_stub(name: str) -> None:
 
 
 def provided(name: str) -> str:
-    """What `import name` gives, or would give: "ours", "package" of an installed one, else "" (made in memory)."""
+    """Return what `import name` gives: "ours", "package" for an installed one, else "" (such as one made in memory)."""
     top = name.partition(".")[0]
     module = sys.modules.get(name)
     if module is None and name in _STUBS.providers and top not in _STUBS.providers:

@@ -1,8 +1,8 @@
-"""One row in one process: find its place, prepare the replacement, put it there, take it out, see what is there now.
+"""Handle one row in one process: find its place, prepare the replacement, put it in, take it out, inspect the place.
 
 `prepare` runs our providers' code and changes nothing; the methods of Row change upstream, run no other code, and are
-called with the engine's lock held. A place is read out of dictionaries: names that a module makes by __getattr__, which
-would run upstream's code, are not there.
+called with the engine's lock held. A place is read from dictionaries alone, so that no upstream code runs; names that
+a module makes by __getattr__ are therefore not found.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 from verl_patches.patching.signatures import refused_calls
 from verl_patches.patching.spec import PatchSpec, split
 
-NOT_AS_REVIEWED = ("drifted", "unsupported")  # the states that the policy `drift=` is for
+NOT_AS_REVIEWED = ("drifted", "unsupported")  # the states that the policy `drift=` may accept
 MISSING = object()
 
 
 class ResolveError(LookupError):
-    """A place does not exist as named."""
+    """Report a place that does not exist under its name."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The attribute of a module or class that refers to an object: `holder.attribute`.
+    """Describe `holder.attribute`, the attribute of a module or class that refers to an object.
 
-    `raw`: what the holder's own dictionary had, MISSING for a name that is inherited or new. `found`: the same, or what
-    the holder inherits, descriptors and all; MISSING only where the name does not exist.
+    `raw`: the value in the holder's own dictionary, MISSING for a name that is inherited or new. `found`: the same, or
+    the inherited value, with descriptors unresolved; MISSING only where the name does not exist.
     """
 
     holder: Any
@@ -39,11 +39,11 @@ class Slot:
     found: Any
 
     def current(self) -> Any:
-        """What the holder's own dictionary has now, or MISSING."""
+        """Return the present value in the holder's own dictionary, or MISSING."""
         return vars(self.holder).get(self.attribute, MISSING)
 
     def restore(self) -> None:
-        """Put back what was there: the raw object, or nothing where the name was inherited or new."""
+        """Put back the raw object, or delete the attribute where the name was inherited or new."""
         if self.raw is MISSING:
             delattr(self.holder, self.attribute)
         else:
@@ -51,7 +51,7 @@ class Slot:
 
 
 def slot(place: str, module: ModuleType | None = None) -> Slot:
-    """The slot of a place in an imported module; ResolveError says which part is missing. No upstream code runs."""
+    """Return the slot of a place in an imported module; ResolveError names the missing part. No upstream code runs."""
     name, qualname = split(place)
     holder: Any = module if module is not None else sys.modules.get(name)
     if holder is None:
@@ -67,7 +67,7 @@ def slot(place: str, module: ModuleType | None = None) -> Slot:
 
 
 def peek(place: str) -> Any:
-    """The object at a place now, descriptors unresolved, or MISSING. No upstream code runs."""
+    """Return the present object at a place, descriptors unresolved, or MISSING. No upstream code runs."""
     name, qualname = split(place)
     holder: Any = sys.modules.get(name, MISSING)
     for step in qualname.split("."):
@@ -76,7 +76,7 @@ def peek(place: str) -> Any:
 
 
 def _static(holder: Any, name: str) -> Any:
-    """`holder.name` out of dictionaries alone, inherited ones too."""
+    """Return `holder.name` from the dictionaries of the holder and its bases, or MISSING."""
     for owner in holder.__mro__ if isinstance(holder, type) else (holder,):
         if name in getattr(owner, "__dict__", ()):
             return vars(owner)[name]
@@ -84,14 +84,14 @@ def _static(holder: Any, name: str) -> Any:
 
 
 def unwrap(raw: Any) -> Any:
-    """The plain function behind a static method, class method or property getter; other objects as they are."""
+    """Return the plain function behind a static method, class method or property getter; other objects unchanged."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw
 
 
 def rewrap(raw: Any, new: Any) -> Any:
-    """`new` in the same kind of descriptor that `raw` is."""
+    """Return `new` in the same kind of descriptor as `raw`."""
     if isinstance(raw, (staticmethod, classmethod)) and not isinstance(new, type(raw)):
         return type(raw)(new)
     if isinstance(raw, property) and not isinstance(new, property):
@@ -100,7 +100,7 @@ def rewrap(raw: Any, new: Any) -> Any:
 
 
 def describe(obj: Any) -> str:
-    """module.qualname of an object (of its type, where it has no name) and, for functions, the file and line.
+    """Return module.qualname of an object (or of its type, if it has no name) and, for functions, the file and line.
 
     A function is named by its code, because functools.wraps gives it the name of what it wraps.
     """
@@ -116,7 +116,7 @@ def describe(obj: Any) -> str:
 
 
 def wraps(outer: Any, inner: Any) -> bool:
-    """True if `outer` reaches `inner` by `__wrapped__` or its closure, at any depth, so that it can call it."""
+    """Return whether `outer` reaches `inner` by `__wrapped__` or its closure, at any depth, so that it can call it."""
     inner, todo, seen = unwrap(inner), [outer], set()
     while todo:
         obj = unwrap(todo.pop())
@@ -128,13 +128,13 @@ def wraps(outer: Any, inner: Any) -> bool:
             for cell in obj.__closure__ or ():
                 try:
                     todo.append(cell.cell_contents)
-                except ValueError:  # still empty
+                except ValueError:  # the cell is still empty
                     continue
     return False
 
 
 def load(place: str) -> Any:
-    """Import a provider "module:qualname"; ResolveError if the module has no such name."""
+    """Import a provider "module:qualname" and return it; ResolveError if the module has no such name."""
     name, qualname = split(place)
     obj: Any = importlib.import_module(name)
     for step in filter(None, qualname.split(".")):
@@ -146,7 +146,7 @@ def load(place: str) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of preparing a row in one module: state and reason, and which object goes where."""
+    """Hold the result of preparing a row in one module: state, reason, and the object to put at a place."""
 
     state: str
     reason: str = ""
@@ -157,15 +157,15 @@ class Prepared:
 
 @dataclass
 class Row:
-    """One row's state in one process."""
+    """Hold one row's state in one process."""
 
     spec: PatchSpec
-    decided: str = ""  # why it is on or off
+    decided: str = ""  # the reason why it is on or off
     state: str = "off"
     reason: str = ""
-    applied: int = 0  # counts apply() after revert(): a hook of an earlier apply() does nothing
+    applied: int = 0  # counts apply() after revert(), so that a hook of an earlier apply() has no effect
     hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
-    module: ModuleType | None = None  # where it was applied, or left alone by policy
+    module: ModuleType | None = None  # the module where it was applied, or left out by policy
     place: Slot | None = None
     installed: Any = MISSING
     registry: Any = None
@@ -173,18 +173,18 @@ class Row:
 
     @property
     def in_place(self) -> bool:
-        """True where upstream was changed for it."""
+        """Return whether upstream was changed for this row."""
         return self.place is not None or self.registry is not None
 
     def put(self, prepared: Prepared, place: Slot) -> Prepared:
-        """Change upstream at the target; a place that cannot be set makes the row unsupported."""
+        """Change upstream at the target, and return `prepared`, or state unsupported if the place cannot be set."""
         try:
             if self.spec.kind == "register":
                 entries = {key: (place.found.get(key, MISSING), value) for key, value in prepared.new.items()}
                 place.found.update(prepared.new)
                 self.registry, self.entries = place.found, entries
             elif self.spec.kind == "override":
-                self.place, self.installed = place, place.found  # stands there since the subclass does
+                self.place, self.installed = place, place.found  # the subclass has put it there
             else:
                 installed = rewrap(place.found, prepared.new)
                 setattr(place.holder, place.attribute, installed)
@@ -194,7 +194,7 @@ class Row:
         return prepared
 
     def take_out(self) -> None:
-        """Restore the original wherever our object still is."""
+        """Restore the original object in each place that still has ours."""
         if self.place is not None:
             for binding in self.spec.bindings:
                 if peek(binding) is self.installed:
@@ -208,7 +208,7 @@ class Row:
         self.place, self.installed, self.registry, self.entries = None, MISSING, None, {}
 
     def found_over(self, expected: Any, open_bindings: Set[str]) -> str:
-        """Which object is in place of `expected` (ours, or that of a row over it), in words; empty if none is.
+        """Return in words which object replaces `expected` (ours, or that of a row over it); empty if none does.
 
         The bindings in `open_bindings` are not compared: they are set again when an import has ended.
         """
@@ -224,14 +224,14 @@ class Row:
         return ""
 
     def _is_under(self, found: Any, expected: Any) -> bool:
-        """True where `found` is a wrapper that `spec.under` allows, and it holds `expected`."""
+        """Return whether `found` is a wrapper of `expected` that `spec.under` allows."""
         found = unwrap(found)
         named = isinstance(found, FunctionType) and found.__globals__.get("__name__") in self.spec.under
         return named and wraps(found, expected)
 
 
 def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prepared:
-    """Find the place of a row in its imported module and make what goes there."""
+    """Find the place of a row in its imported module and make the object to put there."""
     drift = _drift(spec, line)
     if drift and policy != "warn":
         return Prepared("drifted", drift)
@@ -271,8 +271,8 @@ def _signature_faults(spec: PatchSpec, place: Slot, new: Any) -> list[str]:
 
 
 def _drift(spec: PatchSpec, line: str) -> str:
-    """Why the body of the target is not the reviewed one; empty where it is, or none was reviewed."""
-    from verl_patches.patching import fingerprint  # reads and parses sources: not needed to start the prelude
+    """Return how the target's body differs from the reviewed one; empty if it does not, or none was reviewed."""
+    from verl_patches.patching import fingerprint  # not at the top: the prelude starts without parsing sources
 
     known = fingerprint.reviewed_hash(line, spec.target)
     found = known and fingerprint.current(line, spec.target)
@@ -283,7 +283,7 @@ def _drift(spec: PatchSpec, line: str) -> str:
 
 
 def _provided(spec: PatchSpec, original: Any) -> Any:
-    """What the provider of a row returns for its target; TypeError for anything unusable."""
+    """Return the object that a row's provider gives for its target; TypeError for an unusable one."""
     provided = load(spec.provider)
     if spec.kind == "override":
         if unwrap(original) is not unwrap(provided):
@@ -302,13 +302,13 @@ def _provided(spec: PatchSpec, original: Any) -> Any:
 
 
 def subclass_of(upstream: type, ours: type) -> type:
-    """A class with the methods of `ours` before those of `upstream`, under upstream's name: Ray pickles it by that."""
+    """Return a class with the methods of `ours` before those of `upstream`, under upstream's name, for Ray's pickle."""
     named = {name: getattr(upstream, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(upstream)(upstream.__name__, (ours, upstream), named)
 
 
 def refusal(spec: PatchSpec, prepared: Prepared, line: str) -> str:
-    """The message of a run that stops at this row: reason and remedy."""
+    """Return the message of a run that stops at this row: reason and remedy."""
     from verl_patches.patching.fingerprint import review_command
 
     off = f"switch the row off with -{spec.id}"
@@ -330,8 +330,8 @@ def refusal(spec: PatchSpec, prepared: Prepared, line: str) -> str:
 
 
 def log_outcome(spec: PatchSpec, prepared: Prepared, in_place: bool) -> None:
-    """One log line: debug for an active row, a warning for one that is not as reviewed."""
-    import logging  # not needed to start the prelude
+    """Log one line: debug for an active row, a warning for one that is not as reviewed."""
+    import logging  # not at the top: the prelude starts without it
 
     log = logging.getLogger(__name__)
     if prepared.state == "active":

@@ -1,4 +1,4 @@
-"""Whether a replacement accepts every call that upstream's own function or class accepts."""
+"""Check that a replacement accepts every call that upstream's own function or class accepts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _REST = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
 
 def refused_calls(upstream: Any, new: Any, package: str, bound: bool = False) -> list[str]:
-    """Return what `upstream` accepts and `new` refuses, with Python's reason, or takes in another order.
+    """Return the calls that `upstream` accepts and `new` refuses or takes in another order, with Python's reason.
 
-    Nothing is compared where one of them has no signature (compiled, or no callable), where upstream's is that of a
-    decorator, (*args, **kwargs), which is called in ways that it does not say, and where the object at the place is not
-    defined in the top-level `package`: another library put it there. `bound`: callers never name the first parameter
-    (self, cls). Annotations are not evaluated.
+    Three cases are not compared: one of them has no signature (compiled, or not callable); upstream's is a decorator's
+    (*args, **kwargs), which does not say how it is called; upstream is not defined in the top-level `package`, so
+    another library put it there. `bound`: callers never name the first parameter (self, cls). Annotations are not
+    evaluated.
     """
     target, replacement = _signature(inspect.unwrap(upstream)), _signature(new, follow_wrapped=False)
     is_own = str(getattr(inspect.unwrap(upstream), "__module__", "")).partition(".")[0] == package
@@ -32,9 +32,9 @@ def _signature(of: Any, follow_wrapped: bool = True) -> Signature | None:
 
 
 def _faults(target: Signature, replacement: Signature, bound: bool) -> list[str]:
-    """Try all arguments by place, all by name, only those without a default, and one more where *args or **kwargs is.
+    """Try all arguments by place, all by name, those without a default, and an extra one for *args and for **kwargs.
 
-    The values are the parameters' names, so that those of the first two calls must arrive alike.
+    The values are the parameters' names, so that both of the first two calls must bind them alike.
     """
     wanted = list(target.parameters.values())
     by_place = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

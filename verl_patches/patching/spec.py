@@ -1,4 +1,4 @@
-"""One row of the catalogue: what is replaced upstream, by what, where, and why."""
+"""Define `PatchSpec`, a row of the catalogue: an upstream symbol, its replacement, and the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_patches.errors import ConfigError
 ROLES = ("correctness", "feature", "speed", "observe")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
-EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
+EMULATED = {"npu_emulated": "npu"}  # an emulating platform has the rows of the emulated one too
 PLATFORMS = ("npu", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn")
@@ -26,20 +26,19 @@ _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 
 @dataclass(frozen=True)
 class PatchSpec:
-    """One replaced upstream symbol.
+    """Describe one replaced upstream symbol.
 
-    Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here).
-    An entry of `bindings` that holds on one line only ends with "@line". `needs` names rows that must be on, and are
-    applied first.
-    `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
-    `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
-    methods, a feature with a switch of its own, which the method itself reads (`engine.is_on`); wrap:
+    `target` and `bindings` are "module:qualname"; a target "module" alone is a whole module that is missing here.
+    An entry of `bindings` for one line only ends with "@line". `needs` names rows that must be on, and are applied
+    first. `provider` is "module:qualname" of ours and is imported only after the target's module. Its type depends on
+    `kind`: subclass: a class whose methods override those of the class `target` and call them by `super()`; override:
+    one of these methods, a feature with a switch of its own, which the method itself reads (`engine.is_on`); wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.
-    `role`: correctness (without the row the run is wrong or does not start), feature (what the recipe adds), speed, or
-    observe. `feature` names the feature of the run that the row is for (features.py): a run without it does not apply
-    the row, or, by the import alone, has it do nothing; empty: of every run.
+    `role`: correctness (without the row the run is wrong or does not start), feature (an addition of the recipe),
+    speed, or observe. `feature` names the run's feature that needs the row (features.py): a run without it does not
+    apply the row, or, without the launcher, applies it without effect; an empty name: every run has the row.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
     it. A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
     `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap
@@ -62,34 +61,34 @@ class PatchSpec:
     feature: str = ""
 
     def on_line(self, line: str) -> PatchSpec:
-        """This row with the bindings that it has on `line`, their "@line" removed."""
+        """Return this row with the bindings that it has on `line`, their "@line" removed."""
         entries = [binding.partition("@") for binding in self.bindings]
         return replace(self, bindings=tuple(place for place, _, only in entries if only in ("", line)))
 
     @property
     def all_platforms(self) -> frozenset[str]:
-        """`platforms`, and those that emulate one of them."""
+        """Return `platforms`, and the platforms that emulate one of them."""
         return self.platforms | {name for name, real in EMULATED.items() if real in self.platforms}
 
     @property
     def target_module(self) -> str:
-        """The module to wait for."""
+        """Return the module of the target, on whose import the row is applied."""
         return split(self.target)[0]
 
     @property
     def is_module_stub(self) -> bool:
-        """True where the target is a whole module, which is missing here."""
+        """Return whether the target is a whole module, which is missing here."""
         return ":" not in self.target
 
 
 def split(place: str) -> tuple[str, str]:
-    """("module", "qualname") of "module:qualname"; the second is empty for a module."""
+    """Return ("module", "qualname") of "module:qualname"; the second is empty for a module."""
     module, _, qualname = place.partition(":")
     return module, qualname
 
 
 def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
-    """Check every row before any is applied and return them by id, in order; ConfigError lists all faults at once."""
+    """Check all rows before any is applied and return them by id, in order; ConfigError lists all faults at once."""
     specs = tuple(specs)
     by_id = {spec.id: spec for spec in specs}
     faults = [f"id {name!r} is used {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
@@ -140,7 +139,7 @@ def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
 
 
 def _place_faults(rows: dict[str, PatchSpec]) -> list[str]:
-    """Faults of rows that can be on together and touch one place: their order must be known, and seen from both."""
+    """Return faults of rows that can be on together and change one place without a defined order."""
     faults = []
     for outer, inner in permutations(rows.values(), 2):
         fault = ""
@@ -155,9 +154,9 @@ def _place_faults(rows: dict[str, PatchSpec]) -> list[str]:
 
 
 def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec) -> str:
-    """Two rows on one target, or one on a class and one in it: by the table's order alone one could lose its effect.
+    """Return the fault of two rows on one target, or on a class and inside it, of which one could undo the other.
 
-    Entries of a registry, and features of one method, do not lie over each other.
+    Entries of a registry, and overrides of one method, cannot undo each other.
     """
     is_same, kinds = inner.target == outer.target, {outer.kind, inner.kind}
     if is_same and ("register" in kinds or kinds == {"override"}):
@@ -175,7 +174,7 @@ def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec)
 
 
 def _upper(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:
-    """The one of two rows that goes over the other, because it needs it."""
+    """Return the one of two rows that goes over the other, because it needs it; None if neither does."""
     return next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
 
 

@@ -1,10 +1,10 @@
-"""Line, platform, drift policy and rows switched on or off, as the environment variable VERL_PATCHES gives them.
+"""Read line, platform, drift policy and switched rows from the environment variable VERL_PATCHES.
 
     VERL_PATCHES="line=pypi,platform=cpu,drift=warn,-reshard.*,+memory.ledger"
 
-The launcher adds the ids of the rows that the run's features need, as rows=ID:ID:...; without them all rows are on.
+The launcher adds the ids of the rows that the run's features need, as rows=ID:ID:...; without this all rows are on.
 
-The prelude runs before any configuration exists, so this is the only switch that reaches every process. The launcher
+The prelude runs before any configuration exists, so only an environment variable reaches every process. The launcher
 writes it from the composed configuration (`recipe:`).
 """
 
@@ -21,16 +21,16 @@ from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP, PLATFORMS
 VARIABLE = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
 DEFAULT_DRIFT = "strict"
-_SWITCHED_OFF = "switched off by "  # begin of the reason of a row that a pattern switches off
-_NEAREST = 5  # names that an error suggests at most
+_SWITCHED_OFF = "switched off by "  # begins the reason of a row that a pattern switches off
+_NEAREST = 5  # the most names that an error suggests
 
 
 @dataclass(frozen=True)
 class Switches:
-    """Line, platform and the +id / -id patterns (fnmatch) in the order given; a later one wins.
+    """Hold line, platform and the +id / -id patterns (fnmatch) in the order given; a later one wins.
 
-    `drift`: what to do where upstream is not as reviewed (row drifted or unsupported): strict stops the run, warn
-    applies the row where it can and marks it. `rows`: ids of the rows that the run's features need; None: those of all
+    `drift`: policy where upstream is not as reviewed (row drifted or unsupported): strict stops the run, warn applies
+    the row where it can and marks it. `rows`: ids of the rows that the run's features need; None: those of all
     features.
     """
 
@@ -41,13 +41,13 @@ class Switches:
     rows: tuple[str, ...] | None = None
 
     def text(self) -> str:
-        """The form that VERL_PATCHES takes; `parse(s.text()) == s`."""
+        """Return the value for VERL_PATCHES; `parse(s.text()) == s`."""
         drift = () if self.drift == DEFAULT_DRIFT else (f"drift={self.drift}",)
         rows = () if self.rows is None else (f"rows={':'.join(self.rows)}",)
         return ",".join((f"line={self.line}", f"platform={self.platform}", *drift, *self.patterns, *rows))
 
     def decide(self, spec: PatchSpec) -> tuple[bool, str]:
-        """(wanted, reason in words) for one row."""
+        """Return (wanted, reason in words) for one row."""
         if self.line not in spec.lines:
             return False, f"not for line {self.line}"
         if self.platform not in spec.all_platforms:
@@ -62,12 +62,12 @@ class Switches:
         return wanted, reason
 
     def switched_off(self, specs: Iterable[PatchSpec]) -> list[str]:
-        """Ids of the rows of this line and platform that a pattern switches off."""
+        """Return the ids of the rows of this line and platform that are off."""
         here = [spec for spec in specs if self.line in spec.lines and self.platform in spec.all_platforms]
         return [spec.id for spec in here if not self.decide(spec)[0]]
 
     def check_against(self, specs: Mapping[str, PatchSpec]) -> None:
-        """ConfigError for a pattern or an id that names no row, with the nearest ids."""
+        """Refuse a pattern or an id that names no row; ConfigError has the nearest ids."""
         for name in self.rows or ():
             if name not in specs:
                 raise ConfigError(
@@ -83,18 +83,18 @@ class Switches:
 
 
 def recorded_off(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """Ids of the rows in a run's record that the user switched off."""
+    """Return the ids of the rows in a run's record that the user switched off."""
     off = (row["id"] for row in rows if row["state"] == "off" and row.get("reason", "").startswith(_SWITCHED_OFF))
     return list(dict.fromkeys(off))
 
 
 def said_off(ids: Sequence[str]) -> str:
-    """ "1 row off by you: row.id"; empty text without any."""
+    """Return a text such as "1 row off by you: row.id"; empty without any."""
     return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names that contain `name`, then those that are like it, as "; nearest: a, b"; empty without any."""
+    """Return the known names that contain `name` or are like it, as "; nearest: a, b"; empty without any."""
     import difflib
 
     part, names = name.strip("*.").lower(), sorted(known)
@@ -105,7 +105,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def parse(text: str) -> Switches:
-    """Switches from the text form; ConfigError names the part that is wrong."""
+    """Return the switches of a value of VERL_PATCHES; ConfigError names the part that is wrong."""
     values = {"line": DEFAULT_LINE, "platform": DEFAULT_PLATFORM, "drift": DEFAULT_DRIFT}
     allowed = {"line": LINES, "platform": PLATFORMS, "drift": DRIFT_POLICIES}
     patterns, given, rows = [], set(), None
@@ -133,5 +133,5 @@ def parse(text: str) -> Switches:
 
 
 def from_environment() -> Switches:
-    """Switches of this process; an unset variable means production: line a3 on npu."""
+    """Return the switches of this process; an unset variable means production: line a3 on npu."""
     return parse(os.environ.get(VARIABLE, ""))
