@@ -1,1 +1,1 @@
-"""What a worker, the controller and a node say of themselves while they run; no torch."""
+"""Record and read what each worker and the controller are doing while a run lasts; no torch."""

@@ -1,6 +1,6 @@
-"""The calls that the controller makes of this worker: when each has started, and the one that it is inside now.
+"""Record the controller's calls to this worker: the start of each, and the one that is running now.
 
-A worker records its wall clock when a dispatched method starts, after its arguments have been fetched. Between nodes
+A worker records its wall clock when a dispatched method starts, after its arguments were fetched. Between nodes
 the start skew is as exact as their clocks (NTP: milliseconds).
 """
 
@@ -18,20 +18,20 @@ from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 
-# (method, seconds since the epoch) of this process; bounded, as a trainer may never take them
+# (method, seconds since the epoch) of this process; bounded, because a trainer may never take them
 recent: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
 _thread = threading.local()  # `running` while the thread is inside a dispatched method
 
 
 def take_starts() -> list[tuple[str, float]]:
-    """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
+    """Return and clear (method, seconds since the epoch) of each call since the last take_starts(), in order."""
     taken = list(recent.value)
     recent.value.clear()
     return taken
 
 
 def record_starts(register: Callable) -> Callable:
-    """Row provider for verl's `register`: methods record their start, unless another dispatched method calls them.
+    """Wrap verl's `register` so that methods record their start, unless another dispatched method calls them.
 
     Not recorded: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
     """
@@ -62,10 +62,14 @@ def _recording(method: Callable) -> Callable:
 
 
 def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
+    """Record the start of a dispatched method and call it.
+
+    This is a module-level function because Ray pickles worker classes by value, which must not refer to a deque or
+    lock.
+    """
     if getattr(_thread, "running", False):
         return method(*args, **kwargs)
-    cls: Any = type(args[0]) if args else None  # Any: mypy does not take a class for Hashable
+    cls: Any = type(args[0]) if args else None  # Any: mypy does not accept a class as Hashable
     name = _name(method, cls)
     recent.value.append((name, time.time()))
     _thread.running = True
@@ -77,14 +81,14 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _validates(name: str, args: Sequence[Any]) -> bool:
-    """Whether this is a call of verl's _validate, which marks its prompts: other prompts, and more of them."""
+    """Return whether verl's _validate makes this call; it marks its prompts, which differ from the step's."""
     prompts = args[1] if len(args) > 1 else None
     return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
 
 
 @functools.cache
 def _name(method: Callable, cls: type | None) -> str:
-    """The attribute name of `method`: verl's own decorators name several methods of a worker `f`."""
+    """Return the attribute name of `method`, because verl's own decorators name several methods of a worker `f`."""
     for name in dir(cls) if cls else ():
         attribute = inspect.getattr_static(cls, name)
         while attribute is not None and attribute is not method:

@@ -1,13 +1,13 @@
-"""Where a process of a run is now: a small file on its own node, which others read without its help. No torch.
+"""Write the present call and phase of a process to a small file on its node, which others read. No torch.
 
 One file per process, `<folder>/<name>.beat`, holds one JSON object (class Beat). It is written when a call or a phase
 begins or ends, and every BEAT_S by a thread, which adds the number of collectives that each process group has begun
 (the backend's sequence number: nothing is wrapped, and no collective is called). A process that is stopped, dead or
-inside a call that holds the GIL writes nothing: the age of its last beat says so.
+inside a call that holds the GIL writes nothing, which the age of its last beat shows.
 
-The blocks of the file are allocated first, so that a full disk cannot fail a later write. `<name>.stack` gets the
-Python stacks of all threads when the process receives STACK_SIGNAL: faulthandler writes them in the signal handler,
-while Python itself waits.
+The blocks of the file are allocated first, so that a full disk cannot fail a later write. When the process receives
+STACK_SIGNAL, the Python stacks of all threads are written to `<name>.stack`: faulthandler does this in the signal
+handler, while Python itself waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from verl_patches.processes import started_at
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
-READS = 20  # of a record that its process is writing
+READS = 20  # attempts at a record that its process is writing
 STACK_SIGNAL = signal.SIGUSR2
 FILE_BYTES = 64 << 10  # 25 groups of a 256-die run take 3 KiB
 BEAT, STACK = ".beat", ".stack"
@@ -40,14 +40,14 @@ BEAT, STACK = ".beat", ".stack"
 
 @dataclass
 class Beat:
-    """One record.
+    """Hold one record of a process's state.
 
-    name: "rank 3" or "controller"; rank: None for the controller; pid, started: of the process, started as in
-    /proc/<pid>/stat; call: the method that the trainer called, "" between calls; phase: the phase inside; since_s: when
-    that began, at_s: when this was written, on the host's monotonic clock; step: of the controller; longest_s:
-    {"call phase": seconds} of those that ended; groups: {"name ranks": operations begun} of process groups, moved_s:
-    when one of these numbers changed last, and groups_before: the numbers at the beginning of the call; read_bytes: of
-    weights and checkpoints that were read in the call.
+    name: "rank 3" or "controller"; rank: None for the controller; pid, started: the process and its start time, as in
+    /proc/<pid>/stat; call: the method that the trainer called, "" between calls; phase: the call's present phase;
+    since_s: when that began; at_s: when this was written, both on the host's monotonic clock; step: the controller's
+    step; longest_s: {"call phase": longest seconds} of those that ended; groups: {"name ranks": operations begun} of
+    process groups; moved_s: when one of these numbers changed last; groups_before: the numbers at the beginning of the
+    call; read_bytes: bytes of weights and checkpoints that were read in the call.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Beat:
 
     @property
     def place(self) -> str:
-        """Call and phase as one name, which `longest_s` has too; "" between calls."""
+        """Return call and phase as one name, as in `longest_s`; "" between calls."""
         return f"{self.call} {self.phase}".strip()
 
 
 class Heartbeat:
-    """Where a process is; from `start` to `stop` a file says so, else its methods have no effect."""
+    """Write the state of this process to its file, from `start` to `stop`; otherwise the methods have no effect."""
 
     def __init__(self) -> None:
         self._beat, self._file = Beat("", None, 0, 0), -1
@@ -80,7 +80,7 @@ class Heartbeat:
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     def start(self, folder: Path, name: str, rank: int | None = None) -> None:
-        """Write beats to `folder`/`name`.beat. Idempotent. Where that cannot be made, a warning says so."""
+        """Write beats to `folder`/`name`.beat; warn if the file cannot be made. Idempotent."""
         if self._file >= 0:
             return
         path, file = folder / name.replace(" ", "_"), -1
@@ -105,7 +105,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Write no more beats. Idempotent.
 
-        Stacks are written on: without a handler a late STACK_SIGNAL would end the process.
+        The handler of STACK_SIGNAL stays, because without it a late signal would end the process.
         """
         if self._file >= 0:
             self._ended.set()
@@ -116,7 +116,7 @@ class Heartbeat:
 
     @contextmanager
     def in_call(self, name: str) -> Iterator[None]:
-        """A call of the trainer to this process; `phase` names its parts."""
+        """Mark the block as a call of the trainer to this process; `phase` names its parts."""
         self._count()
         self._beat.groups_before, self._beat.read_bytes = self._beat.groups, 0
         self._move(name, "")
@@ -127,15 +127,15 @@ class Heartbeat:
             self._move("", "")
 
     def phase(self, name: str) -> None:
-        """Phase `name` of the call begins and the one before ends; "" for none."""
+        """Begin phase `name` of the call ("" for none), which ends the previous one."""
         self._move(self._beat.call, name)
 
     def count_bytes(self, size: int) -> None:
-        """Count bytes of weights or of a checkpoint that were read; the next beat says how many."""
+        """Count bytes of weights or of a checkpoint that were read; the next beat has their sum."""
         self._beat.read_bytes += size
 
     def controller_is_at(self, step: int, name: str) -> None:
-        """The controller begins `name` of `step`."""
+        """Record that the controller begins `name` of `step`."""
         self._beat.step = step
         self._move(name, "")
 
@@ -152,7 +152,7 @@ class Heartbeat:
             self.beat()
 
     def beat(self) -> None:
-        """Write what is known now."""
+        """Count the collectives and write the present state."""
         self._count()
         with self._lock:
             self._write()
@@ -184,14 +184,14 @@ class Heartbeat:
         return {name: number for name, number in begun.items() if number is not None}
 
     def count_group(self, group: Any, name: str, ranks: Any) -> None:
-        """Count the operations of a process group; for those that torch.distributed does not know."""
+        """Count the operations of a process group that torch.distributed does not know."""
         self._group_names[group] = f"{name} {ranks_text(ranks)}"
 
 
 def _begun(group: Any) -> int | None:
-    """Number of collectives that this process has begun in a group; None where its backend does not count them.
+    """Return how many collectives this process has begun in a group; None where its backend does not count them.
 
-    Asked of the backend: ProcessGroup itself refuses those that torch does not know (HCCL).
+    The backend is asked because ProcessGroup itself refuses backends that torch does not know (HCCL).
     """
     try:
         backends = [group._get_backend(device) for device in group._device_types]
@@ -201,7 +201,7 @@ def _begun(group: Any) -> int | None:
 
 
 def ranks_text(ranks: Any) -> str:
-    """Ranks in order as "0-7", "0-12:4" (every fourth) or "0,1,5"."""
+    """Return ranks in order as "0-7", "0-12:4" (every fourth) or "0,1,5"."""
     ranks = sorted(ranks)
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) < 3 or ranks != list(range(ranks[0], ranks[-1] + 1, step)):
@@ -210,7 +210,7 @@ def ranks_text(ranks: Any) -> str:
 
 
 def read(file: Path) -> Beat | None:
-    """The record in a file; None where there is none, or only a part of one."""
+    """Return the record in a file; None if there is none, or only a part of one."""
     for _ in range(READS):
         try:
             head, _, rest = file.read_bytes().partition(b"\n")
@@ -221,7 +221,7 @@ def read(file: Path) -> Beat | None:
             return None
         except (OSError, ValueError):
             pass
-        time.sleep(0.001)  # its process is writing, and may wait for a core meanwhile
+        time.sleep(0.001)  # its process is writing, and may wait for a core
     return None
 
 
@@ -229,21 +229,21 @@ _heartbeat: Current[Heartbeat] = Current(Heartbeat())
 
 
 def here() -> Heartbeat:
-    """The heartbeat of this process."""
+    """Return the heartbeat of this process."""
     return _heartbeat.value
 
 
 def start_in_ray(name: str, rank: int | None = None) -> None:
-    """`start` that of this process in the folder of this Ray job; nothing outside of Ray."""
+    """Start this process's heartbeat in the folder of its Ray job; outside of Ray there is no effect."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         here().start(folder_of_run(), name, rank)
 
 
 def folder_of_run() -> Path:
-    """The folder of heartbeats on this node of the Ray job that this process belongs to: in Ray's session folder.
+    """Return the folder of heartbeats of this process's Ray job on this node, inside Ray's session folder.
 
-    Named by the node too, as several nodes may share the file system (network namespaces, raylets of one machine).
+    Its name contains the node, as several nodes may share a file system (network namespaces, raylets of one machine).
     """
     import ray
 

@@ -1,6 +1,6 @@
-"""Read, dump and end one node's processes of a run: heartbeats, states, Python stacks. No torch.
+"""Read one node's processes of a run (heartbeats, states, Python stacks), and end them. No torch.
 
-Called in the driver for its own node, and in a small Ray actor on each other node (watcher.py).
+The driver calls these functions for its own node, and a small Ray actor on each other node does (watcher.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from verl_patches.heartbeat.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read
 from verl_patches.processes import state_of
 
-STACK_S = 5.0  # how long a process may take to write its stacks
+STACK_S = 5.0  # time limit of a process to write its stacks
 STOPPED = "Tt"  # states of a process that a signal, or a debugger, has stopped
 
 
 @dataclass
 class Seen:
-    """One process as its node sees it.
+    """Describe one process as its node sees it.
 
-    beat: its last record; host: of the node; in_place_s: seconds in the present call and phase; silent_s: seconds since
-    its last beat; state: as of processes.state_of; still_s: seconds since the last call or phase, or operation of a
-    process group, began; node: Ray's id of its node.
+    beat: its last record; host: the node's host name; in_place_s: seconds in the present call and phase; silent_s:
+    seconds since its last beat; state: that of processes.state_of; still_s: seconds since the last call, phase or
+    operation of a process group began; node: Ray's id of its node.
     """
 
     beat: Beat
@@ -42,12 +42,12 @@ class Seen:
 
     @property
     def where(self) -> str:
-        """The process for a message: name, pid and host."""
+        """Return the process for a message: name, pid and host."""
         return f"{self.beat.name} (pid {self.beat.pid} on {self.host})"
 
 
 def read_processes(folder: Path, node: str = "") -> list[Seen]:
-    """All processes of node `node` with a record in `folder`, ranks in order, then the controller."""
+    """Return all processes of node `node` with a record in `folder`: ranks in order, then the controller."""
     processes, now, host = [], time.monotonic(), socket.gethostname()
     for file in folder.glob(f"*{BEAT}"):
         if (beat := read(file)) is not None:
@@ -58,14 +58,14 @@ def read_processes(folder: Path, node: str = "") -> list[Seen]:
 
 
 def ranks_first(seen: Seen) -> tuple[bool, int]:
-    """Key to sort by: ranks in order, then the controller."""
+    """Return a sort key: ranks in order, then the controller."""
     return seen.beat.rank is None, seen.beat.rank or 0
 
 
 def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """{name: Python stacks of all threads} of these processes; a text in their place where there are none.
+    """Return {name: Python stacks of all threads} of these processes; a text says why stacks are missing.
 
-    A stopped process is continued, as it would not take the signal: ask only of a run that is to be ended.
+    A stopped process is continued, as it could not handle the signal: call this only for a run that is to be ended.
     """
     asked: dict[str, tuple[Path, int]] = {}
     of_process: dict[str, str] = {}
@@ -79,7 +79,7 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
             continue
         with suppress(OSError):
             asked[beat.name] = file.with_suffix(STACK), file.with_suffix(STACK).stat().st_size
-            # the main thread: another one could take it while a process that is continued runs on there
+            # signal the main thread, because another one could handle it while a continued process runs on there
             ctypes.CDLL(None).tgkill(beat.pid, beat.pid, STACK_SIGNAL)
             if seen.state in STOPPED:
                 os.kill(beat.pid, signal.SIGCONT)
@@ -92,7 +92,7 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 
 def _whole(file: Path, before: int) -> str:
-    """What was appended to a stack file, once it does not grow any more."""
+    """Return the text that was appended to a stack file, once the file stops growing; empty if it has not grown."""
     size = file.stat().st_size
     if size <= before:
         return ""
@@ -104,17 +104,17 @@ def _whole(file: Path, before: int) -> str:
 
 
 def close(folder: Path, failed: bool) -> list[str]:
-    """Remove the heartbeats; of a run that failed, first kill its processes here: the names of those still there."""
+    """Remove the heartbeats; if the run failed, first kill its processes here and return their names."""
     alive = [seen for seen in read_processes(folder) if failed and seen.state != "gone"]
     for seen in alive:
         with suppress(OSError):
-            os.kill(seen.beat.pid, signal.SIGKILL)  # stopped ones too
+            os.kill(seen.beat.pid, signal.SIGKILL)  # SIGKILL ends stopped processes too
     shutil.rmtree(folder, ignore_errors=True)
     return [seen.beat.name for seen in alive]
 
 
 class NodeAgent:
-    """The same for a node that is not the driver's, as a Ray actor without resources."""
+    """Call this module's functions on another node than the driver's, as a Ray actor without resources."""
 
     def __init__(self) -> None:
         import ray
@@ -122,13 +122,13 @@ class NodeAgent:
         self._folder, self._node = folder_of_run(), ray.get_runtime_context().get_node_id()
 
     def processes(self) -> list[Seen]:
-        """`read_processes`."""
+        """Call `read_processes`."""
         return read_processes(self._folder, self._node)
 
     def stacks(self, names: Collection[str]) -> dict[str, str]:
-        """`stacks`."""
+        """Call `stacks`."""
         return stacks(self._folder, names)
 
     def close(self, failed: bool) -> list[str]:
-        """`close`."""
+        """Call `close`."""
         return close(self._folder, failed)

@@ -1,1 +1,1 @@
-"""How a model is split over ranks, and which tensors it has: plain data, computed without torch."""
+"""Compute how a model is split over ranks, and which tensors it has, as plain data without torch."""

@@ -1,18 +1,18 @@
-"""FLOPs of DeepSeek-V3 by tokens, and what a step of GRPO needs of them (MFU). No torch.
+"""Compute the FLOPs of DeepSeek-V3 from token counts, and the model FLOPs of a GRPO step (for MFU). No torch.
 
-The one place of these formulas: plan/step_model.py takes them for seconds, trainer/step_record.py for MFU.
+plan/step_model.py uses these formulas for seconds, trainer/step_record.py for MFU.
 
-    forward of a token    2 FLOPs for each parameter that it passes (of the routed experts top-k, the head and not the
-                          embedding), and 2 for each product of causal attention: a sequence of L tokens has L^2/2
-                          pairs, each with qk + v products a head and layer
+        forward of a token    2 FLOPs for each parameter that it passes (top-k of the routed experts, the head, but not
+    the embedding), and 2 for each product of causal attention: a sequence of L tokens has L^2/2
+                              pairs, each with qk + v products a head and layer
     backward              2 x forward
     model FLOPs of a step (passes) x forward of all tokens of all sequences, prompts and responses, without padding
 
-Passes that count, each once whatever a run does for it: 1 for the rollout (prefill and decode), 1 for the reference
+Passes that count, each once however a run computes it: 1 for the rollout (prefill and decode), 1 for the reference
 where there is one, 1 for old log-probs where the update cannot take its own (several mini batches or epochs, or KL in
 the reward), 3 for each epoch of the update. Not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix B):
-recomputed layers, padding, absorbed projections of MLA's decode, the exchange of experts, and passes that only check or
-record. So leaving out needless work raises MFU, and doing it never does.
+recomputed layers, padding, absorbed projections of MLA's decode, the exchange of experts, and passes that only check
+or record. So MFU rises only where a run avoids needless work.
 
 MFU = model FLOPs / (seconds x ranks x peak FLOP/s of a die in bf16).
 """
@@ -32,7 +32,7 @@ PEAK_FLOPS_PER_S = {"npu": 353.9e12}
 
 
 class LayerSizes(NamedTuple):
-    """Elements of one layer: split under TP, whole on each rank, of one routed expert, of all shared experts."""
+    """Count the elements of a layer: split under TP, whole on each rank, in one routed and in all shared experts."""
 
     split: int
     whole: int
@@ -41,17 +41,17 @@ class LayerSizes(NamedTuple):
 
     @property
     def dense(self) -> int:
-        """Elements outside of routed experts."""
+        """Return the number of elements outside of routed experts."""
         return self.split + self.whole + self.shared
 
     def active(self, top_k: int) -> int:
-        """Elements that a token passes."""
+        """Return the number of elements that a token passes."""
         return self.dense + top_k * self.expert
 
 
 @functools.lru_cache(256)
 def layer_sizes(model: ModelShape, moe: bool, library: str) -> LayerSizes:
-    """Sizes of a dense or of an MoE layer in a library of layout/sharding.py, from the inventory of one layer."""
+    """Return the sizes of a dense or MoE layer in a library of layout/sharding.py, from the inventory of one layer."""
     first = 0 if moe else 1
     one = replace(model, num_hidden_layers=1, first_k_dense_replace=first, n_routed_experts=1, num_experts_per_tok=1)
     inventory, rule = build_inventory(one), LIBRARIES[library]
@@ -71,15 +71,15 @@ def layer_sizes(model: ModelShape, moe: bool, library: str) -> LayerSizes:
 
 @functools.lru_cache(256)
 def layer_kinds(model: ModelShape) -> tuple[tuple[bool, int], ...]:
-    """(whether MoE, number of such layers)."""
+    """Return ((False, number of dense layers), (True, number of MoE layers))."""
     moe = sum(map(model.is_moe, range(model.num_hidden_layers)))
     return (False, model.num_hidden_layers - moe), (True, moe)
 
 
 def balanced_layers(model: ModelShape, stages: int) -> list[int]:
-    """Layers of each pipeline stage so that the slowest is as fast as can be; the last has the head, each has experts.
+    """Return layers of each pipeline stage that make the slowest as fast as possible; each stage has an MoE layer.
 
-    The first stage has all dense layers. A model needs as many layers with experts as there are stages.
+    The first stage has all dense layers, the last one the head. A model needs as many MoE layers as there are stages.
     """
     active = layer_sizes(model, True, "vllm").active(model.num_experts_per_tok)
     counts = [model.first_k_dense_replace + 1] + [1] * (stages - 1)
@@ -93,25 +93,25 @@ def balanced_layers(model: ModelShape, stages: int) -> list[int]:
 
 
 def layer_flops(model: ModelShape, moe: bool, tokens: float, length: float) -> float:
-    """FLOPs of a forward pass of one layer over `tokens` of sequences of `length` tokens."""
+    """Return the FLOPs of a forward pass of one layer over `tokens` of sequences of `length` tokens."""
     active = layer_sizes(model, moe, "vllm").active(model.num_experts_per_tok if moe else 0)
     return 2 * active * tokens + score_flops(model, tokens, length)
 
 
 def score_flops(model: ModelShape, tokens: float, length: float) -> float:
-    """FLOPs of one layer's causal attention scores and their sums of values: half of the square."""
+    """Return the FLOPs of one layer's causal attention scores and weighted values, over half of the square."""
     width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
     return tokens * length * model.num_attention_heads * width
 
 
 def forward_flops(model: ModelShape, tokens: float, length: float) -> float:
-    """FLOPs of a forward pass of the layers and the head over `tokens` of sequences of `length` tokens."""
+    """Return the FLOPs of a forward pass of the layers and the head over `tokens` of sequences of `length` tokens."""
     layers = sum(count * layer_flops(model, moe, tokens, length) for moe, count in layer_kinds(model))
     return 2 * model.vocab_size * model.hidden_size * tokens + layers
 
 
 def forward_flops_of(model: ModelShape, lengths: Sequence[int]) -> float:
-    """FLOPs of a forward pass over sequences of these lengths: linear in tokens, and in squares for attention."""
+    """Return the FLOPs of a forward pass over sequences of these lengths, whose squares count for attention."""
     tokens = sum(lengths)
     return forward_flops(model, tokens, sum(length * length for length in lengths) / tokens) if tokens else 0.0
 
@@ -119,11 +119,11 @@ def forward_flops_of(model: ModelShape, lengths: Sequence[int]) -> float:
 def passes(
     *, rollout: bool, ref: bool, old_log_prob: bool, epochs: int, critic_epochs: int = 0, scores: int = 0
 ) -> dict[str, int]:
-    """{phase: forward passes that its model FLOPs count as}; only phases that count.
+    """Return {phase: number of forward passes that its model FLOPs equal}, without phases that do not count.
 
     `rollout`: responses are sampled, not replayed; `ref`: there is a reference; `old_log_prob`: the update cannot take
-    its own log-probs as old ones; `critic_epochs`: of a critic's update, 0 without one; `scores`: reward models.
-    A value model's head counts as the vocabulary's.
+    its own log-probs as old ones; `critic_epochs`: epochs of a critic's update, 0 without one; `scores`: number of
+    reward models. A value model's head counts as the vocabulary's.
     """
     counts = {
         "rollout": int(rollout),

@@ -1,10 +1,9 @@
-"""Every tensor of a DeepSeek-V3 checkpoint, computed from its HF config: name, shape, dtype, layer, expert, kind, part.
+"""Compute every tensor of a DeepSeek-V3 checkpoint from its HF config: name, shape, dtype, layer, expert, kind, part.
 
-What deviates from a plain count of weights: the router's correction bias is a tensor too (fp32, steered by load and
-not by the optimizer, so not trainable) and IS in the totals - the published 671,026,419,200 needs its 58 x 256
-values. Multi-token prediction layers are never counted: no recipe here trains or serves them. Weights count in
-`torch_dtype`; an fp8 checkpoint's block scales belong to conversion, not here. Names and shapes follow
-`transformers.models.deepseek_v3.modeling_deepseek_v3`.
+The router's correction bias is a tensor too (fp32, adjusted by load and not by the optimizer, so not trainable) and IS
+in the totals: the published 671,026,419,200 includes its 58 x 256 values. Multi-token prediction layers are not
+counted, as no recipe here trains or serves them. Weights count in `torch_dtype`; an fp8 checkpoint's block scales
+belong to conversion. Names and shapes follow `transformers.models.deepseek_v3.modeling_deepseek_v3`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config, unlike_deepseek
 from verl_patches.values import Count, Natural, types_of, value_faults
 
-SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a value model; HF's ...ForSequenceClassification has the first
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's; HF's ...ForSequenceClassification has the first
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
-_OF_NAMES = ("model_type", "tie_word_embeddings", "attention_bias")  # on which the names of tensors depend
+MODEL_DTYPES = ("float32", "bfloat16", "float16")  # dtypes of a model; single tensors of it may be fp8
+_OF_NAMES = ("model_type", "tie_word_embeddings", "attention_bias")  # keys on which the names of tensors depend
 
 
 class Parameter(NamedTuple):
-    """One HF tensor. `kind` is the key of the sharding table; `layer`/`expert` are None where they do not apply.
+    """Describe one HF tensor. `kind` is the key of the sharding table; `layer`, `expert` are None if they do not apply.
 
     `part`: embedding, head, attention, norm, router, dense_mlp, shared_expert or routed_expert.
     """
@@ -42,19 +41,19 @@ class Parameter(NamedTuple):
     expert: int | None = None
 
     @property
-    def count(self) -> int:  # type: ignore[override]  # nobody counts equal fields of a tuple
-        """Number of elements."""
+    def count(self) -> int:  # type: ignore[override]  # hides tuple.count, which no caller uses
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def trainable(self) -> bool:
-        """False only for the router's correction bias: it gets no gradient and no optimizer state."""
+        """Return False only for the router's correction bias, which has no gradient and no optimizer state."""
         return self.kind != "router_bias"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of an HF config that decide tensor names and shapes; field names are the config's own keys."""
+    """Hold the numbers of an HF config that decide tensor names and shapes; field names are the config's own keys."""
 
     hidden_size: Count
     num_hidden_layers: Count
@@ -76,19 +75,19 @@ class ModelShape:
     torch_dtype: str = "bfloat16"
 
     def is_moe(self, layer: int) -> bool:
-        """Whether `layer` has routed experts (vLLM's and transformers' rule)."""
+        """Return whether `layer` has routed experts (vLLM's and transformers' rule)."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a token in the KV cache of all layers: MLA's latent and its rotary part."""
+        """Return the bytes of a token in the KV cache of all layers: MLA's latent and its rotary part."""
         return (self.kv_lora_rank + self.qk_rope_head_dim) * DTYPE_BYTES[self.torch_dtype] * self.num_hidden_layers
 
 
 def read_model_shape(config: Mapping | str | Path) -> ModelShape:
-    """Read an HF config: a dict, a config.json, or the folder that holds one.
+    """Read the model's sizes from an HF config: a dict, a config.json, or the folder that holds one.
 
-    Raises ConfigError for a file that cannot be read, a missing key or wrong size, and another model than DeepSeek-V3
+    Raises ConfigError for a file that cannot be read, a missing key, a wrong size, and a model other than DeepSeek-V3
     (model_folder.REQUIRED).
     """
     where = "HF config"
@@ -113,12 +112,12 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
 
 
 def first_layers(model: ModelShape, layers: int | None) -> ModelShape:
-    """Return `model` with its first `layers` layers (recipe.num_hidden_layers); one that has no more as it is."""
+    """Return `model` with at most its first `layers` layers (recipe.num_hidden_layers); None keeps all."""
     return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
 
 
 def differences(found: ModelShape, expected: ModelShape) -> str:
-    """The sizes in which two models differ, as text; empty where they do not."""
+    """Return the sizes in which two models differ, as text; empty where they do not."""
     names = [field.name for field in fields(ModelShape)]
     unequal = [name for name in names if getattr(found, name) != getattr(expected, name)]
     return ", ".join(f"{name} {getattr(found, name)} (expected {getattr(expected, name)})" for name in unequal)
@@ -126,9 +125,9 @@ def differences(found: ModelShape, expected: ModelShape) -> str:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All tensors of one model: `outer` holds those outside layers, `layers[i]` those of layer i.
+    """List all tensors of one model: `outer` holds those outside layers, `layers[i]` those of layer i.
 
-    Routed experts are in `experts[i][e]` (empty for dense layers), so that a rank's share is picked without a search.
+    Routed experts are in `experts[i][e]` (empty for dense layers), so that a rank's share is found without a search.
     """
 
     model: ModelShape
@@ -138,7 +137,7 @@ class Inventory:
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every tensor once: the embedding, layer by layer, then the final norm and the head."""
+        """Return every tensor once: the embedding, layer by layer, then the final norm and the head."""
         parameters = [p for p in self.outer if p.part == "embedding"]
         for layer, experts in zip(self.layers, self.experts, strict=True):
             parameters += itertools.chain(layer, *experts)
@@ -146,19 +145,19 @@ class Inventory:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Parameter]:
-        """HF name -> tensor."""
+        """Return {HF name: tensor}."""
         return {p.name: p for p in self.parameters}
 
 
 def build_inventory(config: ModelShape | Mapping | str | Path, value: bool = False) -> Inventory:
-    """The inventory of the model that `config` describes (see `read_model_shape` for what it may be).
+    """Return the inventory of the model that `config` describes, which may be anything that `read_model_shape` reads.
 
-    `value`: of a value model, which has a head of one number in the place of the vocabulary's.
+    With `value` it is a value model, which has a head of one number in place of the vocabulary's.
     """
     return _inventory_of(config if isinstance(config, ModelShape) else read_model_shape(config), value)
 
 
-@functools.lru_cache(4)  # one command reads that of its model many times, in two dtypes
+@functools.lru_cache(4)  # a command reads its model's inventory many times, in two dtypes
 def _inventory_of(model: ModelShape, value: bool) -> Inventory:
     h, v, dtype = model.hidden_size, model.vocab_size, model.torch_dtype
     heads = [Parameter("lm_head.weight", "head", "head", (v, h), dtype)]

@@ -1,9 +1,9 @@
-"""What a run reads of an HF model folder: config.json as training and as vLLM need it.
+"""Read an HF model folder: config.json as training and as vLLM need it, and the headers of weight files.
 
-DeepSeek publishes V3 and R1 with fp8 weights and one layer for multi-token prediction (MTP); config.json says so in
-`quantization_config` and `num_nextn_predict_layers`. Conversion to bf16 leaves config.json as it is. This recipe trains
-and serves bf16 or fp32 weights without MTP layers, so both frameworks read an edited config.json; the edit is made in
-memory, in each process, because the run's folder need not be shared between nodes.
+DeepSeek publishes V3 and R1 with fp8 weights and one layer for multi-token prediction (MTP), which config.json states
+in `quantization_config` and `num_nextn_predict_layers`. Conversion to bf16 does not change config.json. This recipe
+trains and serves bf16 or fp32 weights without MTP layers, so both frameworks read an edited config.json; the edit is
+made in memory, in each process, because the run's folder need not be shared between nodes.
 
     training   no quantization_config, num_nextn_predict_layers 0: verl's converter and MindSpeed-LLM refuse others
     vLLM       no quantization_config: vllm-ascend refuses the method
@@ -29,8 +29,8 @@ from verl_patches.errors import ConfigError
 
 QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SCALE = "weight_scale_inv"  # ends the names of fp8 weights' scales
-# keys of config.json with the only value that training, rollout and plans compute, which a key that is left out means
+SCALE = "weight_scale_inv"  # the names of fp8 weights' scales end so
+# keys of config.json with the only value that training, rollout and plans support; a missing key means this value
 REQUIRED: Mapping[str, Any] = {
     "model_type": "deepseek_v3",
     "scoring_func": "sigmoid",
@@ -47,7 +47,7 @@ REQUIRED: Mapping[str, Any] = {
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json (the file, or the folder that holds it) as training reads it; ConfigError where there is none."""
+    """Return config.json (the file, or the folder that holds it) as training reads it; ConfigError without it."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -58,7 +58,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file that holds an object; ConfigError for any other file."""
+    """Return the content of a JSON file that holds an object; ConfigError for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -69,7 +69,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def unlike_deepseek(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED) -> str:
-    """Return those of `keys` that have another value in a config than `REQUIRED`, as text; empty where none has."""
+    """Return those of `keys` whose values differ from `REQUIRED` in a config, as text; empty without any."""
     found = {key: config[key] for key in keys if config.get(key) not in (None, REQUIRED[key])}
     return ", ".join(f"{key} is {value!r}, expected {REQUIRED[key]!r}" for key, value in found.items())
 
@@ -82,16 +82,16 @@ def for_training(hf_config: Any) -> None:
 
 
 def for_vllm(hf_config: Any) -> Any:
-    """vLLM's `hf_overrides`: the configuration of a DeepSeek-V3, edited in place; another model's as it is."""
+    """Edit the configuration of a DeepSeek-V3 in place and return it (vLLM's `hf_overrides`); others stay unchanged."""
     if hf_config.model_type == REQUIRED["model_type"]:
         vars(hf_config).pop(QUANTIZATION, None)
     return hf_config
 
 
 def with_fewer_layers(hf_config: Any, layers: int | None) -> None:
-    """Give vLLM's view of a folder its first `layers` layers (None: all), in place.
+    """Reduce vLLM's configuration of a model folder to the first `layers` layers (None: all), in place.
 
-    The folder may have tensors of the others: they count as layers of MTP, which vLLM's loader passes over.
+    The folder may have tensors of the other layers: they count as layers of MTP, which vLLM's loader skips.
     """
     left_out = 0 if layers is None else hf_config.num_hidden_layers - layers
     if left_out > 0:
@@ -100,14 +100,14 @@ def with_fewer_layers(hf_config: Any, layers: int | None) -> None:
 
 
 def weight_files(folder: str | Path) -> set[str]:
-    """Names of the safetensors files in a folder."""
+    """Return the names of the safetensors files in a folder."""
     return {file.name for file in Path(folder).glob("*.safetensors")}
 
 
 def safetensors_header(path: Path) -> Mapping[str, Any]:
-    """{tensor: {dtype, shape, data_offsets}} of a safetensors file; ConfigError where the file is not whole."""
+    """Return {tensor: {dtype, shape, data_offsets}} of a safetensors file; ConfigError where the file is not whole."""
     try:
-        with safe_open(path, "np"):  # sizes, places and the length of the file are right
+        with safe_open(path, "np"):  # checks sizes, offsets and the length of the file
             pass
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -1,7 +1,7 @@
-"""How a model is split over ranks: one type for the training side (Megatron) and the rollout side (vLLM).
+"""Describe how a model is split over ranks, by one type for the training side (Megatron) and the rollout side (vLLM).
 
-There are two views of the same ranks, exactly as `megatron.core.parallel_state.initialize_model_parallel` (0.12.2)
-builds them: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp, the fastest axis first.
+The same ranks have two views, exactly as `megatron.core.parallel_state.initialize_model_parallel` (0.12.2) builds
+them: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp, the fastest axis first.
 
 The rollout side fits in the same type: vLLM 0.9.1 (`vllm.distributed.parallel_state.initialize_model_parallel`)
 orders ranks as instance x dp x tp, tp fastest (pipeline stages are not used), and its experts are split over all ranks
@@ -23,14 +23,14 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 
-DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest first
+DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest axis first
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank is: dense view (tp, cp, dp, pp) and expert view (etp, ep, edp, pp), each from 0."""
+    """Hold a rank's coordinates in the dense view (tp, cp, dp, pp) and the expert view (etp, ep, edp, pp), from 0."""
 
     tp: int
     cp: int
@@ -43,19 +43,19 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How many ranks a model is split over, and along which axes.
+    """Describe over how many ranks, and along which axes, a model is split.
 
-    Sizes count ranks. `ep`: ranks that experts are split over; `etp`: split inside one expert (None: `tp`, Megatron's
-    rule). MindSpeed's "TP extends EP" at TP4 EP8 is ep=32, etp=1. `dp` and `edp` are derived. `vpp`: model chunks a
-    stage holds. `layers_per_stage`: layers of each stage, or of each of the pp*vpp chunks in model order when vpp >
-    1; None splits evenly. Raises ConfigError where Megatron would, or where a list does not fit.
+    Sizes count ranks. `ep`: ranks that experts are split over; `etp`: ranks that one expert is split over (None: `tp`,
+    Megatron's rule). MindSpeed's "TP extends EP" at TP4 EP8 is ep=32, etp=1. `dp` and `edp` are derived. `vpp`: model
+    chunks of a stage. `layers_per_stage`: layers of each stage, or of each of the pp*vpp chunks in model order when
+    vpp > 1; None splits evenly. Raises ConfigError where Megatron would, or where a list does not fit.
     """
 
     world_size: int
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int = None  # type: ignore[assignment]  # a number once it is made
+    etp: int = None  # type: ignore[assignment]  # __post_init__ sets a number
     pp: int = 1
     vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
@@ -88,31 +88,31 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Replicas of the dense (non-expert) weights."""
+        """Return the number of replicas of the dense (non-expert) weights."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        """Replicas of the expert weights; on the rollout side, the number of vLLM instances."""
+        """Return the number of replicas of the expert weights; on the rollout side, the number of vLLM instances."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`: one of tp, cp, dp, pp, etp, ep, edp."""
+        """Return the number of ranks along `axis`: one of tp, cp, dp, pp, etp, ep, edp."""
         return getattr(self, axis)
 
     def _strides(self, view: tuple[str, ...]) -> dict[str, int]:
-        """Axis of one view -> distance between neighbouring ranks along it."""
+        """Return {axis of one view: distance between neighbouring ranks along it}."""
         sizes = [self.size(axis) for axis in view]
         return dict(zip(view, itertools.accumulate(sizes[:-1], operator.mul, initial=1), strict=True))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Both views' coordinates of `rank`. Raises ConfigError outside 0..world_size-1."""
+        """Return both views' coordinates of `rank`. Raises ConfigError outside 0..world_size-1."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"layout: rank must be in 0..{self.world_size - 1}, found {rank}")
         return _all_coordinates(self)[rank]
 
     def groups(self, name: str) -> list[list[int]]:
-        """All groups of ranks that differ only along `name`, in Megatron's order of groups and of ranks.
+        """Return all groups of ranks that differ only along `name`, in Megatron's order of groups and of ranks.
 
         `name`: one axis or several of one view joined by "-" ("tp-dp"), or "instance" (the ranks of one expert
         replica: one vLLM instance) or "instance-dp" (vLLM's DP group: the dp replicas inside one instance; equal to
@@ -134,7 +134,7 @@ class ParallelLayout:
         return list(groups.values())
 
     def chunk_layers(self, num_layers: int) -> list[range]:
-        """Layer ids of each of the pp*vpp chunks in model order; chunk c is on stage c % pp.
+        """Return the layer ids of each of the pp*vpp chunks in model order; chunk c is on stage c % pp.
 
         Raises ConfigError if the list does not add up to `num_layers`, or an even split has a remainder.
         """
@@ -154,15 +154,15 @@ class ParallelLayout:
         return [range(start, stop) for start, stop in itertools.pairwise([0, *itertools.accumulate(counts)])]
 
     def stage_layers(self, stage: int, num_layers: int) -> tuple[int, ...]:
-        """Layer ids that pipeline stage `stage` holds, in model order over all its chunks."""
+        """Return the layer ids that pipeline stage `stage` holds, in model order over all its chunks."""
         return tuple(itertools.chain.from_iterable(self.chunk_layers(num_layers)[stage :: self.pp]))
 
     def local_experts(self, rank: int, num_experts: int, rest_on_last: bool = False) -> range:
-        """Ids of the routed experts on `rank` (each whole if etp is 1): a contiguous block, as in Megatron and vLLM.
+        """Return the ids of the routed experts on `rank` (whole if etp is 1), contiguous as in Megatron and vLLM.
 
-        With `rest_on_last` the last of the ep ranks also holds what is left where `ep` does not divide `num_experts`
+        With `rest_on_last` the last of the ep ranks also holds the remainder where `ep` does not divide `num_experts`
         (vLLM 0.9.1, `determine_expert_map`). Raises ConfigError if a rank would hold none, and without `rest_on_last`
-        (Megatron) if `ep` does not divide.
+        (Megatron) if there is a remainder.
         """
         if num_experts < self.ep:
             raise ConfigError(
@@ -178,7 +178,7 @@ class ParallelLayout:
         return range(index * local, num_experts if last else (index + 1) * local)
 
     def __str__(self) -> str:
-        """The short text form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""
+        """Return the short form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""
         sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp", "vpp", "ep")}
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "tp"]
         if self.etp != self.tp:
@@ -191,7 +191,7 @@ class ParallelLayout:
 
 @functools.lru_cache(maxsize=64)
 def _all_coordinates(layout: ParallelLayout) -> list[Coordinates]:
-    """Coordinates of every rank; cached because plans read all of them repeatedly."""
+    """Return the coordinates of every rank; cached because plans read all of them repeatedly."""
     views = [layout._strides(DENSE_AXES), layout._strides(EXPERT_AXES)]
     return [
         Coordinates(**{axis: rank // step % layout.size(axis) for view in views for axis, step in view.items()})
@@ -202,8 +202,8 @@ def _all_coordinates(layout: ParallelLayout) -> list[Coordinates]:
 def parse_layout(text: str) -> ParallelLayout:
     """Read the short form "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"; `str(layout)` writes it.
 
-    Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=... . Sizes left out are 1, etp left
-    out is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
+    Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=... . A missing size is 1, a missing
+    etp is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
     """
     values: dict[str, Any] = {}
     for word in text.split():
@@ -224,7 +224,7 @@ def parse_layout(text: str) -> ParallelLayout:
 
 
 def rollout_layout(instances: int, dp: int, tp: int, expert_parallel: bool = True) -> ParallelLayout:
-    """The layout of `instances` vLLM instances, each of `dp` x `tp` ranks, numbered as vLLM 0.9.1 numbers them.
+    """Return the layout of `instances` vLLM instances, each of `dp` x `tp` ranks, numbered as vLLM 0.9.1 numbers them.
 
     With `expert_parallel` whole experts are split over the dp*tp ranks of an instance (ep = dp*tp, etp = 1); without
     it every expert is cut over those ranks (ep = 1, etp = dp*tp; vLLM's `FusedMoEParallelConfig.make`).

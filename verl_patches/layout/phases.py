@@ -1,4 +1,4 @@
-"""Names of the phases and calls of one GRPO step, from which tables, reports and models derive theirs. No torch."""
+"""Name the phases and calls of one GRPO step; tables, reports and models derive their names from these. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class StepPhase(NamedTuple):
-    """One phase of a step.
+    """Describe one phase of a step.
 
-    name: in its record (summary.json), metrics and columns; planned: in the memory schedule (memory/schedule.py), the
-    step model and heartbeats; timer: verl's own around it, None where workers measure it; call: of the trainer, in
-    which it lies, None for one that lies in several or in none; critic: of runs with a critic alone.
+    name: its name in the step's record (summary.json), metrics and columns; planned: its name in the memory schedule
+    (memory/schedule.py), the step model and heartbeats; timer: verl's timer around it, None where workers measure it;
+    call: the trainer's call that contains it, None where several or none do; critic: only runs with a critic have it.
     """
 
     name: str
@@ -32,7 +32,7 @@ STEP_PHASES = (  # in the order of the step table
     StepPhase("update_critic", "update_critic", "update_critic", "update_critic", critic=True),
     StepPhase("update", "update", "update_actor", "update_actor"),
 )
-CALLS = {  # of the trainer, in their order in a step: what is shown while one runs; workers have no part in the reward
+CALLS = {  # {call of the trainer: text shown while it runs}, in a step's order; workers take no part in the reward
     "generate_sequences": "reshard, rollout",
     "reward": "reward",
     "compute_log_prob": "log-prob",
@@ -41,10 +41,10 @@ CALLS = {  # of the trainer, in their order in a step: what is shown while one r
     "update_critic": "critic update",
     "update_actor": "update",
 }
-# of the memory schedule of a run with a critic and reward models (memory/schedule.py), in its order
+# phases of the memory schedule of a run with a critic and reward models (memory/schedule.py), in its order
 MEMORY_PHASES = (
     *("reshard", "wake_kv", "rollout", "sleep", "rm_scores", "reward", "old_log_prob", "ref", "values", "advantage"),
     *("update_critic", "update"),
 )
-# where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
+# other phases of a process: its start, verl's validation, waiting for the last checkpoint's files, writing a trace
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"

@@ -1,27 +1,27 @@
-"""Which part of each tensor a rank holds, per library: a table of axes, a table of libraries, and the arithmetic.
+"""Compute which part of each tensor a rank holds in each library, from a table of axes and a table of libraries.
 
-LIBRARIES lists the differences between libraries. Facts, with their source:
+LIBRARIES lists the differences between libraries, which are, with their sources:
 - megatron-core 0.12.2 (`models/gpt/gpt_layer_specs.py`) makes q and kv down projections ColumnParallelLinear in its
   local spec and TEColumnParallelLinear in its Transformer Engine spec: both cut them by rows (576/tp rows of kv_a and
   so on).
-- MindSpeed-LLM 2.0.0 (`multi_head_latent_attention.py`, linear_qkv in `deepseek_spec.py`) has them whole on every
+- MindSpeed-LLM 2.0.0 (`multi_head_latent_attention.py`, linear_qkv in `deepseek_spec.py`) keeps them whole on every
   TP rank, as does vLLM 0.9.1 (`deepseek_v2.py`, ReplicatedLinear).
-- vLLM pads the vocabulary to a multiple of 64 before it splits it, and has the correction bias in the model's dtype
+- vLLM pads the vocabulary to a multiple of 64 before it splits it, and keeps the correction bias in the model's dtype
   instead of fp32 (`DeepseekV2MoE.__init__`: torch.empty without a dtype).
-- vllm-ascend in graph mode with multi-stream MoE also has the shared experts whole
-  (`force_replicate=self.enable_multistream_moe` in its deepseek models); this is what gives the published 25.81 GB a
-  die for the EP256 rollout. Without that switch: "vllm".
-Everything else follows from the kind: rows (axis 0) or columns (axis 1) over tp, or over etp for routed experts.
+- vllm-ascend in graph mode with multi-stream MoE also keeps the shared experts whole
+  (`force_replicate=self.enable_multistream_moe` in its deepseek models), which gives the published 25.81 GB a die for
+  the EP256 rollout. Without that switch the library is "vllm".
+All other cuts follow from the kind: rows (axis 0) or columns (axis 1) over tp, or over etp for routed experts.
 
-MEGATRON_NAMES are Megatron's own parameters for each kind.
+MEGATRON_NAMES has the name of Megatron's parameter for each kind.
 
-`static_bytes` of a training rank are weights, gradients and optimizer state, before any activation. With n dense and m
+`static_bytes` of a training rank are weights, gradients and optimizer state, without activations. With n dense and m
 routed-expert trainable elements on the rank, as Megatron's distributed optimizer splits them (bf16):
     param     = bytes of the weights: 2 (n + m), and 4 for each value of the correction bias
     grad      = 4 (n + m): fp32 main gradients, whole on every rank
     optimizer = 12 n / (dp * cp) + 12 m / edp: fp32 master weight and two Adam moments, sharded over the replicas
-Swapping the optimizer to the host takes its term off the die. At TP4 PP8 EP32 on 256 dies this gives 54.99 GB on the
-worst stage, and 20.32 GB with the optimizer swapped. No torch.
+Swapping the optimizer to the host removes its term from the die. At TP4 PP8 EP32 on 256 dies this gives 54.99 GB on
+the worst stage, and 20.32 GB with the optimizer swapped. No torch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ AXES: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Library:
-    """One library: kinds that it does not cut although AXES does, vocabulary multiple, bias dtype.
+    """Describe one library: kinds that it keeps whole although AXES cuts them, vocabulary multiple, bias dtype.
 
-    `experts_rest_on_last`: where ep does not divide the experts, the last rank holds the rest (else it is refused).
+    `experts_rest_on_last`: where ep does not divide the experts, the last rank holds the remainder (else it is
+    refused).
     """
 
     whole: frozenset[str] = frozenset()
@@ -74,10 +75,10 @@ LIBRARIES: dict[str, Library] = {
 
 
 class Shard(NamedTuple):
-    """The piece of one HF tensor that one rank holds.
+    """Describe the piece of one HF tensor that one rank holds.
 
-    It is `parameter`'s slice [start, start + shape[axis] - padding) along `axis` (all of it if axis is None),
-    followed by `padding` rows that no HF row backs (vLLM's vocabulary). `shape` includes the padding; `dtype` is the
+    It is `parameter`'s slice [start, start + shape[axis] - padding) along `axis` (the whole tensor if axis is None),
+    followed by `padding` rows without an HF row (vLLM's vocabulary). `shape` includes the padding; `dtype` is the
     library's.
     """
 
@@ -89,23 +90,23 @@ class Shard(NamedTuple):
     padding: int = 0
 
     @property
-    def count(self) -> int:  # type: ignore[override]  # as Parameter's
-        """Number of elements held."""
+    def count(self) -> int:  # type: ignore[override]  # hides tuple.count, as in Parameter
+        """Return the number of elements that the rank holds."""
         return math.prod(self.shape)
 
 
 class LocalParameters(NamedTuple):
-    """All shards of one rank, by HF name, in the inventory's order."""
+    """Hold all shards of one rank, by HF name, in the inventory's order."""
 
     shards: dict[str, Shard]
 
     def size_bytes(self) -> int:
-        """Bytes of the weights held, each in its own dtype."""
+        """Return the bytes of the weights that the rank holds, each in its own dtype."""
         return sum(s.count * DTYPE_BYTES[s.dtype] for s in self.shards.values())
 
 
 def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, library: str) -> LocalParameters:
-    """The shards that `rank` holds of the model under `layout`, as `library` (a key of LIBRARIES) cuts tensors.
+    """Return the shards of the model that `rank` holds under `layout`, as `library` (a key of LIBRARIES) cuts tensors.
 
     Raises ConfigError for an unknown library or rank, layers that do not fit the layout, and sizes that do not divide.
     """
@@ -125,7 +126,7 @@ def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, li
 
 
 def shards_of(inventory: Inventory, layout: ParallelLayout, library: str, parameter: Parameter) -> tuple[Shard, ...]:
-    """The pieces of one tensor: the shard of each tp index, for a routed expert of each etp index.
+    """Return the pieces of one tensor: the shard of each tp index, or of each etp index for a routed expert.
 
     Raises ConfigError as `local_parameters`.
     """
@@ -135,7 +136,7 @@ def shards_of(inventory: Inventory, layout: ParallelLayout, library: str, parame
 
 
 def library_rule(inventory: Inventory, layout: ParallelLayout, library: str) -> Library:
-    """The row of LIBRARIES; ConfigError where that library cannot split this model by `layout`'s tp."""
+    """Return the library of LIBRARIES; ConfigError where it is unknown or cannot split this model by `layout`'s tp."""
     if library not in LIBRARIES:
         raise ConfigError(f"sharding: unknown library {library!r}; expected one of {', '.join(LIBRARIES)}")
     model, tp = inventory.model, layout.tp
@@ -207,11 +208,11 @@ MEGATRON_NAMES = {
 }
 
 
-GRAD_BYTES, OPTIMIZER_BYTES = 4, 12  # of one trainable element
+GRAD_BYTES, OPTIMIZER_BYTES = 4, 12  # per trainable element
 
 
 class StaticBytes(NamedTuple):
-    """Bytes of one training rank."""
+    """Hold the static bytes of one training rank."""
 
     param_bytes: int
     grad_bytes: int
@@ -219,7 +220,7 @@ class StaticBytes(NamedTuple):
 
 
 def static_bytes(inventory: Inventory, layout: ParallelLayout, rank: int, library: str = "mindspeed") -> StaticBytes:
-    """Static bytes of `rank` (formula above); optimizer shards are rounded up to whole elements.
+    """Return the static bytes of `rank` (formula at the head); optimizer shards are rounded up to whole elements.
 
     Raises ConfigError as `local_parameters` does.
     """

@@ -1,4 +1,4 @@
-"""One face per device kind. The platform is stated (VERL_PATCHES, `recipe.platform`), never guessed."""
+"""Choose code by the kind of device, which is always configured (VERL_PATCHES, `recipe.platform`), never detected."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from types import ModuleType
 
 from verl_patches.errors import ConfigError
 
-NO_DEVICE = ("cpu", "npu_emulated")  # tensors are in host memory
+NO_DEVICE = ("cpu", "npu_emulated")  # platforms whose tensors are in host memory
 
 
 def as_npu(platform: str) -> bool:
-    """Whether settings, checks and libraries are those of an NPU."""
+    """Return whether settings, checks and libraries are those of an NPU."""
     return platform in ("npu", "npu_emulated")
 
 
 def emulation(platform: str) -> ModuleType | None:
-    """The package that stands in for a device: its ROWS and hooks; None on a platform with a device.
+    """Return the package that emulates a device, with its ROWS and hooks; None on a platform with a device.
 
-    Loaded by name, here alone: nothing that runs on a device imports it. Hooks: require, start, called, summary.
+    It is loaded by name and only here, so that runs on a device do not import it. Hooks: require, start, called,
+    summary.
     """
     return importlib.import_module("verl_patches.emulation") if platform in NO_DEVICE else None
 
 
 def require(platform: str) -> None:
-    """ConfigError where the stated platform cannot work here; torch is not imported."""
+    """Raise ConfigError where the configured platform cannot work here; torch is not imported."""
     room = emulation(platform)
     if room is not None:
         room.require(platform)
@@ -38,7 +39,7 @@ def require(platform: str) -> None:
 
 
 def device_module(platform: str) -> ModuleType | None:
-    """Return torch's module of the platform's device, torch.npu; None for a CPU, which has no memory of its own."""
+    """Return torch's module for the platform's device, torch.npu; None for a CPU, which has no device memory."""
     import torch
 
     return torch.get_device_module("npu") if as_npu(platform) else None

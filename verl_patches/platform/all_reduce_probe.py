@@ -1,11 +1,10 @@
-"""A program that measures an all-reduce over gloo or HCCL: `python -m verl_patches.platform.all_reduce_probe JSON`.
+"""Measure an all-reduce over gloo or HCCL: `python -m verl_patches.platform.all_reduce_probe JSON`.
 
 JSON: {backend: gloo | hccl, first: first rank of this node, local: ranks of this node, world: ranks of all nodes,
 address: HOST:PORT of rank 0, interface: where the node's own variables name none, mib: size of the tensor, repeat}.
-Each rank is a process of its own.
-Prints {seconds, bus_bytes_per_s} of one all-reduce, from the node's first rank; exits with 1 where a rank fails or the
-sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds, the figure of nccl-tests. HCCL was not tried.
-`measure_alone` runs it on one node.
+Each rank is a process of its own. The node's first rank prints {seconds, bus_bytes_per_s} of one all-reduce; the
+program exits with 1 where a rank fails or the sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds,
+the figure of nccl-tests. HCCL was not tried. `measure_alone` runs the program on one node.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 from verl_patches.errors import RecipeError
 from verl_patches.processes import die_with_parent
 
-TIMEOUT_S = 60  # of a rendezvous and of a collective
-PROBE_S = 150  # of the program
+TIMEOUT_S = 60  # limit of a rendezvous and of a collective
+PROBE_S = 150  # limit of the whole program
 MIB, REPEAT = 16, 3
 
 
@@ -46,12 +45,12 @@ def measure_alone(
 
 
 def speed(measured: Mapping[str, float], what: str) -> str:
-    """Return one sentence about a result."""
+    """Return the time and bandwidth of a measurement as text, after the label `what`."""
     return f"{what}: {1e3 * measured['seconds']:.1f} ms, {measured['bus_bytes_per_s'] / 1e9:.2f} GB/s"
 
 
 def main(settings: dict[str, Any]) -> int:
-    """Start the ranks of this node, or be one of them; the exit code."""
+    """Start the ranks of this node, or run one of them if `settings` has a rank; return the exit code."""
     if "rank" in settings:
         measured = _measure(**settings)
         if settings["rank"] == settings["first"]:
@@ -76,7 +75,7 @@ def _measure(
 
     place = "cpu"
     if backend == "hccl":
-        import torch_npu  # noqa: F401  registers the device
+        import torch_npu  # noqa: F401  registers the device npu
 
         torch.npu.set_device(device)
         place = f"npu:{device}"

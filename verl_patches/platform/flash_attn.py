@@ -1,7 +1,7 @@
-"""Stands for `flash_attn` and `flash_attn.bert_padding` where neither is installed: no build of it for an NPU or a CPU.
+"""Replace `flash_attn` and `flash_attn.bert_padding` where they are not installed; NPUs and CPUs have no build of them.
 
 verl imports the padding functions by name, also in workers that never call them. These are our own, in plain torch
-operations, so gradients are torch's. B sequences, S their padded length, T tokens that are not padding.
+operations, so gradients are torch's. B: sequences, S: their padded length, T: tokens without padding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["index_first_axis", "pad_input", "rearrange", "unpad_input"]
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of `input` [N, ...] at `indices` [M], as [M, ...]; a row taken twice has the sum of both gradients."""
+    """Return the rows of `input` [N, ...] at `indices` [M], as [M, ...]; gradients of a repeated row are summed."""
     return input.index_select(0, indices)
 
 
@@ -32,6 +32,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Put rows [T, ...] at `indices` of a batch that is zero elsewhere: [batch, seqlen, ...]."""
+    """Return a batch [batch, seqlen, ...] with the rows [T, ...] at `indices` and zeros elsewhere."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))

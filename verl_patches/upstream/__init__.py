@@ -1,1 +1,1 @@
-"""The pinned upstream sources: pins, checkouts, versions."""
+"""Manage the pinned upstream sources: pins, checkouts, versions."""

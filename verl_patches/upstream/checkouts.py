@@ -1,4 +1,4 @@
-"""git checkouts of upstream: the folders that a run imports from before installed packages, and the git command."""
+"""Find upstream's git checkouts, which a run imports before installed packages, and run git commands in them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from verl_patches.platform import NO_DEVICE
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.pins import load_pins
 
-LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
+LINE = "a3"  # the line whose pins are git repositories; the other line's packages come from the index
 FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"
 VERL_CONFIG = "ppo_megatron_trainer"
 GIT_S = 120  # time limit of a git command
 
 
 def git(folder: Path, *args: str) -> str:
-    """Return the standard output of a git command in `folder`, the root of a work tree; file modes do not count.
+    """Return the standard output of a git command in `folder`, the root of a work tree; file modes are ignored.
 
-    Raises RecipeError with git's own words where it fails or does not end, and ConfigError where there is no git.
+    Raises RecipeError with git's own message where it fails or does not end, and ConfigError where git is missing.
     """
     root = Path(os.path.abspath(folder))
-    tree = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]  # given, so that the clone may be another account's
+    tree = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]  # explicit, so that another account may own the clone
     command = ["git", "--no-optional-locks", "-c", "core.fileMode=false", *tree, *args]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", errors="replace", timeout=GIT_S)
@@ -40,9 +40,9 @@ def git(folder: Path, *args: str) -> str:
 
 
 def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
-    """The trees of `--upstream DIR` (the line's repositories that pip does not install) or `--verl-path DIR`.
+    """Return the trees of `--upstream DIR` (the line's repositories that pip does not install) or `--verl-path DIR`.
 
-    vLLM is not among them: pip installs it (on the CPU the wheel of that version). Raises ConfigError for both at once
+    vLLM is not among them: pip installs it (on the CPU the wheel of that version). Raises ConfigError if both are given
     and for a folder that lacks a repository.
     """
     if upstream is None:
@@ -62,7 +62,7 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
 
 
 def for_platform(platform: str, trees: Trees) -> Trees:
-    """`trees`, on platform npu_emulated with vllm-ascend's: its compiled part is stood in for, so pip builds none.
+    """Return `trees`; platform npu_emulated adds vllm-ascend, which pip cannot build, as its compiled part is emulated.
 
     Raises ConfigError where there is no such folder.
     """
@@ -80,7 +80,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def verl_config_dir(verl_path: Path | None = None) -> Path:
-    """verl's trainer/config folder, in the checkout `verl_path` or the installed package; ConfigError without one."""
+    """Return verl's trainer/config folder, of the checkout `verl_path` or the installed verl; else ConfigError."""
     if verl_path is not None:
         roots, wanted = [Path(verl_path), Path(verl_path) / "verl"], f"--verl-path {verl_path}"
     else:
@@ -111,7 +111,7 @@ def require_trees(run: RunSpec) -> None:
 
 
 def verl_check(line: str, trees: Trees) -> tuple[bool, str]:
-    """(whether the configuration is composed over the verl version that `line` pins, one sentence about it)."""
+    """Return (whether the configuration is composed over the verl version that `line` pins, one sentence about it)."""
     package = verl_config_dir(trees.verl).parents[1]
     file, pins = package / "version" / "version", load_pins().line(line)
     found = file.read_text().strip() if file.is_file() else "of an unknown version"
@@ -128,13 +128,13 @@ def verl_check(line: str, trees: Trees) -> tuple[bool, str]:
 
 
 def verl_checks(run: RunSpec) -> Iterator[Check]:
-    """Check the version of verl: a plan can be made over any, a start needs the line's own."""
+    """Check the version of verl: a plan accepts any version, a start needs the line's own."""
     fits, said = verl_check(run.line, run.trees)
     yield Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
 def require_verl(line: str, trees: Trees) -> None:
-    """Raise ConfigError where a run would start over another verl than `line` pins."""
+    """Raise ConfigError where a run would start with another version of verl than `line` pins."""
     fits, sentence = verl_check(line, trees)
     if not fits:
         raise ConfigError(sentence)

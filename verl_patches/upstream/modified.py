@@ -1,7 +1,8 @@
-"""Files of the upstream sources that differ from their pins: checkouts by git, installed packages by RECORD.
+"""Find files of the upstream sources that differ from their pins: in checkouts by git, in installed packages by RECORD.
 
-A checkout is at the commit of its pin and `git status` names no file. Of an installed package the RECORD itself is
-compared first: the pin file has the digest of that of each pinned wheel. The prelude line is no change.
+A checkout is as pinned if it is at the commit of its pin and `git status` names no file. For an installed package the
+RECORD itself is compared first, with the digests of the pinned wheels' RECORDs in the pin file. The inserted prelude
+line is no change.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from verl_patches.upstream.checkouts import FETCH, commit_of, git
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = f"verl/{install_prelude.INSIDE}"
-_SHOWN = 5  # of a long list of files
+_SHOWN = 5  # files that are shown of a long list
 
 
 def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
-    """Return {name of a repository or package: files} that are not as pinned, of the sources that a run imports.
+    """Return {repository or package: files that are not as pinned} of the sources that a run imports.
 
-    Raises ConfigError that names them where recipe.drift is strict. With warn the run starts, and its summary has them
-    as `dirty`.
+    Raises ConfigError that names them where recipe.drift is strict. With warn the run starts, and its summary lists
+    them as `dirty`.
     """
     recipe = run.recipe
     line, roots = load_pins().line(recipe.line), roots_of(recipe.line, run.trees)
@@ -58,10 +59,10 @@ def roots_of(line: str, trees: Trees) -> dict[str, Path]:
 
 
 def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
-    """Yield one finding a package of `roots`: a checkout against its pin, an installed package against its RECORD.
+    """Yield one finding per package of `roots`: compare a checkout with its pin, an installed package with its RECORD.
 
     Its name is that of the pin file. It is a problem where files differ (all are in `details`), where commit or version
-    is another, and where there is nothing to compare with.
+    differs, and where there is nothing to compare with.
     """
     of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
@@ -99,7 +100,7 @@ def files_text(files: Sequence[str]) -> str:
 def tree_changes(folder: Path) -> list[str]:
     """Return ["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against its HEAD.
 
-    The inserted prelude line is no change. Files that git ignores are not looked at.
+    The inserted prelude line is no change. Files that git ignores are left out.
     """
     changes = []
     for entry in git(folder, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")[:-1]:
@@ -111,7 +112,7 @@ def tree_changes(folder: Path) -> list[str]:
 
 
 def _has_prelude_alone(folder: Path) -> bool:
-    """Return whether verl's worker file differs from HEAD by one inserted line, which is the prelude line."""
+    """Return whether verl's worker file differs from HEAD only by the inserted prelude line."""
     counts = git(folder, "diff", "--numstat", "HEAD", "--", WORKER_FILE).split()[:2]
     return counts == ["1", "0"] and install_prelude.LINE in (folder / WORKER_FILE).read_text().splitlines()
 
@@ -119,7 +120,7 @@ def _has_prelude_alone(folder: Path) -> bool:
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
     place, pin = str(root / package), line.repositories.get(name)
     record = _record_of(package, root)
-    if record is None and pin is None:  # a copy of the package: its files are those of the installed one
+    if record is None and pin is None:  # a copy of the package has the installed one's files
         record = _record_of(package, installed_root(package))
     if record is None:
         wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
@@ -150,9 +151,9 @@ def _record_of(package: str, root: Path | None) -> Path | None:
 
 
 def record_digest(package: str, record: Path) -> str:
-    """Return the sha256 of the sorted lines "PATH,HASH" of a package in a RECORD: the same in the wheel and installed.
+    """Return the sha256 of a package's sorted lines "PATH,HASH" in a RECORD, equal for the wheel and an installation.
 
-    pip adds lines of other folders (dist-info, scripts), and byte code, which has no hash.
+    Lines that pip adds do not count: other folders (dist-info, scripts), and byte code, which has no hash.
     """
     lines = sorted(f"{path},{digest}\n" for path, digest in _recorded(package, record).items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -185,5 +186,5 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
 
 
 def _record_hash(data: bytes) -> str:
-    """Return a hash as RECORD files have it: sha256=urlsafe base64 without padding."""
+    """Return a hash in the form of RECORD files: sha256=urlsafe base64 without padding."""
     return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,4 +1,4 @@
-"""The pins of both upstream lines, read from configs/upstream.yaml, the only place where they are written."""
+"""Read the pins of both upstream lines from configs/upstream.yaml, the only place where they are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Version = Annotated[str, StringConstraints(min_length=1)]  # of a package: exact, or a pattern such as 0.1*
+Version = Annotated[str, StringConstraints(min_length=1)]  # a package's exact version, or a pattern such as 0.1*
 LineName = Annotated[str, StringConstraints(pattern="^(pypi|a3)$")]
 LineOrBoth = Annotated[str, StringConstraints(pattern="^(both|pypi|a3)$")]  # both: the same on both lines
 Kind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
@@ -29,7 +29,7 @@ class _Strict(BaseModel):
 
 
 class Repository(_Strict):
-    """One git repository at one commit. `packages`: top-level Python packages in its root.
+    """Pin one git repository at one commit. `packages`: top-level Python packages in its root.
 
     urls: its addresses, tried in this order. ref: the tag, branch or pull-request ref that contains the commit.
     by_pip: pip installs it; the others are on PYTHONPATH.
@@ -45,18 +45,17 @@ class Repository(_Strict):
 
 
 class Words(_Strict):
-    """One phrase of the table of pins in both languages."""
+    """Hold one phrase of the table of pins in both languages."""
 
     en: str
     zh: str
 
 
 class Variable(_Strict):
-    """One environment variable that a run sets, or that a user's shell must not set to another value.
+    """Describe an environment variable that a run sets, or that a user's shell must not set to another value.
 
-    read_by: who reads it, by line ("both": the same on both): dotted names of upstream's functions or variables, or the
-    names of libraries.
-    allowed: the values, or int, A..B, path (absolute), text.
+    read_by: its readers by line ("both": the same on both): dotted names of upstream's functions or variables, or the
+    names of libraries. allowed: the values, or int, A..B, path (absolute), text.
     """
 
     read_by: Mapping[LineOrBoth, tuple[str, ...]]
@@ -64,11 +63,11 @@ class Variable(_Strict):
     note: str = ""
 
     def reads(self, line: str) -> tuple[str, ...]:
-        """Where `line` reads it; empty if it does not."""
+        """Return the places where `line` reads the variable; empty if it does not."""
         return (*self.read_by.get("both", ()), *self.read_by.get(line, ()))
 
     def accepts(self, value: str) -> bool:
-        """Whether `value` is allowed."""
+        """Return whether `value` is allowed."""
         if not isinstance(self.allowed, str):
             return value in self.allowed
         if self.allowed in ("text", "path"):
@@ -79,15 +78,15 @@ class Variable(_Strict):
 
     @property
     def allowed_text(self) -> str:
-        """The allowed values as text."""
+        """Return the allowed values as text."""
         words = {"int": "a whole number", "path": "an absolute path", "text": "any text"}
         return words.get(self.allowed, self.allowed) if isinstance(self.allowed, str) else " or ".join(self.allowed)
 
 
 class Unsupported(_Strict):
-    """One configuration key that has no effect on `lines`, or a wrong one: any value but a `neutral` one is refused.
+    """Describe a configuration key without effect, or with a wrong one, on `lines`; only `neutral` values are accepted.
 
-    planned: no row acts on it yet, so --dry-run shows such a run and a start is refused.
+    planned: no row acts on the key yet; --dry-run shows such a run, but a start is refused.
     """
 
     key: str
@@ -99,25 +98,28 @@ class Unsupported(_Strict):
 
 
 class GivenByVerl(_Strict):
-    """Keywords that verl passes to vLLM's LLM, `at` a symbol by line: the key that decides each, or its value."""
+    """List the keywords that verl passes to vLLM's LLM, with the key that decides each, or its value.
+
+    at: the symbol that passes them, by line.
+    """
 
     at: Mapping[LineName, str]
     keywords: Mapping[str, str]
 
 
 class Container(_Strict):
-    """Base image of the line's Dockerfile, and the Python in it: one of the line's."""
+    """Name the base image of the line's Dockerfile, and the Python in it, which is one of the line's."""
 
     image: Annotated[str, StringConstraints(pattern=r"^\S+:[\w.-]*\d[\w.-]*$")]  # a versioned tag or a digest
     python: Version
 
 
 class Line(_Strict):
-    """One upstream line: exact versions of Python packages, of the Ascend software below, and repositories.
+    """Pin one upstream line: exact versions of Python packages and of Ascend software, and repositories.
 
-    python: the minor versions that all of them support, the preferred one first. records: of the packages that are
-    compared file by file, the digests of the pinned wheels' RECORDs (upstream/modified.py, record_digest): one for each
-    wheel of that version.
+    python: the minor versions that all of them support, the preferred one first. records: digests of the pinned wheels'
+    RECORDs (upstream/modified.py, record_digest), one for each wheel of that version, for the packages that are
+    compared file by file.
     """
 
     use: Words
@@ -132,7 +134,7 @@ class Line(_Strict):
     container: Container | None = None
 
     def chosen(self, only: Sequence[str] = ()) -> dict[str, Repository]:
-        """Return the repositories that `only` names, all where it is empty; ConfigError for what there is not."""
+        """Return the repositories that `only` names, or all if it is empty; ConfigError for an unknown name."""
         if not self.repositories:
             raise ConfigError("the line has no repositories; bash scripts/setup.sh installs its packages")
         if unknown := [name for name in only if name not in self.repositories]:
@@ -141,7 +143,7 @@ class Line(_Strict):
 
 
 class Pins(_Strict):
-    """The whole pin file."""
+    """Hold the whole pin file."""
 
     lines: Mapping[str, Line]
     environment: Mapping[str, Variable]
@@ -153,18 +155,18 @@ class Pins(_Strict):
     @field_validator("unsupported", mode="before")
     @classmethod
     def _one_entry_a_key(cls, groups: Any) -> list[Any]:
-        """The file has `keys`, {key: neutral values}, for those that share the rest."""
+        """Return one entry per key of the file's groups, whose `keys`, {key: neutral values}, share other fields."""
         groups = [dict(group) for group in groups]
         return [{"key": key, "neutral": one, **group} for group in groups for key, one in group.pop("keys").items()]
 
     def line(self, name: str) -> Line:
-        """The pins of one line; ConfigError names the known lines."""
+        """Return the pins of one line; ConfigError names the known lines."""
         if name not in self.lines:
             raise ConfigError(f"--line {name}: expected one of {', '.join(self.lines)}")
         return self.lines[name]
 
     def unsupported_on(self, line: str) -> tuple[Unsupported, ...]:
-        """The keys that have no effect on `line`."""
+        """Return the entries of keys that `line` does not support."""
         return tuple(entry for entry in self.unsupported if line in entry.lines)
 
     def may_be_added(self, key: str, line: str) -> bool:
@@ -173,7 +175,7 @@ class Pins(_Strict):
         return any(fnmatchcase(key, pattern) for pattern in patterns)
 
     def read_by(self, variable: str, line: str) -> str:
-        """Where `line` reads an environment variable, as text; if it does not, where other lines do ("LINE: place").
+        """Return as text where `line` reads an environment variable, or else where other lines do ("LINE: place").
 
         Raises KeyError for a variable that the pin file does not list.
         """
@@ -183,13 +185,13 @@ class Pins(_Strict):
 
 
 def same_version(pinned: str, found: str) -> bool:
-    """Whether an installed version matches the pin; a local part (2.13.0+cpu) is compared only if the pin has one."""
+    """Return whether an installed version matches the pin; a local part (+cpu) is compared only if the pin has one."""
     return fnmatchcase(found if "+" in pinned else found.partition("+")[0], pinned)
 
 
 @functools.cache
 def load_pins(path: Path = PIN_FILE) -> Pins:
-    """Read and validate a pin file; ConfigError lists every key that is missing, unknown or of another type."""
+    """Read and validate a pin file; ConfigError lists every key that is missing, unknown or of a wrong type."""
     try:
         return Pins.model_validate(read_yaml(path))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a line does not support, by configs/upstream.yaml: configuration keys, and variables of the user's shell."""
+"""Find configuration keys and shell variables that a line does not support, by configs/upstream.yaml."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
 from verl_patches.values import is_secret_value, is_secret_variable, unknown_key
 
-# a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
+# an unlisted variable with such a prefix is reported, as its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
 _ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm."
 
 
 def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
-    """Return (entry of the pin file, value) of every key of a run that does nothing on its line, or harm.
+    """Return (entry of the pin file, value) of every key of a run that its line does not support.
 
     Keywords of vLLM's engine that the pin file does not list get an entry made here.
     """
@@ -38,7 +38,7 @@ def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
 
 
 def refusal_of(config: DictConfig, key: str) -> str | None:
-    """Return why the pin file refuses a key or a section above it; None where it does not."""
+    """Return why the pin file refuses a key or a section above it; None if it accepts both."""
     for entry in load_pins().unsupported_on(config.recipe.line):
         if f"{key}.".startswith(f"{entry.key}."):
             return refusal(entry, OmegaConf.select(config, entry.key), config.recipe.line)
@@ -46,7 +46,7 @@ def refusal_of(config: DictConfig, key: str) -> str | None:
 
 
 def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str]) -> Iterator[Unsupported]:
-    """Yield entries for keywords of vLLM's engine that verl itself passes, or that the installed vLLM does not have."""
+    """Yield entries for keywords of vLLM's engine that verl itself passes, or that the installed vLLM lacks."""
     given = load_pins().given_by_verl
     for keyword in engine:
         if (key := f"{_ENGINE}{keyword}") in listed:
@@ -64,7 +64,7 @@ def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str
 
 @functools.cache
 def engine_arguments() -> dict[str, None]:
-    """Names of what vLLM's LLM takes, itself or for its EngineArgs, from the installed source; none without vLLM."""
+    """Return the arguments of vLLM's LLM and of its EngineArgs, from the installed source; {} without vLLM."""
     spec, names = importlib.util.find_spec("vllm"), dict[str, None]()
     for folder in (spec and spec.submodule_search_locations) or ():
         for file, name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
@@ -78,7 +78,7 @@ def engine_arguments() -> dict[str, None]:
 
 
 def support_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse keys that the run's line cannot act on; a planned key is a note: a dry run is allowed, a start is not."""
+    """Refuse keys that the run's line does not support; a planned key is a note, which allows only a dry run."""
     for entry, value in refused_keys(run):
         text = refusal(entry, value, run.line)
         planned = f"a start is refused: {text}"
@@ -86,16 +86,16 @@ def support_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def refusal(entry: Unsupported, value: Any, line: str) -> str:
-    """One sentence: the key and its value, why it has no effect on the line, what to set instead."""
+    """Return one sentence: the key and its value, why the line does not support it, what to set instead."""
     neutral = " or ".join("null" if word is None else str(word) for word in entry.neutral)
     return f"{entry.key} is {value}, line {line} supports {neutral} only: {entry.why}. Instead: {entry.instead}"
 
 
 def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided: Collection[str] = ()) -> list[Finding]:
-    """One finding for each variable of `environ` (default: this process) that the pin file lists or that looks like it.
+    """Return a finding for each variable of `environ` (default: this process) that is listed or has a known prefix.
 
-    A problem: no pin reads it, or its value is not allowed on `line`, unless the launcher replaces it (`decided`).
-    A note: only another line reads it, or the pin file does not list it.
+    It is a problem if no pin reads the variable, or if its value is not allowed on `line`, unless the launcher replaces
+    it (`decided`). It is a note if only another line reads the variable, or the pin file does not list it.
     """
     pins, variables = load_pins(), sorted((os.environ if environ is None else environ).items())
     findings = (_shell_finding(pins, line, name, value, name in decided) for name, value in variables)

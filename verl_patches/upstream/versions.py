@@ -1,4 +1,4 @@
-"""`versions`: compare the pins of a line with this machine. Nothing is imported, started or changed.
+"""Compare the pins of a line with this machine, for the command `versions`. Nothing is imported, started or changed.
 
 Versions of Ascend software come from the files that the installers of CANN 8 write: `version=8.2.RC1`
 (ascend_toolkit_install.info), `version_dir=8.2.RC1` (opp_kernel/version.info), `Ascend-cann-atb : 8.2.RC1` (nnal),
@@ -36,7 +36,7 @@ def _distribution(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """What `compare` looks at; the defaults are this process and this machine."""
+    """Describe the machine that `compare` inspects; the defaults are this process and this machine."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     ascend: Path = Path("/usr/local/Ascend")
@@ -45,9 +45,10 @@ class Machine:
 
 
 def compare(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
-    """The pins of one line against `machine` and `trees`, its environment variables, and, as notes, the line's limits.
+    """Compare the pins of one line with `machine`, its environment variables and `trees`; notes list the line's limits.
 
-    line: default the line of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin file.
+    The default line is that of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin
+    file.
     """
     machine, pins = machine or Machine(), load_pins()
     given = machine.environ.get(VARIABLE, "")
@@ -68,7 +69,7 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
 
 
 def installed_line(machine: Machine | None = None) -> str | None:
-    """The line whose pinned packages are all installed; None without one."""
+    """Return the line whose pinned packages are all installed; None without one."""
     machine = machine or Machine()
     for name, line in load_pins().lines.items():
         if all(_package(key, version, machine).state == "fine" for key, version in line.packages.items()):
@@ -103,9 +104,9 @@ def _ascend(name: str, pinned: str, machine: Machine) -> Finding:
 
 
 def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
-    """(version, its file) of one component; (None, the pattern that was searched) if no file has one.
+    """Return (version, its file) of one component; (None, the pattern that was searched) if no file has one.
 
-    ASCEND_HOME_PATH and ATB_HOME_PATH (.../atb/cxx_abi_0), where set, name the homes of toolkit and NNAL.
+    ASCEND_HOME_PATH and ATB_HOME_PATH (.../atb/cxx_abi_0), if set, name the homes of toolkit and NNAL.
     """
     root, atb = machine.ascend, machine.environ.get("ATB_HOME_PATH")
     toolkit = Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest")
@@ -130,7 +131,7 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
 
 
 def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
-    """One finding for each upstream package of the line: compared with its pin, or where to get it."""
+    """Yield a finding for each upstream package of the line: the comparison with its pin, or how to get it."""
     yield from source_findings(pinned, roots)
     of_package = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
     for package in PACKAGES[name]:
