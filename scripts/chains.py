@@ -1,8 +1,8 @@
-"""Chains of commands on the task of data/make_learnable.py: what each writes is the input of a later one.
+"""Define chains of commands on the task of data/make_learnable.py, in which later commands read earlier ones' output.
 
-`bash scripts/recipes.sh --where chains [--only NAME]` runs them (scripts/recipe_runs.py records how they ended), and
-tests/loop/test_chains.py with two steps a run. A chain yields commands, each as the words behind `python`; all that
-they write is below one folder.
+`bash scripts/recipes.sh --where chains [--only NAME]` runs them (scripts/recipe_runs.py records the results), and
+tests/loop/test_chains.py runs them with two steps a run. A chain yields commands, each as the words after `python`;
+they write below one folder.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from verl_patches.values import read_yaml
 from verl_patches.weights.run_folders import LATEST
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS, STEPS, ENDS = 768, 40, 5  # ENDS: steps whose mean counts, the first and the last
+ROWS, STEPS, ENDS = 768, 40, 5  # ENDS: number of first, and of last, steps that are averaged
 PROGRAM = ("-m", "verl_patches")
 Words = list[str]
-Figure = tuple[str, str, float, str, float]  # what; from where, its value; to where, its value
+Figure = tuple[str, str, float, str, float]  # measured quantity; start and its value; end and its value
 _MICRO = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",)
 _OF_PAIRS = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=12",)
 
@@ -50,12 +50,12 @@ def _eval(folder: Path, model: Path, of: str, *overrides: str) -> Words:
 
 
 def _of_hf(folder: Path) -> Words:
-    """For weights of no run, and those of a run on fixed data: what they are measured by."""
+    """Return the evaluation's data and reward, for models whose run does not name them."""
     return [f"data.val_files={folder / 'prompts' / 'test.parquet'}", "recipe.rewards=[{name: learnable}]"]
 
 
 def base_of(run: Path) -> Path:
-    """The model that the newest start of a run began with."""
+    """Return the model that the newest start of a run began with."""
     return Path(read_yaml(run / LATEST / "config.yaml")["actor_rollout_ref"]["model"]["path"])
 
 
@@ -63,7 +63,7 @@ def base_of(run: Path) -> Path:
 
 
 def sft_grpo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
-    """data build, SFT, export, GRPO from the export, eval of all three, generate."""
+    """Yield data build, SFT, export, GRPO from the export, eval of all three models, generate."""
     learn = ("--config-name", "deepseekv3_tiny_cpu_learn")
     yield _records(folder)
     yield _build(folder, "instruction", "answers")
@@ -83,7 +83,7 @@ def sft_grpo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
 
 
 def rm_ppo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
-    """data build of pairs, a reward model, PPO whose only reward is that model; the task's own is measured beside."""
+    """Yield data build of pairs, a reward model, and PPO with that model as reward; the task's own is only measured."""
     yield _records(folder)
     yield _build(folder, "preference", "pairs")
     yield _build(folder, "maths", "prompts")
@@ -94,7 +94,7 @@ def rm_ppo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
 
 
 def rollouts_sft(folder: Path, steps: int = STEPS) -> Iterator[Words]:
-    """GRPO, the best of its responses, SFT of the base model on them, eval."""
+    """Yield GRPO, the selection of its best responses, SFT of the base model on them, eval."""
     yield _records(folder)
     yield _build(folder, "maths", "prompts")
     validated = ("trainer.val_before_train=true", f"trainer.test_freq={steps}")
@@ -103,10 +103,10 @@ def rollouts_sft(folder: Path, steps: int = STEPS) -> Iterator[Words]:
 
 
 def best_sft(folder: Path, steps: int) -> Iterator[Words]:
-    """What rollouts_sft does with the recorded responses of the run `grpo`."""
+    """Yield the commands of rollouts_sft that use the recorded responses of the run `grpo`."""
     yield [*PROGRAM, "data", "from-rollouts", str(folder / "grpo"), "-o", str(folder / "best")]
     data = [f"data.{name}_files={folder / 'best' / 'train.parquet'}" for name in ("train", "val")]
-    cut = "data.truncation=right"  # its texts may have more tokens than were sampled
+    cut = "data.truncation=right"  # a text may have more tokens than its sampled response
     yield _run(folder, "sft_of_best", "sft", steps, *_MICRO, *data, cut)
     yield _eval(folder, folder / "sft_of_best", "sft_of_best", *_of_hf(folder))
 
@@ -121,7 +121,7 @@ def _accuracy(folder: Path, of: str) -> float:
 
 def _curve(folder: Path, run: str, metric: str, what: str) -> Figure:
     lines = [json.loads(line) for line in (folder / run / LATEST / "metrics.jsonl").read_text().splitlines()]
-    values = [line[metric] for line in lines if line["step"]]  # 0 is a validation
+    values = [line[metric] for line in lines if line["step"]]  # step 0 is a validation
     ends = [statistics.fmean(part) for part in (values[:ENDS], values[-ENDS:])]
     return what, f"first {ENDS} steps", ends[0], f"last {ENDS}", ends[1]
 
@@ -148,7 +148,10 @@ def of_rollouts_sft(folder: Path) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Chain:
-    """least: by how much each figure rises at least, or falls where below zero: about half of what was seen."""
+    """Describe a chain by its commands, its figures, and the least change of each figure.
+
+    least: the least rise of each figure, or a fall where it is negative; about half of the changes that were seen.
+    """
 
     commands: Callable[[Path], Iterator[Words]]
     figures: Callable[[Path], list[Figure]]
@@ -163,7 +166,7 @@ CHAINS = {
 
 
 def shortfalls(name: str, figures: list[Figure]) -> str:
-    """Why a chain's figures are not what is stated of it; empty where they are."""
+    """Return which figures of a chain change less than CHAINS states; empty if none do."""
     short = []
     for (what, _, first, _, last), least in zip(figures, CHAINS[name].least, strict=True):
         if (last - first) * (1 if least > 0 else -1) < abs(least):

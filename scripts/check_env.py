@@ -1,4 +1,4 @@
-"""Is this environment exactly what the pin files say? Standard library only; setup.sh runs it with the venv's Python.
+"""Compare this environment with the pin files. Standard library only; setup.sh runs it with the venv's Python.
 
     python -I scripts/check_env.py [--stamp FILE | --write-stamp FILE] [--project ROOT] PINS...
 
@@ -31,7 +31,7 @@ def canonical(name: str) -> str:
 
 
 def read_pins(files: list[Path]) -> dict[str, str]:
-    """Return {canonical name: "NAME==VERSION"}; ValueError for anything but exact pins, one each, and hashes."""
+    """Return {canonical name: "NAME==VERSION"}; ValueError for lines but hashes and exact pins, one per name."""
     pins: dict[str, str] = {}
     for file in files:
         for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -46,12 +46,12 @@ def read_pins(files: list[Path]) -> dict[str, str]:
 
 
 def by_name(dists: Iterable[metadata.Distribution]) -> dict[str, metadata.Distribution]:
-    """{canonical name: distribution}; of two, the first on the path, which is imported."""
+    """Return {canonical name: distribution}; of two with one name, the first on the path, which Python imports."""
     return {canonical(d.metadata["Name"]): d for d in reversed([*dists]) if d.metadata["Name"]}
 
 
 def is_damaged(dist: metadata.Distribution) -> bool:
-    """Files of it are gone, or emptied; an edited file (the prelude line) is not damage, a missing .pyc neither."""
+    """Return whether files of a distribution are missing or empty; edited files and missing .pyc files are fine."""
     for file in dist.files or ():
         path = Path(file.locate())
         if file.suffix != ".pyc" and (not path.exists() or (file.size and path.stat().st_size == 0)):
@@ -66,7 +66,7 @@ def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distributio
         if dist is None or wanted not in (dist.version, dist.version.partition("+")[0]):
             yield f"missing {pin}"
         elif is_damaged(dist):
-            local = "+" in dist.version  # then the same build again
+            local = "+" in dist.version  # then the same build is installed again
             yield f"damaged {pin.partition('==')[0]}=={dist.version}" if local else f"damaged {pin}"
 
 
@@ -90,7 +90,7 @@ def cuda_findings(dists: dict[str, metadata.Distribution]) -> Iterator[str]:
 
 
 def digests(pin_files: list[Path], root: Path | None) -> dict[str, str]:
-    """What the stamp holds: what the stack was made from, and what the project's own metadata was made from."""
+    """Return the content of the stamp: digests of the sources of the stack and of the project's own metadata."""
 
     def over(files: list[Path], *words: str) -> str:
         h = hashlib.sha256("\0".join(words).encode())

