@@ -1,4 +1,4 @@
-"""Write the schemas of the torch_npu functions on our paths from its wheels, or (--check) compare with the committed.
+"""Write the schemas of the torch_npu functions on our paths from its wheels, or (--check) compare with the file.
 
     for machine in aarch64 x86_64; do
         pip download --no-deps --only-binary=:all: --python-version 3.10 --platform manylinux2014_$machine \

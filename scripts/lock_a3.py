@@ -1,4 +1,4 @@
-"""Resolve what pip installs into the image of line a3, and compare it with configs/requirements-a3.txt or write that.
+"""Resolve line a3's packages for pip, and compare them with configs/requirements-a3.txt, or write that file.
 
     python scripts/lock_a3.py --upstream DIR [--write]
 

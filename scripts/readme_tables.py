@@ -1,4 +1,4 @@
-"""Write the generated tables of the READMEs and docs/ between their markers, or check that they are there.
+"""Write the generated tables of the READMEs and docs/ between their markers, or check that they are current.
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 

@@ -46,7 +46,7 @@ def installed_root(package: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Say where the sources of one line are.
+    """Describe where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
     interpreter, and rows that name a package of the line which `roots` lacks are not checked. `installed`: the roots

@@ -1,1 +1,1 @@
-"""What runs before and while the prelude is imported: .pth finder, plugin of vLLM."""
+"""Import the prelude in every process that needs it: by a .pth finder, verl's worker module and a vLLM plugin."""

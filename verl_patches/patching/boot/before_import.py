@@ -1,8 +1,8 @@
-"""Run the prelude right before upstream's own code, in whatever process imports it.
+"""Run the prelude right before upstream's own code, in each process that imports upstream.
 
-The `.pth` file of install_prelude.py adds a finder to every process of one Python. The finder calls this file only when
-an upstream package is looked for, so this file must stay cheap to import. Looking for a package without importing it
-(`importlib.util.find_spec`) runs nothing.
+The `.pth` file of install_prelude.py adds a finder to every process of one Python. The finder calls this file when
+Python searches for an upstream package, so this file must stay cheap to import. A search without an import
+(`importlib.util.find_spec`) does not run the prelude.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PRELUDE = "verl_patches.prelude_patch"
 
 
 class PreludeFinder:
-    """Finds modules of upstream packages through the other finders; their code runs after the prelude."""
+    """Find modules of upstream packages through the other finders, and run the prelude before the modules' code."""
 
     def __init__(self) -> None:
-        self._searches: set[tuple[int, str]] = set()  # (thread, module) of those that run through the other finders
+        self._searches: set[tuple[int, str]] = set()  # (thread, module) of running searches by other finders
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of an upstream package, with a loader that runs the prelude before the module's code.
+        """Return the spec of an upstream module, with a loader that runs the prelude before the module's code.
 
-        None, so that other finders decide, once the prelude has run, and, where VERL_PATCHES is not set, for packages
-        other than verl: a process that imports vLLM or Megatron by themselves is not a run of ours. Also None for the
-        inner search: Python reads the `.pth` files of a venv twice, so it may call this twice for one import. A
+        Returns None, so that other finders decide, in three cases: the prelude has run; VERL_PATCHES is not set and the
+        package is not verl (a process that imports only vLLM or Megatron is not a run of ours); this is the inner
+        search, as Python reads the `.pth` files of a venv twice and may call this twice for one import. The spec of a
         namespace package has no loader and is returned unchanged.
         """
         search = (get_ident(), name)
@@ -45,7 +45,7 @@ class PreludeFinder:
             return None
         self._searches.add(search)
         try:
-            finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]  # old ones have none
+            finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]  # old finders lack it
             spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         finally:
             self._searches.discard(search)
@@ -55,11 +55,11 @@ class PreludeFinder:
         return spec
 
 
-prelude_first = PreludeFinder().find_spec  # what the `.pth` file of each Python calls
+prelude_first = PreludeFinder().find_spec  # the `.pth` file of each Python calls this
 
 
 def _execute(loader: Any, module: ModuleType) -> None:
-    del loader.exec_module  # of this one loader: its class has the real one
+    del loader.exec_module  # this loader's attribute; its class has the real method
     _run_prelude()
     loader.exec_module(module)
 
@@ -76,7 +76,7 @@ def _run_prelude() -> None:
         )
     try:
         importlib.import_module(PRELUDE)
-    except ImportError as error:  # upstream would swallow it and go on
+    except ImportError as error:  # upstream would swallow an ImportError and go on
         raise ConfigError(
             f"the prelude cannot be imported, and upstream must not run without it: {error}. Put verl_patches and what "
             "it needs on this process's PYTHONPATH, or remove the .pth file: python -m verl_patches install-prelude "

@@ -1,9 +1,9 @@
-"""`install-prelude`: one line in verl's Megatron worker module, and a `.pth` file, that run the prelude.
+"""Install the prelude: one line in verl's Megatron worker module, and a `.pth` file (command `install-prelude`).
 
 The line is the only change to an upstream file that this package makes.
 
-verl's TaskRunner and workers import much of upstream before that line is reached, hence the `.pth` file, which Python
-reads from its site-packages at every start. It holds one line: a finder that does nothing until a package of PACKAGES
+verl's TaskRunner and workers import much of upstream before that line is reached. Therefore Python also reads the
+`.pth` file from its site-packages at every start. It holds one line: a finder that acts only when a package of PACKAGES
 is imported (before_import.py). If verl_patches cannot be imported then, the import fails with a RuntimeError.
 """
 
@@ -44,12 +44,12 @@ class VerlPatchesPrelude:
         return prelude_first(name, *where)
 sys.meta_path.insert(0, VerlPatchesPrelude())
 """
-TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pth files; an ImportError may be swallowed
+TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # .pth files need one line; upstream may swallow an ImportError
 
 
 @dataclass(frozen=True)
 class PreludeResult:
-    """The result for one file: its path, the number of the prelude line in it (from 1; None: no line), and the state.
+    """Hold the result for one file: its path, the prelude line's number (from 1; None: no line), and the state.
 
     state: "installed" | "already installed" | "removed" | "not installed" (nothing to undo).
     """
@@ -82,7 +82,7 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Insert LINE before the first import of verl's Megatron worker module. Idempotent.
 
     verl_path: a verl checkout, or its package folder; None: the installed verl, which is not imported. Raises
-    ConfigError where there is no such file, and where it is another module or has another prelude.
+    ConfigError where the file is missing, is another module or has another prelude.
     """
     file, lines = _worker_file(verl_path)
     if LINE in lines:
@@ -103,9 +103,9 @@ def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
 
 
 def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
-    """Return verl's megatron_workers.py and its lines; ConfigError where it is absent or another file."""
+    """Return verl's megatron_workers.py and its lines; ConfigError where it is missing or another module."""
     if verl_path is None:
-        spec = importlib.util.find_spec("verl")  # a top-level name: looked up, not imported
+        spec = importlib.util.find_spec("verl")  # find_spec of a top-level name imports nothing
         if spec is None or not spec.origin:
             raise ConfigError("install-prelude: no verl is installed in this Python; give a checkout: --verl-path DIR")
         packages = [Path(spec.origin).parent]
@@ -128,7 +128,7 @@ def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
 
 
 def _write_lines(file: Path, lines: list[str]) -> None:
-    """Replace `file` as a whole: its mode stays, and other hard links to it, as in a package cache, keep their text."""
+    """Replace `file` as a whole, with its mode; other hard links to it, as in a package cache, keep their text."""
     with writing(file, ""), replacing(file) as new:
         new.write_text("\n".join(lines))
         shutil.copymode(file, new)

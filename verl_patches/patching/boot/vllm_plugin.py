@@ -1,4 +1,4 @@
-"""Entry point of group `vllm.general_plugins`: vLLM calls it in each of its processes, which runs the prelude there."""
+"""Run the prelude in each process of vLLM, which calls this entry point of the group `vllm.general_plugins`."""
 
 from __future__ import annotations
 

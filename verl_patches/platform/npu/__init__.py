@@ -1,8 +1,8 @@
-"""What is particular to NPUs: the fused attention op, op schemas; here the die and the network of a worker process.
+"""Handle what only NPUs need; this file checks the die and sets the network interface of a worker process.
 
 Die: the device runtime may be called only after Ray has set ASCEND_RT_VISIBLE_DEVICES. Network: HCCL, Gloo and torch's
 RPC rendezvous over the interface towards Ray's head. Every worker looks it up on its own node, as nodes may name it
-differently; unset, Gloo takes what the host name resolves to, which may be the loopback.
+differently. Without it Gloo takes the interface that the host name resolves to, which may be the loopback.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from verl_patches.patching.engine import current
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
-MC2_FROM_RANKS = 16  # fewer exchange experts by all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
-# HCCL takes a name as a prefix, "=eth1" as that interface alone (CANN envref_07_0075)
+MC2_FROM_RANKS = 16  # fewer ranks use all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
+# HCCL reads a name as a prefix of interfaces, and "=eth1" as that interface alone (CANN envref_07_0075)
 SOCKETS = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
 
 log = logging.getLogger(__name__)
 
 
 def refuse_early_device_runtime() -> None:
-    """ConfigError where platform npu has torch_npu imported before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
+    """Raise ConfigError if platform npu imported torch_npu before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
     if current().switches.platform == "npu" and "torch_npu" in sys.modules:
         raise ConfigError(
             f"{_rank()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
@@ -35,10 +35,10 @@ def refuse_early_device_runtime() -> None:
 
 
 def check_visible_die(visible: int) -> None:
-    """ConfigError where this worker of verl's would run on another die than Ray gave it; before any process group.
+    """Raise ConfigError if this verl worker would run on another die than Ray's; call it before any process group.
 
     visible: number of devices that the device runtime sees in this process (torch.npu.device_count()). A process that
-    Ray did not start chose its device itself: nothing is checked there.
+    Ray did not start is not checked, as it chose its device itself.
     """
     import ray
 
@@ -65,11 +65,11 @@ def check_visible_die(visible: int) -> None:
 
 
 def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
-    """Put the interface into the variables of this process that its node's environment leaves unset.
+    """Set the interface in those variables of SOCKETS that this process's environment leaves unset.
 
-    `interface`: recipe.hccl.interface, None takes the one towards `head`, the HOST:PORT of Ray's head (None: that of
-    the Ray that this worker belongs to). Raises ConfigError where the node has no such interface, or where one is the
-    loopback and there are several nodes.
+    `interface`: recipe.hccl.interface; None takes the one towards `head`, the HOST:PORT of Ray's head (None: the head
+    of this worker's Ray). Raises ConfigError where the node has no such interface, or where one is the loopback and
+    there are several nodes.
     """
     own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
     if len(own) < len(SOCKETS):
@@ -87,12 +87,12 @@ def set_interface(nodes: int, interface: str | None = None, head: str | None = N
 
 
 def towards(address: str) -> str:
-    """The interface through which this node reaches HOST:PORT; ConfigError where there is no route."""
+    """Return the interface through which this node reaches HOST:PORT; ConfigError where there is no route."""
     host, _, port = address.rpartition(":")
     try:
         family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # chooses a route, sends nothing
+            probe.connect(place)  # a datagram socket chooses a route and sends nothing
             ip = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(f"{_here()} has no route to Ray's head {address}: {error}") from error
@@ -108,20 +108,20 @@ def towards(address: str) -> str:
 
 
 def require_interface(interface: str, why: str = "recipe.hccl.interface") -> None:
-    """ConfigError where this node has no such interface, which `why` names."""
+    """Raise ConfigError if this node has no such interface; `why` names the key or variable that asks for it."""
     import psutil
 
     names = sorted(psutil.net_if_addrs())
     if interface not in names:
         todo = "Leave it null, or set HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
-        if why != "recipe.hccl.interface":  # but a variable
+        if why != "recipe.hccl.interface":  # a variable
             todo = "Correct or unset it"
         where = "where that node's Ray is started"
         raise ConfigError(f"{why} is {interface}: {_here()} has {', '.join(names)}. {todo} {where}")
 
 
 def refuse_loopback(nodes: int, interface: str, why: str) -> None:
-    """ConfigError where several nodes would meet on the loopback."""
+    """Raise ConfigError if several nodes would rendezvous over the loopback."""
     if nodes > 1 and interface in ("lo", "localhost"):
         raise ConfigError(
             f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "
@@ -137,7 +137,7 @@ def _here() -> str:
 def _head_of_this_ray() -> str:
     import ray
 
-    if not ray.is_initialized():  # get_runtime_context would start a Ray of this process's own
+    if not ray.is_initialized():  # else get_runtime_context would start a new Ray
         raise ConfigError(
             f"{_here()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
             "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "

@@ -1,8 +1,8 @@
-"""Fused causal attention on an NPU: the one call to torch_npu that is this project's own.
+"""Compute fused causal attention on an NPU, by the only call to torch_npu that this project makes itself.
 
-MindSpeed calls torch_npu itself for norms and SwiGLU, and its op builders for the rest. torch_npu is imported on first
-use: the image's on a device, the plain-torch references on platform cpu. No argument is given that the pinned
-2.5.1.post1 lacks.
+MindSpeed calls torch_npu for norms and SwiGLU, and its op builders for the rest. torch_npu is imported on first use:
+the image's on a device, the plain-torch references on platform cpu. The call uses only arguments that the pinned
+2.5.1.post1 has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from verl_patches.errors import ConfigError
 
-_MASK_SIDE = 2048  # whatever the lengths
+_MASK_SIDE = 2048  # the same for all lengths
 _RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
 
 
@@ -26,10 +26,10 @@ def fused_attention(
     scale: float,
     ends: list[int] | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T, causal) v in the layout of query (aclnnFlashAttentionScore).
+    """Return softmax(scale * q k^T, causal) v in the layout of query (aclnnFlashAttentionScore).
 
     Without `ends` query, key and value are [S, B, N * D] (SBH); with the cumulative ends of packed sequences they are
-    [T, N, D] (TND). Raises ConfigError where the last end is not T, which torch_npu finds on a device alone.
+    [T, N, D] (TND). Raises ConfigError where the last end is not T, which torch_npu checks only on a device.
     """
     if ends is not None and ends[-1:] != [query.shape[0]]:
         raise ConfigError(f"fused_attention: expected ends up to the {query.shape[0]} tokens, found {ends}")

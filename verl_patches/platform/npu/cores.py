@@ -1,9 +1,9 @@
-"""Cores of the host for the worker of each die: disjoint sets, of the die's NUMA node where the machine says which.
+"""Bind the worker of each die to its own cores of the host, from the die's NUMA node where the machine reports it.
 
 torch_npu's own CPU_AFFINITY_CONF counts the dies that a process sees, and each of Ray's workers sees one: mode 1 would
-bind all of them to all cores, mode 2 the main threads of all to the same five (NPUAffinityController.cpp). Atlas A3 may
-name no node, or the same for all dies: there each die gets an equal part of the cores in their order, as vllm-ascend
->= 0.18 does (its docs, "CPU Binding").
+bind all of them to all cores, mode 2 the main threads of all to the same five (NPUAffinityController.cpp). Atlas A3
+may report no node, or the same for all dies: there each die gets an equal part of the cores in their order, as
+vllm-ascend >= 0.18 does (its docs, "CPU Binding").
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def bind(die: str, sysfs: Path = SYSFS) -> str:
-    """Bind this process's threads, and those that it starts later, to the cores of `die`; returns what was done.
+    """Bind this process's present and later threads to the cores of `die`, and return a text about the result.
 
-    die: its place among the node's dies (ASCEND_RT_VISIBLE_DEVICES). Nothing is bound, and that is said, where that is
-    not one die, the number of dies is not known or there are fewer cores than dies.
+    die: its place among the node's dies (ASCEND_RT_VISIBLE_DEVICES). The text gives the reason where nothing is bound:
+    `die` is not one die, the number of dies is unknown, or there are fewer cores than dies.
     """
     try:
         said = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
@@ -35,7 +35,7 @@ def bind(die: str, sysfs: Path = SYSFS) -> str:
         sets, how = core_sets(*topology([each.bus for each in dies], sysfs), os.sched_getaffinity(0))
         cores = sets[int(die)]
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(int(thread), cores)
     except (OSError, subprocess.SubprocessError, NotUnderstoodError, IndexError, ValueError) as error:
         return f"die {die}: not bound to cores: {error}"
@@ -43,7 +43,7 @@ def bind(die: str, sysfs: Path = SYSFS) -> str:
 
 
 def topology(buses: Sequence[str], sysfs: Path = SYSFS) -> tuple[list[int | None], dict[int, set[int]]]:
-    """(NUMA node of each die by its PCI address, None where the machine does not say; cores of each node)."""
+    """Return (NUMA node of each die by its PCI address, None where it is unknown; cores of each node)."""
     nodes = [_node_of(sysfs / "bus/pci/devices" / bus.lower() / "numa_node") for bus in buses]
     lists = {node: sysfs / f"devices/system/node/node{node}/cpulist" for node in set(nodes) if node is not None}
     return nodes, {node: cores_in(path.read_text()) for node, path in lists.items() if path.exists()}
@@ -56,7 +56,7 @@ def _node_of(file: Path) -> int | None:
 
 
 def cores_in(text: str) -> set[int]:
-    """Of Linux's list of cores, such as 0-3,8."""
+    """Return the cores of Linux's text form, such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
@@ -64,9 +64,10 @@ def cores_in(text: str) -> set[int]:
 def core_sets(
     nodes: Sequence[int | None], cores: Mapping[int, Collection[int]], allowed: Collection[int]
 ) -> tuple[list[list[int]], str]:
-    """(cores of each die, disjoint and of `allowed`; how they were chosen). ValueError: fewer cores than dies.
+    """Return (disjoint cores of `allowed` for each die; how they were chosen); ValueError for fewer cores than dies.
 
-    By NUMA node where each die has one and none gets less than half of an equal part, else equal parts of all.
+    Dies get cores of their NUMA nodes if each die has a node and gets at least half of an equal part; otherwise they
+    get equal parts of all cores.
     """
     if len(allowed) < len(nodes):
         raise ValueError(f"{len(allowed)} cores for {len(nodes)} dies")

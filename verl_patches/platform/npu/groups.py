@@ -1,6 +1,6 @@
-"""HCCL's groups: a communicator of its own for MC2, and small buffers for groups that do not need HCCL_BUFFSIZE.
+"""Set up HCCL's groups: a separate communicator for MC2, and small buffers for groups that need no HCCL_BUFFSIZE.
 
-HCCL_BUFFSIZE holds for groups over which training and MC2 exchange experts, and for those that are made without
+HCCL_BUFFSIZE applies to groups over which training and MC2 exchange experts, and to groups that are made without
 options: the group of all ranks, verl's mesh and vLLM's count of unfinished requests. Other groups of Megatron and vLLM
 get recipe.hccl.small_groups_mib.
 
@@ -18,17 +18,17 @@ from typing import Any
 
 from verl_patches.current import Current
 
-# those over which tokens go to experts: names of MindSpeed-LLM
+# groups over which tokens go to experts: names of MindSpeed-LLM
 # (mindspeed_llm.core.parallel_state.initialize_model_parallel_decorator) and of vLLM
 EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), "ep"
 
 
-# MiB of a small group's buffer in this process; None: groups get no options, and HCCL_BUFFSIZE holds for all
+# MiB of a small group's buffer in this process; None: groups get no options, and HCCL_BUFFSIZE applies to all
 small_groups_mib: Current[int | None] = Current(None)
 
 
 def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:
-    """Row provider for MindSpeed-LLM's wrapper of Megatron's get_nccl_options, whose options hold the name only."""
+    """Wrap MindSpeed-LLM's wrapper of Megatron's get_nccl_options, whose options have only the name, to add buffers."""
 
     @functools.wraps(get_nccl_options_wrapper)
     def wrapper(get_nccl_options: Callable) -> Callable:
@@ -47,9 +47,10 @@ def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:
 
 
 def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
-    """Row provider for the function by which vLLM makes its tp, pp, dp and ep groups on the device, without options.
+    """Wrap vLLM's init_model_parallel_group to give its tp, pp, dp and ep groups on the device HCCL options.
 
-    Its world group needs none: no collective runs on it, and HCCL makes a communicator with a group's first collective.
+    vLLM's world group needs none: no collective runs on it, and HCCL makes a communicator with a group's first
+    collective.
     """
 
     @functools.wraps(init_model_parallel_group)
@@ -60,7 +61,7 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
     ) -> Any:
-        small = group_name != EXPERTS_IN_ROLLOUT or _decodes_by_mc2()  # MC2, which needs most, is not on it then
+        small = group_name != EXPERTS_IN_ROLLOUT or _decodes_by_mc2()  # MC2, which needs most, has its own group then
         with _new_groups_with(_options(group_name) if small else None):
             return init_model_parallel_group(
                 group_ranks, local_rank, backend, use_message_queue_broadcaster, group_name=group_name
@@ -70,12 +71,12 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
 
 
 def with_mc2_groups(init_model_parallel_group: Callable) -> Callable:
-    """Row provider for the same function: beside each of vLLM's EP groups one more of its ranks, for MC2 alone.
+    """Wrap vLLM's init_model_parallel_group to add a second group of the same ranks to each EP group, for MC2 alone.
 
     vllm-ascend gives MC2 the EP group's communicator, on which batches with prefills exchange tokens by all-to-all.
-    CANN demands one on which no other operator runs, and HCCL no eager calls on one that graphs use (docs/ascend.md).
-    The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It takes no options: HCCL_BUFFSIZE is
-    sized for MC2. Where MC2 is never used, there is none.
+    CANN demands a communicator on which no other operator runs, and HCCL allows no eager calls on one that graphs use
+    (docs/ascend.md). The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It takes no options,
+    as HCCL_BUFFSIZE is sized for MC2. Runs that do not use MC2 have no such group.
     """
 
     @functools.wraps(init_model_parallel_group)
@@ -112,10 +113,10 @@ def _destroy(coordinator: Any, destroy: Callable[[], None]) -> None:
 
 
 def use_mc2_group(init: Callable) -> Callable:
-    """Row provider for AscendUnquantizedFusedMoEMethod.__init__: MC2's ops get the name of their own communicator.
+    """Wrap AscendUnquantizedFusedMoEMethod.__init__ to give MC2's ops the name of their own communicator.
 
     The name is the method's moe_all_to_all_group_name, which only MC2's dispatch and combine read; the all-to-all of
-    prefills takes vLLM's EP group itself. HCCL makes the communicator when its name is asked for.
+    prefills takes vLLM's EP group itself. HCCL makes the communicator when its name is requested.
     """
 
     @functools.wraps(init)
@@ -144,9 +145,9 @@ def _options(name: str | None) -> Any:
 
 @contextlib.contextmanager
 def _new_groups_with(options: Any) -> Iterator[None]:
-    """Inside, torch.distributed.new_group hands `options` to groups of HCCL: vLLM's GroupCoordinator takes none.
+    """Let torch.distributed.new_group pass `options` to HCCL groups in the block; vLLM's GroupCoordinator takes none.
 
-    A caller that gives pg_options itself, None included, keeps them.
+    A caller that passes pg_options itself, None included, keeps them.
     """
     import torch.distributed as dist
 

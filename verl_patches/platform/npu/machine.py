@@ -1,6 +1,7 @@
-"""The machines with NPUs: what differs between their kinds, jemalloc on each system, locks of compiled operators.
+"""Describe the kinds of machines with NPUs, and find jemalloc and stale locks of compiled operators on a machine.
 
-docs/support.md has the kinds as a table, generated from HARDWARE, and the sources' addresses. None was tried here.
+docs/support.md has the kinds as a table, generated from HARDWARE, and the addresses of the sources. None of the
+machines was tried.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine.
+    """Describe one kind of machine.
 
-    node_dies: devices of a node; module_dies: of each half, which a run on one node uses alike. seen_bytes: of a die's
-    64 GiB, what a process sees. mc2_ranks, mc2_tokens, mc2_experts: of npu_moe_distribute_dispatch, the sizes of a
-    group, and the most tokens and experts of a rank (op-plugin 7.1.0). expansion_modes: values of
-    HCCL_OP_EXPANSION_MODE that training may use (CANN 8.2.RC1, envref_07_0096). timed: whether a published run of this
-    model says how long a step takes.
+    node_dies: devices of a node; module_dies: devices of each half, of which a run on one node uses equally many.
+    seen_bytes: bytes that a process sees of a die's 64 GiB. mc2_ranks, mc2_tokens, mc2_experts: the sizes of a group,
+    and the most tokens and experts of a rank, that npu_moe_distribute_dispatch accepts (op-plugin 7.1.0).
+    expansion_modes: values of HCCL_OP_EXPANSION_MODE that training may use (CANN 8.2.RC1, envref_07_0096). timed:
+    whether a published run of this model states the time of a step.
     """
 
     title: str
@@ -38,20 +39,20 @@ class Hardware:
 
 
 _A3_RANKS, _A2_RANKS = (8, 16, 32, 64, 128, 144, 256, 288), (16, 32, 64)
-# seen: of A3 sgl-project/sglang issue 29838, of A2 vllm-project/vllm-ascend issue 5020. AIV on A2 is for inference
-# alone, and for one communicator; the modules of a Box16 are HCCL_INTRA_PCIE_ENABLE's (envref_07_0081)
+# sources of seen_bytes: sgl-project/sglang issue 29838 (A3), vllm-project/vllm-ascend issue 5020 (A2). AIV on A2 is
+# for inference alone, and for one communicator; the modules of a Box16 are HCCL_INTRA_PCIE_ENABLE's (envref_07_0081)
 HARDWARE = {
     "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_RANKS, 512, 512, ("AIV", "AI_CPU"), True),
     "800t_a2": Hardware("Atlas 800T A2", 8, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
     "200t_a2_box16": Hardware("Atlas 200T A2 Box16", 16, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
 }
-# of Ubuntu (libjemalloc2), openEuler (jemalloc), and of its own `make install`
+# folders of Ubuntu (libjemalloc2), of openEuler (jemalloc), and of jemalloc's own `make install`
 JEMALLOC = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/local/lib")
 INSTALL_JEMALLOC = "apt install libjemalloc2 (Ubuntu) or yum install jemalloc (openEuler)"
 
 
 def preload(environ: Mapping[str, str]) -> str:
-    """LD_PRELOAD for Ray and the processes of a run: jemalloc, where this machine has one, before what is given."""
+    """Return LD_PRELOAD for Ray and a run's processes: jemalloc, if this machine has it, before the present value."""
     given = environ.get("LD_PRELOAD", "")
     for folder in JEMALLOC if "jemalloc" not in given else ():
         library = Path(folder.format(machine=os.uname().machine), "libjemalloc.so.2")
@@ -61,22 +62,22 @@ def preload(environ: Mapping[str, str]) -> str:
 
 
 def stale_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Locks of torch's compiled extensions that no process that this user sees holds: later builds wait for them.
+    """Return stale locks of torch's compiled extensions: later builds wait, but no process visible to us holds them.
 
-    torch.utils.file_baton holds a lock open while it compiles, and waits for others without an end.
+    torch.utils.file_baton keeps a lock's file open while it compiles, and waits for other locks without a limit.
     """
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
     folder = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache)
     locks = [lock.resolve() for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])]
     held = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             held.add(os.readlink(descriptor))
     return [lock for lock in locks if str(lock) not in held and lock.exists()]
 
 
 def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
-    """What a run or its Ray says at its start: locks that would stop it, and jemalloc where there is none."""
+    """Return notes for the start of a run or its Ray: on locks that would stop it, and on a missing jemalloc."""
     notes = [
         f"stale lock of a compiled extension, which no process that this user sees holds: rm {shlex.quote(str(lock))} "
         "(unless another user, container or machine that shares the folder compiles)"

@@ -1,7 +1,7 @@
-"""What `npu-smi` and `hccn_tool` print, as data. Text that is not understood is an error, never a pass.
+"""Parse the output of `npu-smi` and `hccn_tool`. Text in an unknown form is an error.
 
-The formats are those of the outputs in tests/platform/recorded.py (drivers 25.2 to 26.0, Atlas A3), with the source
-of each beside it. An A3 card has two chips ("dies"), whose number on the node is Phy-ID.
+The formats are those of the outputs in tests/platform/recorded.py (drivers 25.2 to 26.0, Atlas A3), which names the
+source of each. An A3 card has two chips ("dies"), whose number on the node is Phy-ID.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-HEALTHY = "OK"  # else Warning, Alarm, Critical or UNKNOWN (npu-smi 25.2.0, command reference)
-NO_IP = "no ip was preset"  # hccn_tool -ip -g where the port of a die was never configured
+HEALTHY = "OK"  # others: Warning, Alarm, Critical, UNKNOWN (npu-smi 25.2.0, command reference)
+NO_IP = "no ip was preset"  # hccn_tool -ip -g prints it for a die's port that was never configured
 _VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
 _UPPER = re.compile(r"(\d+)\s+(\S*[A-Za-z]\S*)$")  # card, name
 _LOWER = re.compile(r"(\d+)\s+(\d+)$")  # chip, Phy-ID
 _BUS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d$|NA$")
 _USED = re.compile(r"(\d+)\s*/\s*(\d+)\s*$")
 _HEADS = ("npu-smi", "NPU", "Chip", "No running processes")
-_SHOWN = 120  # characters of a text that is quoted
+_SHOWN = 120  # characters that are quoted of a text
 
 
 class NotUnderstoodError(ValueError):
-    """The output of a tool has another form than the recorded ones; the message quotes it."""
+    """Report a tool's output that has another form than the recorded ones; the message quotes it."""
 
 
 @dataclass(frozen=True)
 class Die:
-    """One die as `npu-smi info` shows it; bus: PCI address or NA; memory in MB, None where it printed no figures."""
+    """Describe a die as `npu-smi info` shows it; bus: PCI address or NA; memory in MB, None where it has no figures."""
 
     card: int
     chip: int
@@ -40,7 +40,7 @@ class Die:
 
 @dataclass(frozen=True)
 class Process:
-    """One process that holds memory of a die."""
+    """Describe a process that holds memory of a die."""
 
     card: int
     chip: int
@@ -51,7 +51,7 @@ class Process:
 
 @dataclass(frozen=True)
 class NpuSmi:
-    """The output of `npu-smi info`."""
+    """Hold the output of `npu-smi info`."""
 
     version: str
     dies: tuple[Die, ...]
@@ -59,13 +59,13 @@ class NpuSmi:
 
 
 def quoted(text: str) -> str:
-    """The first characters of a text, in one line."""
+    """Return the first characters of a text, in one line."""
     line = " ".join(text.split())
     return f"{line[:_SHOWN]!r}" + (" ..." if len(line) > _SHOWN else "")
 
 
 def parse_npu_smi(text: str) -> NpuSmi:
-    """The table of `npu-smi info`: two lines a die, then the processes. NotUnderstoodError for any other line."""
+    """Parse the table of `npu-smi info`: two lines a die, then the processes. NotUnderstoodError for any other line."""
     version = _VERSION.search(text)
     if version is None:
         raise NotUnderstoodError(f"npu-smi info printed {quoted(text)}, expected its table")
@@ -99,7 +99,7 @@ def _die(upper: tuple[int, str, str], lower: re.Match, bus: str, usage: str) -> 
 
 
 def field(text: str, name: str) -> str:
-    """The value of a line `name: value` (or `name : value`); NotUnderstoodError where there is none."""
+    """Return the value of a line `name: value` (or `name : value`); NotUnderstoodError without such a line."""
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon and key.strip(" |\t").lower() == name.lower() and value.strip():
