@@ -351,8 +351,8 @@ class Watch:
     """Set the stall detection of a run (docs/watch.md): how long a process may stay in one phase.
 
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
-    first_s: bound in seconds of a phase that a process has not ended before. It is at least recipe.timeouts.load_s for
-    loading, for writing a checkpoint and for a trace each time, and for validation the first time.
+    first_s: bound in seconds of a phase that a process has not ended before. Loading, writing a checkpoint and writing
+    a trace have at least recipe.timeouts.load_s every time, validation the first time.
     least_s: least bound in seconds of a phase that the process has ended before.
     factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound holds.
     Independently of these, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
