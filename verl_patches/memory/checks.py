@@ -1,4 +1,4 @@
-"""The rule of the rollout engine's sleep."""
+"""Check that the rollout engine can free its memory between rollouts (sleep)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_patches.spec import RunSpec
 
 
 def sleep_checks(run: RunSpec) -> Iterator[Check]:
-    """Check what the rollout engine's sleep does with its weights (memory/sleep_mode.py); nothing without an engine."""
+    """Check that the engine's sleep can free memory (memory/sleep_mode.py); runs without an engine have no check."""
     if run.samples:
         yield _sleep_check(run)
 

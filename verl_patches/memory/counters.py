@@ -1,6 +1,6 @@
-"""Counters of this process: moves between host and device, and seconds by phase. No torch.
+"""Count this process's moves of memory between host and device, and its seconds by phase, without importing torch.
 
-Code that moves memory runs inside `move`, and notes its copies and new host memory. `offload_of_step` joins the moves
+Code that moves memory runs inside `move` and counts its copies and new host memory. `offload_of_step` joins the moves
 of all workers for summary.json.
 """
 
@@ -21,7 +21,7 @@ TALLY = ("copies", "copied_bytes", "host_allocations", "host_bytes")
 
 @dataclass
 class Counters:
-    """What this process has counted: sums by name of TALLY since its start, moves and seconds by phase until taken."""
+    """Hold counts of this process: sums by name of TALLY since its start, moves and seconds by phase until taken."""
 
     tally: Counter = field(default_factory=Counter)
     moves: list[dict[str, Any]] = field(default_factory=list)
@@ -33,14 +33,14 @@ _counters: Current[Counters] = Current(Counters())
 
 @dataclass
 class Moved:
-    """Result of one move, set by the code that makes it."""
+    """Hold the bytes of one move; the code that makes the move sets them."""
 
     bytes: int = 0
 
 
 @contextmanager
 def move(verb: str, group: str) -> Iterator[Moved]:
-    """Record the code inside as one move of a memory group; not recorded if it moves no bytes."""
+    """Record the code inside as one move of a memory group; a move of no bytes is not recorded."""
     counters, moved = _counters.value, Moved()
     before = Counter(counters.tally)
     yield moved
@@ -65,14 +65,14 @@ def note_empty_cache() -> None:
 
 
 def take_moves() -> list[dict[str, Any]]:
-    """Moves of this process since the last call, in order: {verb, group, bytes, and the names of TALLY}."""
+    """Return the moves of this process since the last call, in order: {verb, group, bytes, and the names of TALLY}."""
     moves, _counters.value.moves = _counters.value.moves, []
     return moves
 
 
 @contextmanager
 def timed(phase: str) -> Iterator[None]:
-    """Add the wall seconds inside to `phase`. Does not wait for the device: its work counts where it is waited for."""
+    """Add the wall seconds of the code inside to `phase`; the device's work counts where the host waits for it."""
     start = time.perf_counter()
     try:
         yield
@@ -81,25 +81,25 @@ def timed(phase: str) -> Iterator[None]:
 
 
 def not_counted() -> AbstractContextManager[Any]:
-    """Inside, nothing is counted."""
+    """Return a context manager inside which nothing is counted."""
     return _counters.set(Counters())
 
 
 def note_process_age(phase: str) -> None:
-    """Set `phase`, if it has no seconds yet, to the age of this process: interpreter, Ray's own start, imports."""
+    """Set `phase`, if it has no seconds yet, to the age of this process: start of interpreter and Ray, imports."""
     import psutil
 
     _counters.value.seconds.setdefault(phase, time.time() - psutil.Process().create_time())
 
 
 def take_seconds() -> dict[str, float]:
-    """{phase: seconds} since the last call."""
+    """Return {phase: seconds} since the last call."""
     seconds, _counters.value.seconds = _counters.value.seconds, defaultdict(float)
     return dict(seconds)
 
 
 def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Summary of one step from the moves of every worker; None if nothing was moved.
+    """Return the summary of one step from the moves of every worker, None if nothing was moved.
 
     sequences: the distinct orders of moves ("load actor_params", "empty_cache") of the ranks, repeated loads of the
     chunks of one model merged; moves: {"load actor_params": {count, bytes, copied_bytes}} of the rank that moves most;

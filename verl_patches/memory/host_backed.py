@@ -1,4 +1,4 @@
-"""Storages on the device whose contents are copied to host memory and back; tensors stay views of the same storage.
+"""Offload storages to host memory and load them back, while tensors stay views of the same storage.
 
 An offloaded storage is resized to 0, which returns its memory to the allocator; loading resizes it back, as
 verl/utils/megatron_utils.py does. Host memory is allocated once. Copies run on the device's current stream; the caller
@@ -27,9 +27,9 @@ PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
 
 
 class HostBackedStorage:
-    """The storage of `tensor`, on the device or with its contents on the host; `name` is for messages.
+    """Hold the storage of `tensor`, which is on the device or offloaded to the host; `name` is for messages.
 
-    RecipeError if the storage has less memory than its tensor needs.
+    Raises RecipeError if the storage has less memory than its tensor needs.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor):
@@ -46,7 +46,7 @@ class HostBackedStorage:
             )
 
     def check(self, tensor: torch.Tensor) -> None:
-        """RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
+        """Raise RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
         storage, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
         if storage._cdata != self.storage._cdata:
             raise RecipeError(
@@ -61,14 +61,14 @@ class HostBackedStorage:
             )
 
     def offload(self, copy: bool) -> None:
-        """Free the device memory; `copy`: after copying the contents to the host."""
+        """Free the device memory; with `copy` the contents are copied to the host before."""
         if copy:
             self.copy_to_host()
         self.storage.resize_(0)
         self.offloaded = True
 
     def allocate(self) -> None:
-        """Allocate the device memory, contents undefined."""
+        """Allocate the device memory; its contents are undefined."""
         self.storage.resize_(self.size_bytes)
         self.offloaded = False
 
@@ -79,14 +79,14 @@ class HostBackedStorage:
             _copy(device, host)
 
     def copy_to_host(self) -> None:
-        """Copy the contents to the host memory, which must exist; they stay on the device too."""
+        """Copy the contents to the host memory, which must exist, and keep them on the device too."""
         for device, host in self._pairs():
             _copy(host, device)
 
     def on_host(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-        """A tensor in this storage, as it was copied to the host last; `offset` in elements.
+        """Return a tensor in this storage as it was copied to the host last; `offset` is in elements.
 
-        A view of the host memory; a copy where it lies in several pieces of it.
+        It is a view of the host memory, or a copy where it lies in several pieces of it.
         """
         reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         start, stop, at, parts = offset * dtype.itemsize, (offset + reach) * dtype.itemsize, 0, []
@@ -103,7 +103,7 @@ class HostBackedStorage:
 
 
 def offload_storages(storages: Iterable[HostBackedStorage], copy: bool = True) -> int:
-    """Offload the storages that are on the device; returns their bytes. A first offload always copies."""
+    """Offload the storages that are on the device and return their bytes; a first offload always copies."""
     here, fresh = _on_device(storages)
     with torch.no_grad():
         for storage in here:
@@ -112,7 +112,7 @@ def offload_storages(storages: Iterable[HostBackedStorage], copy: bool = True) -
 
 
 def load_storages(storages: Iterable[HostBackedStorage]) -> int:
-    """Load the storages that are offloaded; returns their bytes."""
+    """Load the storages that are offloaded and return their bytes."""
     offloaded = [storage for storage in dict.fromkeys(storages) if storage.offloaded]
     with torch.no_grad():
         for storage in offloaded:
@@ -121,7 +121,7 @@ def load_storages(storages: Iterable[HostBackedStorage]) -> int:
 
 
 def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
-    """Make the host copies of the storages that are on the device current; returns their bytes."""
+    """Update the host copies of the storages that are on the device and return their bytes."""
     here, _ = _on_device(storages)
     with torch.no_grad():
         for storage in here:
@@ -130,7 +130,7 @@ def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
 
 
 def _on_device(storages: Iterable[HostBackedStorage]) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
-    """(storages on the device, those of them that had no host memory before: now they have)."""
+    """Return (storages on the device, those of them to which this call gave their host memory)."""
     here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
     fresh = [storage for storage in here if not storage.host]
     if fresh:
@@ -150,9 +150,10 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _make_host_memory(storages: list[HostBackedStorage]) -> None:
-    """Allocate pieces of host memory: small storages share a piece, a large one takes several; pinned for a device.
+    """Allocate the host memory of `storages` in pieces: small storages share one, a large one takes several.
 
-    On a CPU each storage has pieces of its own: nothing rounds them up.
+    The memory is pinned unless the device is a CPU. On a CPU each storage has pieces of its own: nothing rounds them
+    up.
     """
     left = sum(_aligned(storage.size_bytes) for storage in storages)
     piece, used = _allocate(0, storages[0].device), 0
@@ -173,14 +174,15 @@ def _aligned(size_bytes: int) -> int:
 def _allocate(size_bytes: int, device: Any) -> torch.Tensor:
     if size_bytes:
         note_host_allocation(size_bytes)
-    # a CPU has one memory, and under platform cpu torch.cuda only looks as if it were there
+    # a CPU has one memory, and under platform cpu torch.cuda is only emulated
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(size_bytes) and device.type != "cpu")
 
 
 class ModelOffloadState:
-    """Parameters and gradients of one model chunk, which may name its `memory_groups`; else the actor's or reference's.
+    """Offload and load the parameters and gradients of one Megatron model chunk.
 
-    RecipeError from every method if a storage was replaced or resized by other code.
+    The chunk may name its `memory_groups`; without them they are the actor's, or the reference's outside of DDP. Every
+    method raises RecipeError if other code has replaced or resized a storage.
     """
 
     def __init__(self, chunk: torch.nn.Module):
@@ -199,7 +201,7 @@ class ModelOffloadState:
 
     @staticmethod
     def _storages(group: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, HostBackedStorage]:
-        """{name: HostBackedStorage}; names whose tensors share a storage (tied weights) share one."""
+        """Return {name: HostBackedStorage}; names whose tensors share a storage (tied weights) share one."""
         by_storage: dict[int, HostBackedStorage] = {}
         by_name = {}
         for name, tensor in tensors:
@@ -231,18 +233,18 @@ class ModelOffloadState:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any parameters are offloaded."""
+        """Return whether any parameters are offloaded."""
         return any(storage.offloaded for storage in self.params.values())
 
     def load_params(self) -> None:
-        """Load the parameters, for reading only."""
+        """Load the parameters for reading only."""
         with move("load", self.group) as moved:
             moved.bytes = load_storages(self._checked_params())
         if moved.bytes:
             self._host_copy_is_current()
 
     def offload_params(self) -> None:
-        """Offload the parameters; a copy is made only if they may have been written since they were loaded."""
+        """Offload the parameters; they are copied only if they may have been written since they were loaded."""
         params = self._checked_params()
         self._refuse_unknown_writes()
         written, self.written = self.written, False
@@ -250,7 +252,7 @@ class ModelOffloadState:
             moved.bytes = offload_storages(params, copy=written)
 
     def copy_params_to_host(self) -> int:
-        """Make the host copy of the parameters current, which the next `offload_params` need not; returns the bytes."""
+        """Update the host copy of the parameters and return its bytes; the next `offload_params` then copies nothing."""
         copied = copy_storages_to_host(self._checked_params())
         if copied:
             self._host_copy_is_current()
@@ -268,7 +270,7 @@ class ModelOffloadState:
             moved.bytes = sum(storage.size_bytes for storage in offloaded)
 
     def free_grads(self) -> None:
-        """Free the gradients; nothing is copied."""
+        """Free the gradients without a copy."""
         here = [storage for storage in self._checked_grads() if not storage.offloaded]
         with move("free", self.groups.grads) as moved:
             for storage in here:
@@ -276,7 +278,7 @@ class ModelOffloadState:
             moved.bytes = sum(storage.size_bytes for storage in here)
 
     def _refuse_unknown_writes(self) -> None:
-        """RecipeError for a write that the parameter's version shows; the module's docstring names the others."""
+        """Raise RecipeError where a write changed a parameter's version; the file's docstring lists other writes."""
         for name, parameter in self.weights:
             if not self.written and parameter._version != self.versions.get(name, parameter._version):
                 raise RecipeError(
@@ -287,17 +289,18 @@ class ModelOffloadState:
 
 
 def offload_state_of_model(chunk: torch.nn.Module) -> ModelOffloadState:
-    """The state of one chunk, one object for its lifetime."""
+    """Return the offload state of a model chunk, which is one object for the chunk's lifetime."""
     if not hasattr(chunk, "recipe_offload_state"):
         chunk.recipe_offload_state = ModelOffloadState(chunk)
     return chunk.recipe_offload_state
 
 
 class OptimizerOffloadState:
-    """fp32 main parameters of 16-bit parameters, and the states, of a DistributedOptimizer; not its step counts.
+    """Offload and load a DistributedOptimizer's fp32 main parameters and states, but not its step counts.
 
     verl makes no other optimizer. fp32 parameters have no main copy: their shards are views of the model's. Adam makes
-    its states in the first step; they are added here when they are first seen. `memory_groups`: as of a chunk.
+    its states in the first step; they are added here when they are first seen. The optimizer may name its
+    `memory_groups`; without them they are the actor's.
     """
 
     def __init__(self, megatron: Any):
@@ -306,12 +309,12 @@ class OptimizerOffloadState:
         self.storages: dict[str, HostBackedStorage] = {}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters that the inner optimizer steps: main parameters, or fp32 ones of the model."""
+        """Yield (name, parameter) of the inner optimizer: main parameters, or fp32 parameters of the model."""
         for number, group in enumerate(self.megatron.optimizer.param_groups):
             yield from ((f"group {number}, parameter {i}", parameter) for i, parameter in enumerate(group["params"]))
 
     def storages_of(self, name: str, parameter: torch.Tensor) -> list[HostBackedStorage]:
-        """Storages that belong to one of `parameters`; RecipeError if other code replaced or resized one."""
+        """Return the storages that belong to one of `parameters`; raises RecipeError if other code has changed one."""
         owned = {"main": parameter} if id(parameter) in self.mains else {}
         for key, state in self.megatron.optimizer.state.get(parameter, {}).items():
             if isinstance(state, torch.Tensor) and state.dim():
@@ -334,29 +337,29 @@ class OptimizerOffloadState:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any of it is offloaded."""
+        """Return whether any storage is offloaded."""
         return any(storage.offloaded for storage in self.storages.values())
 
     def load(self) -> int:
-        """Load everything; returns the bytes loaded."""
+        """Load all storages and return the bytes loaded."""
         return load_storages(self._all())
 
     def offload(self) -> int:
-        """Offload everything; returns the bytes offloaded."""
+        """Offload all storages and return the bytes offloaded."""
         return offload_storages(self._all())
 
     def copy_to_host(self) -> int:
-        """Make the host copies of what is on the device current; returns the bytes copied."""
+        """Update the host copies of the storages that are on the device and return the bytes copied."""
         return copy_storages_to_host(self._all())
 
 
 def offload_state_of_optimizer(megatron: Any) -> OptimizerOffloadState:
-    """The state of one Megatron optimizer, one object for its lifetime."""
+    """Return the offload state of a Megatron optimizer, which is one object for the optimizer's lifetime."""
     if not hasattr(megatron, "recipe_offload_state"):
         megatron.recipe_offload_state = OptimizerOffloadState(megatron)
     return megatron.recipe_offload_state
 
 
 def single_optimizers(optimizers: Any) -> list[Any]:
-    """The optimizers of a chain, or the one, without those that have no parameters on this rank."""
+    """Return the optimizers of a chain, or the single one, without those that have no parameters on this rank."""
     return [one for one in getattr(optimizers, "chained_optimizers", [optimizers]) if one.optimizer is not None]

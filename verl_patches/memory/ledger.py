@@ -1,4 +1,4 @@
-"""Memory ledger of one worker: the bytes of each memory group, checked against the schedule when a phase begins.
+"""Measure the bytes of a worker's memory groups when a phase begins, and check them against the memory schedule.
 
 Each memory group is registered with a function that measures it. A process has one ledger (worker/context.py), or none
 with recipe.memory.ledger=off. `memory_of_step` joins the ledgers of all workers for summary.json, the step table and
@@ -19,14 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class MemoryLedgerError(RecipeError):
-    """A memory group is where it must not be, or is not where it must be."""
+    """Say that a memory group is on the device, or is not, against the schedule."""
 
 
 @dataclass
 class _Entry:
-    """One memory group. `full_bytes`: bytes on the device, None until it was first measured there.
+    """Hold the state of one memory group; the first four fields are the arguments of `Ledger.register`.
 
-    `may_stay`: it varies, and the schedule has not released it since it was last expected on the device.
+    `full_bytes` is None until the group was first measured on the device. `may_stay`: the group varies, and the
+    schedule has not released it since it was last expected on the device.
     """
 
     held_bytes: Callable[[], int]
@@ -38,11 +39,11 @@ class _Entry:
 
 @dataclass
 class Ledger:
-    """Bytes by memory group and phase: `enter(phase)` checks and begins a record, `take` returns the records.
+    """Record bytes by memory group and phase: `enter(phase)` checks and begins a record, `take` returns the records.
 
-    `schedule` and `stays` (schedule.py) give the expectation. `action`: "report" logs and records a violation, "strict"
-    raises MemoryLedgerError. `device_memory` measures the process: {name: bytes}, see `memory_of_process`. Groups that
-    are not registered are not checked.
+    `schedule` and `stays` (schedule.py) say which groups must be on the device. `action`: "report" logs and records a
+    violation, "strict" raises MemoryLedgerError. `device_memory` measures the process: {name: bytes}, see
+    `memory_of_process`. Groups that are not registered are not checked.
     """
 
     schedule: Schedule
@@ -66,7 +67,7 @@ class Ledger:
         grows: bool = False,
         varies: bool = False,
     ) -> None:
-        """Watch `group`; `measure()` returns the bytes that it holds now.
+        """Add a memory group to the ledger; `measure()` returns the bytes that it holds now.
 
         `full_bytes`: its bytes on the device; None takes the first measurement there. `grows`: it may hold less until
         it has once held `full_bytes` (Adam's moments are made in the first step). `varies`: any number of bytes is
@@ -75,7 +76,7 @@ class Ledger:
         self._entries[group] = _Entry(measure, full_bytes, grows, varies)
 
     def enter(self, phase: str) -> None:
-        """Record and check the groups, after the moves at `phase`'s entry. MemoryLedgerError if strict."""
+        """Record and check the groups after the moves at `phase`'s entry; a strict ledger raises MemoryLedgerError."""
         held = self.held_bytes()
         total, measured = sum(held.values()), self.device_memory()
         record = {"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total, "measured": measured}
@@ -85,7 +86,7 @@ class Ledger:
             raise MemoryLedgerError("\n  ".join(filter(None, faults)))
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes that each group holds now."""
+        """Return the bytes that each group holds now."""
         return {group: entry.held_bytes() for group, entry in self._entries.items()}
 
     def raise_peak(self, extra_bytes: int = 0) -> None:
@@ -98,7 +99,7 @@ class Ledger:
                 record["measured"][name] = max(size, record["measured"].get(name, 0))
 
     def take(self) -> dict[str, Any]:
-        """{records, violations} since the last call."""
+        """Return {records, violations} since the last call."""
         self.raise_peak()
         taken = {"records": self._records, "violations": self._violations}
         self._records, self._violations = [], []
@@ -140,11 +141,10 @@ def _number(size_bytes: int | None) -> str:
 
 
 def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
-    """A function that measures this process: the allocator's figures, or RSS on a CPU; bytes.
+    """Return a function that measures this process's memory in bytes: torch's allocator, or RSS on a CPU.
 
-    npu: {allocated, peak, reserved, used}; `peak` is that since the previous call. `used` is the driver's
-    figure for all processes on the device: only it includes memory outside torch's pool (vLLM's sleep mode). cpu:
-    {rss}.
+    npu: {allocated, peak, reserved, used}; `peak` counts from the previous call. `used` is the driver's figure for all
+    processes on the device: only it includes memory outside torch's pool (vLLM's sleep mode). cpu: {rss}.
     """
     if device_type == "cpu":
         import psutil
@@ -169,11 +169,11 @@ def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
 
 
 def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """{peak_bytes, phases, violations} of one step; None if no worker has a ledger. Bytes.
+    """Return {peak_bytes, phases, violations} of one step, in bytes; None if no worker has a ledger.
 
     `phases`: {phase: {rank, peak_bytes, bytes: {group: bytes as the phase begins}, measured: {name: bytes}}} of the
-    rank with the highest peak; `measured` is the highest of any rank. Of a phase that came twice (validation) the
-    higher peak counts. `violations`: {count, first: the first ones, each with its rank}.
+    rank with the highest peak; `measured` is the highest of any rank. If a phase came twice (validation), the higher
+    peak counts. `violations`: {count, first: the first 20, each with its rank}.
     """
     ledgers = [worker for worker in workers if worker is not None]
     if not ledgers:
@@ -196,7 +196,7 @@ def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] |
 
 
 def said_of(violations: dict[str, Any]) -> str:
-    """One line about a step's violations, "" if there were none."""
+    """Return one line about a step's violations, "" if there were none."""
     if not violations["count"]:
         return ""
     first = violations["first"][0]

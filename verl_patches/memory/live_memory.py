@@ -1,4 +1,4 @@
-"""Live memory of an engine's model: identity of views, whether writes cover it, and what follows new weights."""
+"""Compare the memory of a vLLM model's tensors, check that writes cover it, and derive MLA's projections again."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _PLAIN_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: elements lie where stri
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, which its views share.
+    """Return the identity of a tensor's storage, which all views of the storage share.
 
-    Unlike data_ptr it survives offload by resizing, and differs between storages without memory and meta tensors. The
-    storage must stay referenced: a new one may get the id of one that was freed.
+    Unlike data_ptr it stays the same when the storage is offloaded by resizing, and it tells storages without memory
+    and those of meta tensors apart. The storage must stay referenced: a new one may get the id of one that was freed.
     """
     return tensor.untyped_storage()._cdata
 
 
 def view_id(tensor: torch.Tensor) -> tuple:
-    """Equal for two tensors that are the same view (offset, shape, strides, dtype) of the same storage."""
+    """Return a key that is equal for tensors that are the same view (offset, shape, strides, dtype) of a storage."""
     return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, each once, by the engine's own names."""
+    """Return parameters and buffers of `model`, each once, by the engine's own names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def restore_memory(
     model: torch.nn.Module, before: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor], rank: int
 ) -> None:
-    """Undo changes of the memory of tensors by load_weights, and raise RecipeError if there were any."""
+    """Point tensors back to their memory where load_weights changed it, and raise RecipeError if it changed any."""
     after = named_tensors(model)
     moved = [name for name in {**before, **after} if after.get(name) is not before.get(name)]
     for name, tensor in before.items():
@@ -50,7 +50,7 @@ def restore_memory(
 
 
 def private_format(tensor: torch.Tensor) -> int | None:
-    """CANN's number of the memory format of `tensor` on an NPU, unless strides describe it."""
+    """Return CANN's number of the memory format of `tensor` on an NPU, None where strides describe the format."""
     if tensor.device.type != "npu":
         return None
     import torch_npu
@@ -60,10 +60,10 @@ def private_format(tensor: torch.Tensor) -> int | None:
 
 
 def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """A sentence for each fault of `tensors`: elements that no write or more than one write reaches.
+    """Return a sentence for each of `tensors` with elements that are never written, or written more than once.
 
-    `writes`: (what is written there, view of a storage). No data is read, so meta tensors serve too; the cost follows
-    the contiguous runs of the views, not their elements.
+    `writes`: (name of the written data, view of a storage). No data is read, so meta tensors serve too; the cost grows
+    with the contiguous runs of the views, not with their elements.
     """
     by_storage: dict[int, list[tuple[str, np.ndarray]]] = {}
     for what, view in writes:
@@ -78,9 +78,9 @@ def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple
 
 
 def _faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> Iterable[str]:
-    """Which element of `tensor` is written twice, by which writes, and how many elements are never written."""
+    """Yield which element of `tensor` is written twice, by which writes, and how many elements are never written."""
     own, written = _runs(tensor), np.concatenate([np.empty((0, 2), dtype=np.int64), *(runs for _, runs in writes)])
-    bounds = np.unique(np.concatenate([own, written]))  # none of these runs begins or ends between two of them
+    bounds = np.unique(np.concatenate([own, written]))  # between two bounds no run begins or ends
     inside, depth = _depth(bounds, own) > 0, _depth(bounds, written)
     doubled, missing = inside & (depth > 1), inside & (depth == 0)
     if doubled.any():
@@ -93,7 +93,7 @@ def _faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> I
 
 
 def _depth(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """How many of `runs` hold each interval between two neighbouring `bounds`."""
+    """Return how many of `runs` contain each interval between two neighbouring `bounds`."""
     changes: np.ndarray = np.zeros(len(bounds), dtype=np.int64)
     np.add.at(changes, np.searchsorted(bounds, runs[:, 0]), 1)
     np.subtract.at(changes, np.searchsorted(bounds, runs[:, 1]), 1)
@@ -101,7 +101,7 @@ def _depth(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
 
 
 def _runs(view: torch.Tensor) -> np.ndarray:
-    """[start, stop) in bytes of each contiguous run of `view` in its storage, shape [runs, 2], in order of address."""
+    """Return [start, stop) in bytes of each contiguous run of `view` in its storage: [runs, 2] in order of address."""
     run = 1
     starts: np.ndarray = np.zeros(1, dtype=np.int64)
     steps = zip(view.stride(), view.shape, strict=True)
@@ -116,7 +116,7 @@ def _runs(view: torch.Tensor) -> np.ndarray:
 
 
 def _index(tensor: torch.Tensor, place: int) -> list[int]:
-    """The index of the element at byte `place` of the storage."""
+    """Return the index in `tensor` of the element at byte `place` of the storage."""
     left, index = int(place) // tensor.element_size() - tensor.storage_offset(), [0] * tensor.dim()
     for dim in sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
         if tensor.shape[dim] > 1:
@@ -130,7 +130,7 @@ ABSORBED = ("W_UV", "W_UK_T")
 
 
 def post_load(model: torch.nn.Module) -> int:
-    """Derive the absorbed projections of every layer again where needed; how many layers that were.
+    """Derive MLA's absorbed projections of every layer again where needed, and return the number of such layers.
 
     Call it after the last weight of a sync has been written. On an NPU with enable_weight_nz_layout the projections are
     in format NZ: copying NZ into NZ is torch_npu's work and cannot be tried here.
@@ -140,10 +140,10 @@ def post_load(model: torch.nn.Module) -> int:
 
 
 def absorb_in_place(attention: Any) -> bool:
-    """Give one attention layer the projections of its present kv_b_proj; whether anything had to be done.
+    """Derive one attention layer's projections from its present kv_b_proj, and return whether that was needed.
 
-    `attention`: vLLM's Attention, its `impl` holds the projections. New values go into the tensors that are there: a
-    captured graph reads those addresses. Nothing is done before vLLM has derived them (the first load), and where they
+    `attention`: vLLM's Attention, whose `impl` holds the projections. New values go into the existing tensors: a
+    captured graph reads those addresses. Nothing is done before vLLM has derived them (the first load), nor where they
     are views of kv_b_proj, as vLLM's own are (vllm-ascend copies, and MindSpeed makes torch.Tensor.view copy).
     """
     holder = attention.impl

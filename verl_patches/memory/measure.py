@@ -1,4 +1,4 @@
-"""Bytes that Megatron's and vLLM's objects hold on the device now. Imports torch: for workers only."""
+"""Measure the bytes that Megatron's and vLLM's objects hold on the device now; imports torch, so for workers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
-    """Bytes of the distinct storages of `tensors` on `device_type`; `tensors` may be nested as for `tensors_in`.
+    """Return the bytes of the distinct storages of `tensors` (may be nested lists and tuples) on `device_type`.
 
     A storage that was resized to 0 holds nothing.
     """
@@ -26,7 +26,7 @@ def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
 
 
 def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Every tensor of nested lists and tuples, in order, without None."""
+    """Yield every tensor of nested lists and tuples, in order, without None."""
     for tensor in tensors:
         if isinstance(tensor, (list, tuple)):
             yield from tensors_in(tensor)
@@ -35,12 +35,12 @@ def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def buffers_of(chunks: Sequence[Any]) -> list[Any]:
-    """Megatron's buffers of a model in DDP, including those of routed experts."""
+    """Return Megatron's buffers of a model in DDP, including those of routed experts."""
     return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Tensors of Megatron's distributed optimizer: fp32 main parameters of 16-bit ones, and Adam's moments so far.
+    """Yield the tensors of a distributed optimizer: fp32 main parameters of 16-bit ones, and Adam's moments so far.
 
     fp32 parameters have no main copy: their shards are views of the parameters.
     """
@@ -51,7 +51,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def optimizer_full_bytes(optimizer: Any) -> int:
-    """Bytes of `optimizer_tensors` once the moments have been made."""
+    """Return the bytes of `optimizer_tensors` once Adam has made its moments."""
     total = 0
     for single in single_optimizers(optimizer):
         main = sum(tensor.numel() for tensor in tensors_in(single.shard_fp32_from_float16_groups))
@@ -61,12 +61,12 @@ def optimizer_full_bytes(optimizer: Any) -> int:
 
 
 def vllm_worker(engine: Any) -> Any:
-    """The worker of an in-process LLM, as verl reaches it (verl/workers/sharding_manager/megatron_vllm.py)."""
+    """Return the worker of an in-process LLM, as verl reaches it (verl/workers/sharding_manager/megatron_vllm.py)."""
     return engine.llm_engine.model_executor.driver_worker.worker
 
 
 def kv_caches(engine: Any) -> list[Any]:
-    """The tensors of vLLM's KV cache: engine V1 has them in its model runner, V0 in its worker."""
+    """Return the tensors of vLLM's KV cache; engine V1 has them in its model runner, V0 in its worker."""
     worker = vllm_worker(engine)
     for holder, name in ((worker.model_runner, "kv_caches"), (worker, "gpu_cache"), (worker, "cpu_cache")):
         if caches := getattr(holder, name, None):

@@ -1,9 +1,9 @@
-"""Offload handlers: they move parameters, gradients and optimizer states of Megatron between device and host.
+"""Move parameters, gradients and optimizer states of Megatron between device and host, by one handler a memory group.
 
-One handler is one memory group; its methods are the verbs of memory/schedule.py. Parameters and gradients include the
-buffers of routed experts. Gradients are never copied: they are freed, and allocated again as zeros. Parameters that
-were loaded for reading only (log-probs, the reference) are freed without a copy. No handler calls empty_cache: the
-schedule does. Errors are those of memory/host_backed.py.
+The methods of a handler are the verbs of memory/schedule.py. Parameters and gradients include the buffers of routed
+experts. Gradients are never copied: they are freed, and allocated again as zeros. Parameters that were loaded for
+reading only (log-probs, the reference) are freed without a copy. Handlers do not call empty_cache; the schedule has
+moves for it. Errors are those of memory/host_backed.py.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class _OfModel:
     def __init__(self, chunks: Sequence[torch.nn.Module]):
         self._chunks = chunks
 
-    def _states(self) -> list[ModelOffloadState]:  # none before the first move: a group that stays has no state
+    def _states(self) -> list[ModelOffloadState]:  # made at the first move: a group that stays has no state
         return [offload_state_of_model(chunk) for chunk in self._chunks]
 
 
 class Params(_OfModel):
-    """actor_params, ref_params, critic_params or reward_params: parameters of `chunks`, without their gradients."""
+    """Move the parameters of `chunks`: group actor_params, ref_params, critic_params or reward_params."""
 
     def load(self) -> None:
-        """Load the parameters, for reading; `Grads.alloc` permits writes."""
+        """Load the parameters for reading; `Grads.alloc` permits writes."""
         for state in self._states():
             state.load_params()
         self._synchronise()
 
     def offload(self) -> None:
-        """Offload the parameters; copied only if they may have been written."""
+        """Offload the parameters; they are copied only if they may have been written."""
         for state in self._states():
             state.offload_params()
         self._synchronise()
@@ -56,7 +56,7 @@ class Params(_OfModel):
 
 @contextmanager
 def parameters_loaded(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, parameters of `chunks` that were offloaded here are on the device, for reading; then again as before.
+    """Load the parameters of `chunks` for reading in the code inside, and offload those again that were offloaded.
 
     Parameters that verl's own offload has moved to the host stay there.
     """
@@ -70,7 +70,7 @@ def parameters_loaded(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class Grads(_OfModel):
-    """Gradients of `chunks`; none for chunks that are not in DDP."""
+    """Move the gradients of `chunks`; chunks that are not in DDP have none."""
 
     def alloc(self) -> None:
         """Allocate zero gradients; from now on the parameters may be written."""
@@ -84,17 +84,17 @@ class Grads(_OfModel):
 
 
 class Optimizer:
-    """Main parameters and states of a Megatron optimizer, or of a chain of them; `group`: of memory."""
+    """Move main parameters and states of a Megatron optimizer, or of a chain of them; `group` is their memory group."""
 
     def __init__(self, optimizer: Any, group: str = ACTOR.optimizer):
         self._optimizer, self._group = optimizer, group
 
     def load(self) -> None:
-        """Load everything."""
+        """Load all main parameters and states."""
         self._move("load")
 
     def offload(self) -> None:
-        """Offload everything."""
+        """Offload all main parameters and states."""
         self._move("offload")
 
     def _move(self, verb: str) -> None:
@@ -107,6 +107,6 @@ class Optimizer:
 def training_handlers(
     chunks: Sequence[torch.nn.Module], optimizer: Any, groups: TrainedGroups = ACTOR
 ) -> dict[str, Any]:
-    """{memory group: handler} of a model in DDP and its Megatron optimizer."""
+    """Return {memory group: handler} of a model in DDP and its Megatron optimizer."""
     states = Optimizer(optimizer, groups.optimizer)
     return {groups.grads: Grads(chunks), groups.params: Params(chunks), groups.optimizer: states}

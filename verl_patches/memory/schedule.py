@@ -1,14 +1,14 @@
-"""Memory schedule of one GRPO step: which memory groups are on the device in each phase, and how they move. No torch.
+"""Define which memory groups are on the device in each phase of a GRPO step, and which moves bring them there.
 
 A phase makes its `enter` moves before its work and its `leave` moves after it. A group that a phase does not name is
-not moved. The moves, which have no effect on a group that is already there (load, alloc) or gone (offload, free):
+not moved. load and alloc have no effect on a group that is on the device already, offload and free on one that is not:
     load G       allocate device memory for group G and fill it from the host
     alloc G      allocate device memory for group G; its contents are made on the device
     offload G    copy group G to the host and free its device memory
     free G       free the device memory of G without a copy
     empty_cache  the allocator returns its cached blocks to the device
-scheduler.py executes `SCHEDULE`. With row memory.order off verl's own workers move memory (`VERL`), which is here for
-the memory plan.
+scheduler.py executes `SCHEDULE`. With row memory.order off verl's own workers move memory; `VERL` describes their moves
+for the memory plan. Does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases
 
 
 class TrainedGroups(NamedTuple):
-    """The memory groups of one model that is trained."""
+    """Name the memory groups of one model that is trained."""
 
     params: str
     grads: str
@@ -54,7 +54,7 @@ LOADS, RELEASES = ("load", "alloc"), ("offload", "free")
 
 
 class Move(NamedTuple):
-    """One move; `group` is empty for empty_cache."""
+    """Describe one move of a memory group; `group` is empty for empty_cache."""
 
     verb: str
     group: str = ""
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """One row: the moves before and after the phase's work. `rare`: only some steps have it."""
+    """Describe a phase by the moves before and after its work; a `rare` phase is in some steps only."""
 
     name: str
     enter: tuple[Move, ...] = ()
@@ -75,19 +75,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The phases of a step. A step begins with no group on the device but those that never move."""
+    """List the phases of a step, which begins with no group on the device but those that never move."""
 
     name: str
     phases: tuple[Phase, ...]
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name; KeyError for an unknown name."""
+        """Return the phase of that name; an unknown name raises KeyError."""
         return {phase.name: phase for phase in self.phases}[name]
 
     def without(self, name: str) -> Schedule:
-        """The schedule of runs that leave out a phase: old_log_prob with recipe.train.skip_old_log_prob.
+        """Return the schedule with a phase made rare, as old_log_prob is with recipe.train.skip_old_log_prob.
 
-        Some steps may still have it (the pass of the truth check): it frees the groups that it loads when it ends.
+        Some steps may still have the phase (for the truth check): it frees the groups that it loads when it ends.
         """
         row = self.phase(name)
         frees = (Move("free", move.group) for move in row.enter if move.verb in LOADS)
@@ -108,7 +108,7 @@ class Schedule:
         return Schedule(f"{schedule.name}, no rollout", phases)
 
     def with_critic(self) -> Schedule:
-        """The schedule of runs with a critic: after the reference its values, before the actor's update its own."""
+        """Return the schedule with a critic, which computes values after the reference and updates before the actor."""
         rows = _VERL_CRITIC if self.name.startswith("verl") else _CRITIC
         values, update = (Phase(name, _moves(enter), _moves(leave)) for name, enter, leave in rows)
         phases = []
@@ -117,21 +117,21 @@ class Schedule:
         return Schedule(f"{self.name}, with a critic", tuple(phases))
 
     def with_reward_models(self) -> Schedule:
-        """The schedule of runs with reward models: phase rm_scores before the reward, once for each model."""
+        """Return the schedule with reward models, which has phase rm_scores before the reward, once for each model."""
         leave = "free reward_params" if not self.name.startswith("verl") else "offload reward_params, empty_cache"
         scores = Phase("rm_scores", _moves("load reward_params"), _moves(leave))
         phases = [each for row in self.phases for each in ((scores, row) if row.name == "reward" else (row,))]
         return Schedule(f"{self.name}, with reward models", tuple(phases))
 
     def releases(self, group: str, phase: str) -> bool:
-        """Whether `phase` offloads or frees `group`, before or after its work."""
+        """Return whether `phase` offloads or frees `group`, before or after its work."""
         row = self.phase(phase)
         return any(move.group == group and move.verb in RELEASES for move in (*row.enter, *row.leave))
 
     def released_by(self, group: str, phase: str) -> str | None:
-        """The last release of `group` before the work of `phase`, "after update (offload)"; None: it is never released.
+        """Return the last release of `group` before `phase`'s work, such as "after update (offload)"; None without one.
 
-        The step before counts too.
+        A release in the step before counts too.
         """
         own = self.phase(phase)
         at = self.phases.index(own)
@@ -152,12 +152,13 @@ def _moves(text: str) -> tuple[Move, ...]:
 
 
 def make_schedule(name: str, *rows: tuple[str, str, str]) -> Schedule:
-    """A schedule of rows (phase, enter, leave), moves separated by ", "."""
+    """Return a schedule of rows (phase, enter, leave), whose moves are separated by ", "."""
     return Schedule(name, tuple(Phase(phase, _moves(enter), _moves(leave)) for phase, enter, leave in rows))
 
 
 # Training weights stay from the update to the weight sync. Rollout weights are allocated before the KV cache, which is
-# allocated last and freed first. empty_cache twice a step: the KV cache takes what is left, and training follows it.
+# allocated last and freed first. empty_cache runs before the KV cache takes the memory that is left, and before
+# training takes the memory of the KV cache.
 # Phases that run on the controller (reward, advantage) have no moves.
 SCHEDULE = make_schedule(
     "ours",
@@ -175,7 +176,8 @@ SCHEDULE = make_schedule(
      "free swap_window, offload optimizer, free grads"),
 )  # fmt: skip
 
-# The actor's parameters, which old_log_prob has loaded, make room, so that this update needs no more than the actor's.
+# The actor's parameters, which old_log_prob has loaded, are freed so that the critic's update needs no more memory than
+# the actor's.
 _CRITIC = (
     ("values", "free actor_params, load critic_params", ""),
     ("update_critic", "load critic_params, alloc critic_grads, load critic_optimizer, alloc critic_window",
@@ -185,9 +187,9 @@ _CRITIC = (
 
 @dataclass
 class Moment:
-    """Memory of one phase: groups on the device during its work, highest sum and its groups, and copied bytes.
+    """Hold the memory of one phase: groups on the device during its work, peak and its groups, and copied bytes.
 
-    `moves`: those that have an effect, and empty_cache.
+    `moves` has the moves that have an effect, and empty_cache.
     """
 
     resident: frozenset[str] = frozenset()
@@ -202,11 +204,11 @@ class Moment:
 def simulate(
     schedule: Schedule, sizes: Mapping[str, int], stays: Collection[str] = (), rare: bool = False
 ) -> dict[str, Moment]:
-    """{phase: Moment} of every step but the first; peaks are the highest of all steps.
+    """Return {phase: Moment} of every step but the first; peaks are the highest of all steps.
 
     `sizes`: bytes of each memory group on this rank; 0 or missing for a group that the rank does not have. `stays`:
-    groups that never leave the device. `rare`: with the phases that only some steps have. Every phase of the first step
-    must hold the same groups as in later ones: its entry names all that change.
+    groups that never leave the device. `rare`: whether phases that only some steps have are included. Every phase must
+    hold the same groups in the first step as in later ones, so its `enter` moves name all groups that change.
     """
     phases = [phase for phase in schedule.phases if rare or not phase.rare]
     moving = {group: size for group, size in sizes.items() if size and group not in stays}
@@ -219,7 +221,7 @@ def simulate(
 
 
 def _step(phases: Sequence[Phase], sizes: Mapping[str, int], now: dict[str, int]) -> dict[str, Moment]:
-    """One step. `sizes`: of the groups that move; `now`: {group: bytes} on the device, changed in place."""
+    """Simulate one step; `sizes` has the groups that move, `now` {group: bytes} on the device, changed in place."""
     moments = {phase.name: Moment() for phase in phases}
     for phase in phases:
         moment = moments[phase.name]
@@ -255,13 +257,13 @@ def _note_peak(moment: Moment, now: Mapping[str, int]) -> None:
 
 
 def residency(schedule: Schedule, stays: Collection[str] = ()) -> dict[str, frozenset[str]]:
-    """{phase: groups on the device during its work}, which the ledger expects."""
+    """Return {phase: groups on the device during its work}, which the ledger expects."""
     moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays, rare=True)
     return {name: moment.resident for name, moment in moments.items()}
 
 
-# After the weight sync both of verl's schedules are the same: verl/workers/megatron_workers.py, its compute_log_prob,
-# compute_ref_log_prob and update_actor; verl/utils/megatron_utils.py empties the cache in each of its four functions.
+# Both versions of verl have these phases after the weight sync: compute_log_prob, compute_ref_log_prob and update_actor
+# of verl/workers/megatron_workers.py; each of the four functions of verl/utils/megatron_utils.py empties the cache.
 _VERL_TRAINING = (
     ("rollout", "", ""),
     # megatron_vllm.py, __exit__: sleep(level=1) copies the weights to the host; the worker empties the cache once more
@@ -301,9 +303,10 @@ VERL = {"pypi": _VERL_0_4_0, "a3": _VERL_54C9B736}
 
 
 def in_sleep_mode(copied: bool) -> Schedule:
-    """Our schedule where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
+    """Return our schedule where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
 
-    `copied`: to the host and back; else weights that a weight sync writes are not copied (memory/sleep_mode.py).
+    With `copied` they go to the host and back; otherwise weights that a weight sync writes are not copied
+    (memory/sleep_mode.py).
     """
     load, release = ("load", "offload") if copied else ("alloc", "free")
     changed = {
@@ -320,20 +323,20 @@ def in_sleep_mode(copied: bool) -> Schedule:
 
 
 def sleeps_by_vllm(rollout: Any, recipe: Recipe) -> bool:
-    """Whether the engine of verl's `rollout` section uses vLLM's sleep mode, with which weights keep their addresses.
+    """Return whether the engine of verl's `rollout` section uses vLLM's sleep mode, which keeps addresses of weights.
 
-    Captured graphs hold addresses, unless recipe.rollout.ascend.vllm_sleep_mode is false.
+    Captured graphs read from fixed addresses unless recipe.rollout.ascend.vllm_sleep_mode is false.
     """
     return not rollout.enforce_eager and recipe.rollout.ascend.vllm_sleep_mode
 
 
 def direct_sync(rows: Collection[str]) -> bool:
-    """Whether the resharder writes the rollout weights; it proves that it writes all, verl's own path does not."""
+    """Return whether the resharder syncs weights; it proves that every weight is written, verl's own path does not."""
     return "reshard.direct" in rows
 
 
 def stays_of(megatron: Any, groups: TrainedGroups) -> set[str]:
-    """The groups of a model that verl's offload switches in `megatron` leave on the device."""
+    """Return the memory groups of a model that verl's offload switches in `megatron` leave on the device."""
     stays = set() if megatron.param_offload else {groups.params, groups.grads}
     return stays if megatron.optimizer_offload else {*stays, groups.optimizer}
 
@@ -341,14 +344,14 @@ def stays_of(megatron: Any, groups: TrainedGroups) -> set[str]:
 def schedule_of(
     run: RunSpec, section: Any, critic: Any = None, one_memory: bool = False
 ) -> tuple[Schedule, frozenset[str]]:
-    """(schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
+    """Return (schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
 
     critic: verl's section of that name in a run with a critic. one_memory: host and device share their memory (a CPU),
-    where vLLM's sleep does not move the rollout weights. Without row memory.order it is verl's own order.
+    where vLLM's sleep does not move the rollout weights. Without row memory.order the schedule is verl's own.
 
-    Groups of verl's three offload switches that are off stay; verl frees gradients with the parameters and never reads
-    its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes: with vLLM's sleep
-    mode others are copied, else they stay.
+    Groups whose offload switch in verl is off stay on the device; verl frees gradients with the parameters and never
+    reads its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes. Without a
+    direct sync vLLM's sleep mode copies them, and our own leaves them on the device.
     """
     synced = run.recipe.weight_sync.enabled and direct_sync(run.rows)
     by_vllm = sleeps_by_vllm(section.rollout, run.recipe)

@@ -1,4 +1,4 @@
-"""Execution of a memory schedule (schedule.py): the moves of a phase before and after its work, then the ledger."""
+"""Execute a memory schedule (schedule.py): make a phase's moves before and after its work, and run the ledger."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from verl_patches.memory.counters import note_empty_cache, timed
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.schedule import LOADS, Move, Schedule
 
-_MOVED_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
+_MOVED_BY_VLLM = ("rollout_weights", "kv_cache")  # vLLM moves them itself, in one call a phase
 
 
 class Scheduler:
-    """Executes `schedule` in one process.
+    """Execute `schedule` in one process.
 
-    `empty_cache`: of the device's allocator; None for a CPU, which has no such allocator. `stays`: groups that the run
-    never moves; `ledger`: checks at the beginning of each phase, None for none.
+    `empty_cache` is that of the device's allocator, None for a CPU, which has no such allocator. `stays` are the memory
+    groups that the run never moves. `ledger`, if not None, checks the groups at the beginning of each phase.
     """
 
     def __init__(self, schedule: Schedule, empty_cache: Callable[[], None] | None, stays: Collection[str] = ()):
@@ -28,24 +28,24 @@ class Scheduler:
         self._resident: set[str] = set()  # groups on the device; empty at step start
 
     def add(self, handlers: Mapping[str, Any]) -> None:
-        """Add offload handlers by memory group (memory/offload.py); a handler has the verbs used for its group.
+        """Add offload handlers by memory group (memory/offload.py); a handler has a method for each verb of its group.
 
         Groups without a handler are moved by other code.
         """
         self._handlers |= {group: handler for group, handler in handlers.items() if group not in self._stays}
 
     def moves(self, group: str) -> bool:
-        """Whether it has a handler of `group`."""
+        """Return whether there is a handler for `group`."""
         return group in self._handlers
 
     def has(self, group: str) -> bool:
-        """Whether `group` is on the device now by the schedule."""
+        """Return whether `group` is on the device now, by the schedule's moves."""
         return group in self._resident
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-        """Make the moves before the work of `phase`; first ends the phase before it, also after an error.
+        """End the phase before, also after an error, then make the moves before the work of `phase`.
 
-        `by_vllm` is called once, in place of the moves that vLLM makes. KeyError for an unknown phase.
+        `by_vllm` is called once, in place of the moves that vLLM makes. An unknown phase raises KeyError.
         """
         enter = self.schedule.phase(phase).enter
         self.end()
@@ -55,7 +55,7 @@ class Scheduler:
             self.ledger.enter(phase)
 
     def end(self) -> None:
-        """Make the moves after the work of the phase that was begun last. Idempotent."""
+        """Make the moves after the work of the phase that was begun last; a second call does nothing."""
         if self._open is None:
             return
         phase, self._open = self.schedule.phase(self._open), None
@@ -64,7 +64,7 @@ class Scheduler:
         self._carry_out(phase.leave)
 
     def _carry_out(self, moves: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
-        """Make `moves`. After a first error, which is raised at the end, groups are released but not loaded."""
+        """Make `moves`; after a first error, which is raised at the end, groups are released but no longer loaded."""
         error: Exception | None = None
         for move in moves:
             if error is not None and move.verb in LOADS:
@@ -86,7 +86,7 @@ class Scheduler:
             raise error
 
     def _make(self, move: Move) -> None:
-        """Make a move by the group's handler, if there is one, or empty the cache."""
+        """Make a move by the group's handler, if there is one, or empty the allocator's cache."""
         if move.verb == "empty_cache":
             if self._empty_cache is not None:
                 self._empty_cache()

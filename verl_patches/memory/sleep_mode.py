@@ -1,14 +1,14 @@
-"""Sleep and wake-up of verl's in-process vLLM engine: its weights and KV cache between two rollouts.
+"""Free the weights and KV cache of verl's in-process vLLM engine between two rollouts (sleep and wake-up).
 
 `ResizeSleepMode` (enforce_eager=true, or recipe.rollout.ascend.vllm_sleep_mode=false) replaces vLLM's sleep mode. It
 resizes storages to 0 and back, without a copy to the host; tensors stay views of the same storages, at other addresses
-after waking up. Graphs then read addresses at each call (row memory.graph_addresses).
-- weights: parameters and MLA's absorbed projections. After waking up their contents are undefined, and requests are
+after wake-up. Graphs then read addresses at each call (row memory.graph_addresses).
+- weights: parameters and MLA's absorbed projections. After wake-up their contents are undefined, and requests are
   refused until a weight sync has written them. They stay on the device if no sync replaces them: weights that the
   engine loaded itself until the first sync (load_format=dummy loads none), those of the last sync
   (recipe.weight_sync.enabled=false), and on verl's own sync path (row reshard.direct off), which does not prove that it
   writes every weight.
-- kv_cache: as many blocks of the same size, zero.
+- kv_cache: comes back with as many blocks of the same size, set to zero.
 Buffers (rotary tables, expert maps) stay on the device, as does a weight that shares a buffer's memory or has a private
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
@@ -18,7 +18,7 @@ vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_mo
 next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which all tensors are such
 weights is released without a copy, as those of the KV cache are. All other segments are copied to the host.
 
-`freeing` ends the run where the driver does not say that the memory is free after sleep.
+`freeing` ends the run where the driver's figures show that the memory is not free after sleep.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ MAY_BE_MISSING = 0.05
 
 
 class SleepMode:
-    """Whether an engine's weights are loaded and valid.
+    """Track whether an engine's weights are loaded and valid.
 
-    `loaded`: they are valid before the first sync, or no sync reports that it wrote them (`weights_written`).
+    `loaded`: weights are valid before the first sync, or no sync reports that it wrote them (`weights_written`).
     """
 
     _asleep: Collection[str]  # of TAGS
@@ -56,11 +56,11 @@ class SleepMode:
         self._weights_stay, self._lost = loaded, False
 
     def weights_written(self, last: bool = False) -> None:
-        """A weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
+        """Note that a weight sync has written every weight; after the `last` sync sleep must keep them."""
         self._weights_stay, self._lost = last, False
 
     def check_ready(self) -> None:
-        """RecipeError if a tag is asleep, or the weights have not been written since sleep freed them."""
+        """Raise RecipeError if a tag is asleep, or the weights have not been written since sleep freed them."""
         if self._asleep:
             raise RecipeError(
                 f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep: call LLM.wake_up "
@@ -74,7 +74,7 @@ class SleepMode:
 
 
 class ResizeSleepMode(SleepMode):
-    """Sleep and wake-up of one engine, `llm`, by resizing storages. Both are idempotent."""
+    """Put one engine, `llm`, to sleep and wake it up by resizing storages; both are idempotent."""
 
     def __init__(self, llm: Any, loaded: bool = True):
         super().__init__(loaded)
@@ -84,7 +84,7 @@ class ResizeSleepMode(SleepMode):
     def sleep(self, level: int = 1) -> None:
         """Reset the prefix cache and free the memory; `level` is vLLM's and is not used.
 
-        RecipeError if the cache is in use, or not found.
+        Raises RecipeError if the cache is in use, or not found.
         """
         if CACHE not in self._asleep:
             self._reset_prefix_cache()
@@ -94,7 +94,7 @@ class ResizeSleepMode(SleepMode):
             self._free(WEIGHTS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate the memory of all or of vLLM's `tags`. RecipeError if a tensor's storage was replaced or resized."""
+        """Allocate the memory of all or of vLLM's `tags`; a storage that was replaced or resized raises RecipeError."""
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             tensors = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
@@ -141,7 +141,7 @@ class ResizeSleepMode(SleepMode):
 
 
 def weights_of(model: torch.nn.Module) -> Tensors:
-    """Tensors of vLLM's `model` that a weight sync writes or derives, by name, and whose memory nothing else uses.
+    """Return {name: tensor} of vLLM's `model` that a weight sync writes or derives, and whose memory nothing else uses.
 
     Leaves out tensors of `all_weights` that share memory with a buffer or have a private NPU format.
     """
@@ -152,7 +152,7 @@ def weights_of(model: torch.nn.Module) -> Tensors:
 
 
 def all_weights(model: torch.nn.Module) -> Tensors:
-    """Parameters of vLLM's `model`, and each layer's absorbed projections as `<layer>.impl.W_UV`, by name.
+    """Return parameters of vLLM's `model` by name, and each layer's absorbed projections as `<layer>.impl.W_UV`.
 
     Several may share a storage: vLLM's own projections are views of kv_b_proj
     (vllm.attention.backends.mla.common.MLACommonImpl.process_weights_after_loading).
@@ -165,14 +165,14 @@ def all_weights(model: torch.nn.Module) -> Tensors:
 
 
 _ALLOCATOR_MODULE = "vllm_ascend.device_allocator.camem"
-_DROPPED = "weights that the next sync writes"  # sleep copies pieces with the tag `weights` only
+_DROPPED = "weights that the next sync writes"  # a tag: sleep copies only pieces with the tag `weights`
 
 
 class CumemSleepMode(SleepMode):
-    """Sleep and wake-up of one engine, `llm`, by vLLM's sleep mode, without its copy of weights that a sync writes.
+    """Put one engine, `llm`, to sleep by vLLM's sleep mode, without its copy of weights that a weight sync writes.
 
-    Both are idempotent. An engine of which one tag is awake is woken before it sleeps: vLLM's executor would ignore
-    the call.
+    Sleep and wake-up are idempotent. An engine with one tag awake is woken before it sleeps, because vLLM's executor
+    would ignore the call.
     """
 
     def __init__(self, llm: Any, loaded: bool = True):
@@ -182,7 +182,7 @@ class CumemSleepMode(SleepMode):
         self._asleep: set[str] = set()
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's sleep of level 1, `level` is not used; RecipeError if vLLM's allocator is not found.
+        """Run vLLM's sleep of level 1; `level` is not used. Raises RecipeError if vLLM's allocator is not found.
 
         Level 2 copies nothing, and vllm-ascend's worker does not keep the model's buffers by itself
         (vllm_ascend.worker.worker_v1.NPUWorker.sleep, its PR 1376): the rotary tables would be lost, which no weight
@@ -198,7 +198,7 @@ class CumemSleepMode(SleepMode):
             self._sleep(1)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM's wake-up, of all or of vLLM's `tags`."""
+        """Run vLLM's wake-up of all or of vLLM's `tags`."""
         wanted = [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]
         if wanted:
             self._wake_up(wanted)
@@ -211,7 +211,7 @@ class CumemSleepMode(SleepMode):
 
 
 def segments_of(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int]) -> set[int]:
-    """Addresses of the segments whose blocks in use all begin at an address in `tensors`.
+    """Return the addresses of the segments whose blocks in use all begin at an address in `tensors`.
 
     `snapshot`: torch's memory_snapshot. A block that was freed but waits for a stream counts as in use.
     """
@@ -224,7 +224,7 @@ def segments_of(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int])
 
 @contextlib.contextmanager
 def dropped(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[None]:
-    """Inside, sleep does not copy the `pieces` (vLLM's AllocationData by address) of weights at `addresses`."""
+    """Exclude weights at `addresses` from sleep's copies in the code inside; `pieces`: {address: AllocationData}."""
     weights = [piece for address, piece in pieces.items() if address in addresses and piece.tag == WEIGHTS]
     for piece in weights:
         piece.tag = _DROPPED
@@ -253,11 +253,11 @@ def _allocator() -> Any:
 
 @contextlib.contextmanager
 def freeing(device: Any, held_bytes: Callable[[], dict[str, int]], by_vllm: bool) -> Iterator[None]:
-    """Inside, an engine goes to sleep, and torch's allocator returns what it has cached.
+    """Check that the device has more free memory after the code inside, which puts an engine to sleep.
 
-    `held_bytes`: {memory group: bytes that it holds now}; `by_vllm`: vLLM's own sleep mode frees. RecipeError unless
-    the driver of `device` (torch.npu) then says that as much more memory is free as groups and cache gave up, or
-    MAY_BE_MISSING less.
+    The code inside also returns the cached memory of torch's allocator. `held_bytes` returns {memory group: bytes that
+    it holds now}; `by_vllm`: whether vLLM's own sleep mode frees. Raises RecipeError unless the driver's figure for
+    free memory of `device` (torch.npu) has grown by the bytes that groups and cache gave up, or MAY_BE_MISSING less.
     """
     before, (free_before, _), cached = held_bytes(), device.mem_get_info(), _cached_bytes(device)
     yield

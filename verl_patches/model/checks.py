@@ -1,4 +1,4 @@
-"""The rules of the model and of how training splits it over ranks."""
+"""Check the model's config.json, and how training splits the model over ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _HF_NUMBERS = {  # keys of config.json that training reads beside the sizes of l
 
 
 def model_checks(run: RunSpec) -> Iterator[Check]:
-    """Check what verl's converter and MindSpeed-LLM assume of a DeepSeek-V3's config.json; others train wrongly.
+    """Check that config.json holds what verl's converter and MindSpeed-LLM assume of a DeepSeek-V3.
 
-    Its sizes must equal those of recipe.model_shape.
+    A model with other values would train wrongly. Its sizes must equal those of recipe.model_shape.
     """
     model, hf = run.model, run.hf_config
     faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
@@ -60,7 +60,7 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def train_checks(run: RunSpec) -> Iterator[Check]:
-    """Check how the training layout splits layers, experts and attention heads."""
+    """Check that the training layout can split layers, experts and attention heads, and is the same for every model."""
     train, model = run.train, run.model
     yield Check("train layout", True, str(train))
     actor, layers, heads = run.verl.actor_rollout_ref.actor.megatron, model.num_hidden_layers, model.num_attention_heads
@@ -94,7 +94,7 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
-    """Why an update on line a3 would not end with these stages; None where it would."""
+    """Return why an update on line a3 would hang with these pipeline stages, None where it would not."""
     layers = [train.stage_layers(stage, model.num_hidden_layers) for stage in range(train.pp)]
     dense = [stage for stage, held in enumerate(layers) if not any(map(model.is_moe, held))]
     if train.ep == 1 or not dense:
@@ -121,7 +121,7 @@ def expert_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def recomputation_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse settings with which Megatron's loop over layers (_checkpointed_forward) would go on in steps of 0."""
+    """Refuse recomputation settings with which Megatron's loop over layers (_checkpointed_forward) steps by 0."""
     for name, section in {"actor_rollout_ref": run.verl.actor_rollout_ref, "critic": run.critic}.items():
         if section is None or not section.model.enable_gradient_checkpointing:
             continue
@@ -136,7 +136,7 @@ def recomputation_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def experts_check(name: str, ep: int, experts: int, key: str) -> Check:
-    """Check that `ep` ranks hold equally many experts."""
+    """Check that each of `ep` ranks holds equally many experts; `name` is the check's, `key` what a user changes."""
     fault = (
         f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}"
     )
@@ -156,16 +156,17 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
         yield Check("engine arguments", True, held)
 
 
-# of config.json: what a model computes, beside its sizes
+# keys of config.json that change what a model computes but not its sizes
 _COMPUTED = (
     "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
 )
 
 
 def value_model_differences(run: RunSpec, model: ModelShape, folder: Path) -> str:
-    """Return how a value model beside the actor differs from it; empty where it may not. `folder` has its config.json.
+    """Return the differences between a value model and the actor that training cannot have, "" where there are none.
 
-    Layers of line a3 are built from one set of arguments, the actor's: also what changes no weight is compared there.
+    `folder` has the value model's config.json. Line a3 builds the layers of both from the actor's arguments, so there
+    the keys that change no weight are compared too.
     """
     model = replace(first_layers(model, run.recipe.num_hidden_layers), torch_dtype=run.model.torch_dtype)
     if unlike := differences(model, run.model):

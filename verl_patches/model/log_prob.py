@@ -1,19 +1,20 @@
-"""Log-probs and entropy of vocab-parallel logits, in fp32, by chunks of tokens.
+"""Compute log-probs and entropy of vocab-parallel logits in fp32, chunk by chunk of tokens.
 
-Row providers for the two functions of verl/utils/megatron/tensor_parallel.py, which hold up to two more fp32 tensors of
-the logits' size. Here no such tensor is made: forward reads the logits once, by chunks of CHUNK_BYTES, and backward
-writes the gradient over the logits, by the same chunks. T tokens, V vocabulary, tp tensor-parallel ranks.
+The two functions replace those of verl/utils/megatron/tensor_parallel.py, which hold up to two more fp32 tensors of the
+logits' size. Here no such tensor is made: forward reads the logits once, by chunks of CHUNK_BYTES, and backward
+overwrites the logits by their gradient, by the same chunks. T is the number of tokens, V the size of the vocabulary, tp
+the number of tensor-parallel ranks.
 
     memory beyond the logits       bytes
     forward                        2 * CHUNK_BYTES + 40 * T
     saved for backward             20 * T: maximum, log-sum, entropy, targets; and the logits themselves, not copied
     backward                       2 * CHUNK_BYTES + 20 * T
 
-A chunk has one token at least, V/tp * 4 bytes. Logits in bf16 are converted chunk by chunk.
+A chunk has at least one token, which takes V/tp * 4 bytes. Logits in bf16 are converted chunk by chunk.
 
 verl asks for the entropy and then for log-probs of the same tensor. One autograd node serves both, because only a
-single node may overwrite what it has saved. Both take one pass over the logits and three all-reduces of [T] or [2, T];
-verl's take six. Under no_grad nothing is saved.
+single node may overwrite what it has saved. Both together take one pass over the logits and three all-reduces of [T] or
+[2, T]; verl's take six. Under no_grad nothing is saved.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _PASS = "_vocab_parallel_pass"  # attribute of logits between the calls for entr
 
 @dataclass
 class _Rows:
-    """What a pass over logits [T, V/tp] finds; each fp32 [T] and equal on all TP ranks.
+    """Hold the results of a pass over logits [T, V/tp]; each is fp32 [T] and equal on all TP ranks.
 
-    maximum: the largest logit. log_sum: log(sum(exp(logit - maximum))), apart from it because their sum would round.
-    entropy: None unless asked for. targets: int64 [T], index of the target word in this rank's part, -1 where another
-    rank holds it; None before log-probs are asked for.
+    maximum: the largest logit. log_sum: log(sum(exp(logit - maximum))), kept apart from maximum because their sum would
+    round. entropy: None unless asked for. targets: int64 [T], index of the target token in this rank's part of the
+    vocabulary, -1 where another rank holds it; None before log-probs are asked for.
     """
 
     maximum: torch.Tensor
@@ -45,11 +46,11 @@ class _Rows:
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of the softmax over all TP ranks' logits.
+    """Return the entropy in nats of the softmax over all TP ranks' logits.
 
     vocab_parallel_logits: [..., V/tp], fp32 or bf16. Returns fp32 [...]. Backward overwrites the logits by their
-    gradient. Deviates from verl's: subtracts the maximum from logits before it weighs them, so that large logits do not
-    cancel; needs no torch.compile; its backward works together with that of the log-probs of the same tensor.
+    gradient. Differs from verl's: it subtracts the maximum from logits before it weighs them, so that large logits do
+    not cancel; it needs no torch.compile; its backward works together with that of the log-probs of the same tensor.
     """
     rows, entropy, link = _pass_over(vocab_parallel_logits, with_entropy=True)
     setattr(vocab_parallel_logits, _PASS, (rows, link))
@@ -57,31 +58,31 @@ def vocab_parallel_entropy(vocab_parallel_logits: torch.Tensor) -> torch.Tensor:
 
 
 def vocab_parallel_log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probs of `labels` under the softmax over all TP ranks' logits.
+    """Return the log-probs of `labels` under the softmax over all TP ranks' logits.
 
     logits: [..., V/tp], fp32 or bf16. labels: int64 [...], the same on all TP ranks. Returns fp32 [...]. Backward
-    overwrites the logits by their gradient. Deviates from Megatron's vocab_parallel_cross_entropy, which overwrites
-    them in forward (with MindSpeed: copies them in fp32).
+    overwrites the logits by their gradient. Megatron's vocab_parallel_cross_entropy overwrites them in forward (with
+    MindSpeed it copies them in fp32).
     """
     rows, link = logits.__dict__.pop(_PASS, None) or _pass_over(logits, with_entropy=False)[::2]
     return link + _log_probs(logits.detach().flatten(0, -2), labels.flatten(), rows).view(labels.shape)
 
 
 def _pass_over(logits: torch.Tensor, with_entropy: bool) -> tuple[_Rows, torch.Tensor | None, torch.Tensor]:
-    """(rows, entropy, link): the last two are differentiable, of the shape of `logits` without its last axis."""
+    """Return (rows, entropy, link); the last two are differentiable, with the shape of `logits` but its last axis."""
     logits = logits.contiguous()  # as Megatron's are; the gradient is written through a flat view
     rows = _read(logits.detach().flatten(0, -2), with_entropy)
     return rows, *_Node.apply(logits, rows)
 
 
 class _Node(torch.autograd.Function):
-    """The node between logits and both results: entropy, and `link`, zeros whose gradient is that of the log-probs."""
+    """Return entropy and `link` of logits from one autograd node; `link` is zeros that take the log-probs' gradient."""
 
     @staticmethod
     def forward(ctx, logits, rows):
         ctx.save_for_backward(logits)
         ctx.rows = rows
-        ctx.set_materialize_grads(False)  # None for a result that is not in the loss
+        ctx.set_materialize_grads(False)  # the gradient of a result that is not in the loss stays None
         entropy = None if rows.entropy is None else rows.entropy.clone().view(logits.shape[:-1])
         return entropy, rows.maximum.new_zeros(logits.shape[:-1])
 
@@ -96,13 +97,13 @@ class _Node(torch.autograd.Function):
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows of logits [T, V/tp], of CHUNK_BYTES in fp32."""
+    """Return slices of rows of logits [T, V/tp], of CHUNK_BYTES in fp32 each."""
     size = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
 def _read(logits: torch.Tensor, with_entropy: bool) -> _Rows:
-    """One pass over logits [T, V/tp], relative to this rank's maximum; then two all-reduces of all tokens."""
+    """Read logits [T, V/tp] once, relative to this rank's maximum, then all-reduce maximum and sums of all tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
@@ -123,7 +124,7 @@ def _read(logits: torch.Tensor, with_entropy: bool) -> _Rows:
 
 
 def _sum_chunk(logits: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor) -> None:
-    """Fill sums [1 or 2, t] of logits [t, V/tp]; a function of its own, so that a chunk's tensors end with it."""
+    """Fill sums [1 or 2, t] of logits [t, V/tp]; being a function of its own frees a chunk's tensors at its end."""
     values = logits.float() - largest
     powers = values.exp() if len(sums) > 1 else values.exp_()
     sums[0] = powers.sum(dim=-1)
@@ -132,7 +133,7 @@ def _sum_chunk(logits: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor) 
 
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """Log-probs [T] of labels [T] under logits [T, V/tp]; notes the targets in `rows`."""
+    """Return log-probs [T] of labels [T] under logits [T, V/tp], and set `rows.targets`."""
     from megatron.core import parallel_state
 
     targets = labels - parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
@@ -145,7 +146,7 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor, rows: _Rows) -> torch
 
 
 def _write_gradient(logits: torch.Tensor, of: _Rows, *grads: torch.Tensor | None) -> None:
-    """Overwrite logits [T, V/tp] by their gradient, for gradients [T, 1] of entropy and log-probs."""
+    """Overwrite logits [T, V/tp] by their gradient; `grads` [T, 1] are those of entropy and log-probs."""
     for rows in _chunks(logits):
         logits[rows] = _gradient_of_chunk(logits[rows], of, rows, *(g if g is None else g[rows] for g in grads))
 
@@ -153,7 +154,7 @@ def _write_gradient(logits: torch.Tensor, of: _Rows, *grads: torch.Tensor | None
 def _gradient_of_chunk(
     logits: torch.Tensor, of: _Rows, rows: slice, entropy_grad: torch.Tensor | None, log_prob_grad: torch.Tensor | None
 ) -> torch.Tensor:
-    """fp32 gradient of logits [t, V/tp], the `rows` of all.
+    """Return the fp32 gradient of `logits` [t, V/tp], which are the `rows` of all tokens' logits.
 
     With p the softmax and H the entropy: d H / d logit = -p * (log(p) + H), d log-prob / d logit = [is target] - p.
     """
@@ -162,12 +163,12 @@ def _gradient_of_chunk(
     if entropy_grad is None:
         gradient = log_p.exp_().mul_(log_prob_grad).neg_()
     else:
-        assert of.entropy is not None  # it has a gradient
+        assert of.entropy is not None  # only a computed entropy has a gradient
         gradient = log_p.exp()
         log_p.add_(of.entropy[rows, None]).mul_(entropy_grad)
         gradient.mul_(log_p if log_prob_grad is None else log_p.add_(log_prob_grad)).neg_()
     if log_prob_grad is not None:
-        assert of.targets is not None  # log-probs were asked for
+        assert of.targets is not None  # computing the log-probs set them
         targets = of.targets[rows, None]
         gradient.scatter_add_(1, targets.clamp(min=0), log_prob_grad.masked_fill(targets < 0, 0.0))
     return gradient

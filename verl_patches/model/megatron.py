@@ -1,10 +1,10 @@
-"""DeepSeek-V3 on megatron-core 0.12.2: configuration, dtype, and the gradient of MLA's rotary key.
+"""Configure DeepSeek-V3 on megatron-core 0.12.2, and correct its optimizer's dtype and MLA's rotary-key gradient.
 
 verl 0.4.0's `verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3` converts MLA and yarn correctly, but drops
-group-limited routing, and assumes values of HF keys that Megatron's modules compute. These are checked here: a model of
-other values would run and be wrong.
+group-limited routing and assumes certain values of HF keys, which Megatron's modules have built in. These are checked
+here: a model with other values would run and be wrong.
 
-Row providers; verl and Megatron are imported inside functions, because both may be half built when a row is applied.
+verl and Megatron are imported inside functions, because both may be half imported when a patch is applied.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
-    """MLATransformerConfig of a DeepSeek-V3 HF config, for parameters of `dtype`; `overrides` are its fields and win.
+    """Return the MLATransformerConfig of a DeepSeek-V3 HF config, for parameters of `dtype`.
 
-    Deviates from verl's converter: sets group-limited routing, computes the router in fp32 instead of fp64 (as the
-    model was trained, and NPUs have no fp64), and switches balancing off: no auxiliary loss, and a correction bias that
-    training does not change (both would change the model by something that is not the RL loss).
-    Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError where the HF
-    config is not what verl's converter assumes.
+    `overrides` are fields of MLATransformerConfig and replace what is set here. Unlike verl's converter this one sets
+    group-limited routing, computes the router in fp32 instead of fp64 (as the model was trained, and NPUs have no
+    fp64), and switches balancing off: no auxiliary loss, and a correction bias that training does not change (both
+    would change the model by something that is not the RL loss). Removes fp8 and MTP entries from `hf_config` in place
+    (layout/model_folder.py). Raises ConfigError where the HF config is not what verl's converter assumes.
     """
     from verl.models.mcore.config_converter import hf_to_mcore_config_dpskv3
 
@@ -46,7 +46,7 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
 
 
 def check(hf_config) -> None:
-    """ConfigError where `hf_config` is not a DeepSeek-V3 that verl's converter and Megatron compute correctly."""
+    """Refuse an `hf_config` that verl's converter and Megatron would not compute as DeepSeek-V3, with ConfigError."""
     if fault := unlike_deepseek(hf_config.to_dict()):
         raise ConfigError(f"HF config: {fault}: Megatron would compute another model")
     if getattr(hf_config, "moe_layer_freq", 1) != 1:
@@ -61,7 +61,7 @@ def check(hf_config) -> None:
     yarn = getattr(hf_config, "rope_scaling", None)
     if not yarn:
         return
-    if yarn.get("type") != "yarn":  # verl reads "type" alone and would silently take plain rope
+    if yarn.get("type") != "yarn":  # verl reads only "type" and would silently use plain rope
         raise ConfigError(f'HF config: rope_scaling must hold "type": "yarn", found {yarn}')
     if yarn.get("mscale") != yarn.get("mscale_all_dim"):
         raise ConfigError(
@@ -72,17 +72,16 @@ def check(hf_config) -> None:
 
 
 def converters() -> dict[Any, Any]:
-    """Row provider: the entry for verl's MODEL_CONFIG_CONVERTER_REGISTRY."""
+    """Return DeepSeek-V3's entry for verl's MODEL_CONFIG_CONVERTER_REGISTRY."""
     from verl.models.mcore.registry import SupportedModel
 
     return {SupportedModel.DEEPSEEK_V3: deepseekv3_config}
 
 
 def optimizer_in_model_dtype(get_megatron_optimizer):
-    """Row provider for verl's `get_megatron_optimizer`: no bf16 optimizer for a model that is not bf16.
+    """Wrap verl's `get_megatron_optimizer` so that only a bf16 model gets a bf16 optimizer.
 
-    verl 0.4.0's optimizer config says bf16 whatever the model is
-    (verl.utils.megatron_utils.init_megatron_optim_config).
+    verl 0.4.0's optimizer config sets bf16 for every model (verl.utils.megatron_utils.init_megatron_optim_config).
     """
 
     @functools.wraps(get_megatron_optimizer)
@@ -97,15 +96,14 @@ def optimizer_in_model_dtype(get_megatron_optimizer):
 
 
 def sum_k_pe_grad(original_init):
-    """Row provider for `MLASelfAttention.__init__`: give the attention a key/value latent that is already whole.
+    """Wrap `MLASelfAttention.__init__` so that the rotary key's gradient is summed over TP ranks.
 
-    The rotary key is one head that all heads share. megatron-core 0.12.2 (multi_latent_attention.py, and verl's copy
-    in patch_v012.py) gathers the latent that contains it with an operator whose backward only splits, so each TP rank
-    has its own heads' share of that gradient. Upstream has a second branch, for a down projection that is not split:
-    there the rotary key is gathered over the sequence, with a backward that sums. A forward hook on the down
+    All heads share the rotary key, which is one head. megatron-core 0.12.2 (multi_latent_attention.py, and verl's copy
+    in patch_v012.py) gathers the key/value latent that contains it with an operator whose backward only splits, so each
+    TP rank has only its own heads' share of that gradient. Upstream has a second branch, for a down projection that is
+    not split: there the rotary key is gathered over the sequence, with a backward that sums. A forward hook on the down
     projection returns the latent as that branch expects it, [S/tp, B, kv_lora_rank + qk_pos_emb_head_dim]; both
-    upstream versions then use it. The branch exists for sequence parallelism only: ConfigError where TP is used
-    without it.
+    upstream versions then use the branch. It exists for sequence parallelism only: TP without it raises ConfigError.
     """
 
     @functools.wraps(original_init)

@@ -1,6 +1,6 @@
-"""The tiny DeepSeek-V3: everything that makes V3 hard, in about a million random weights, saved as a normal HF folder.
+"""Write the tiny DeepSeek-V3: a Hugging Face folder that has all that makes V3 hard in about a million random weights.
 
-Deviations from a checkpoint that one would download: the weights are drawn so that the logits are not flat (std >=
+It differs from a checkpoint that one would download: the weights are drawn so that the logits are not flat (std >=
 1), the correction bias is drawn so that it changes a good part of the routing, and yarn starts at 64 tokens instead
 of 4096. Weights are stored in bf16 and the correction bias in fp32, as DeepSeek stores them, so an fp32 and a bf16
 reader see equal weights.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CONFIG_FILE = Path(__file__).resolve().parents[2] / "configs" / "model" / "deepseekv3_tiny.json"
-RECIPE_FILE = "tiny_model.json"  # written beside the weights: what they were made from
+RECIPE_FILE = "tiny_model.json"  # written beside the weights; holds the seed and config that they were made from
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_FORMAT = 2  # raise when the same seed and config would give other files
+_FORMAT = 2  # increase it when the same seed and config would give other files
 _SHARD_BYTES = "1MB"  # more than one shard, so that readers must follow the index
 
 
@@ -41,11 +41,11 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
 
     The write is atomic: the folder appears whole or not at all. A folder made from the same seed and config is left
     as it is. `overrides` replace keys of configs/model/deepseekv3_tiny.json (`rope_scaling` is merged). The value of
-    a tensor depends on its name, its shape and the seed only. Runs in a plain process: transformers only, no verl,
-    Megatron or patch.
+    a tensor depends on its name, its shape and the seed only. Needs transformers, but neither verl nor Megatron nor
+    patches.
 
-    Raises ConfigError for an unknown override, a vocabulary that the tokenizer does not have, and a folder that holds
-    something else.
+    Raises ConfigError for an unknown override, for a vocabulary that the tokenizer does not have, and for a folder that
+    holds something else.
     """
     folder = Path(folder)
     config = tiny_config(overrides)
@@ -70,7 +70,7 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
 
 
 def tiny_config(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the tiny model's HF config as a dict, with `overrides` applied; ConfigError for an unknown key."""
+    """Return the tiny model's HF config as a dict, with `overrides` applied; an unknown key raises ConfigError."""
     config = json.loads(CONFIG_FILE.read_text())
     for key, value in (overrides or {}).items():
         if key not in config:
@@ -101,7 +101,7 @@ def _write(folder: Path, config: dict[str, Any], seed: int) -> None:
 
 
 def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and shapes as transformers makes them, values drawn per name."""
+    """Yield (name, tensor) of each weight; names and shapes are transformers', values are drawn by name and `seed`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,7 +109,7 @@ def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Ten
         hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
         model = AutoModelForCausalLM.from_config(hf_config)
     for name, shape in ((name, tensor.shape) for name, tensor in model.state_dict().items()):
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # 32 bits count
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # 32 bits of `seed` count
         if name.endswith("e_score_correction_bias"):
             # Never negative: transformers marks an excluded group's experts with 0.0, Megatron and vLLM with -inf, and
             # the two agree only while every score + bias is above 0.
@@ -125,7 +125,7 @@ def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Ten
 
 
 def _make_tokenizer(config: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with exactly `vocab_size` entries, digits apart, trained on a few sentences made here."""
+    """Return a byte-level BPE tokenizer with exactly `vocab_size` entries, trained on _SENTENCES; digits stay apart."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

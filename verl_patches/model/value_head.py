@@ -1,7 +1,8 @@
-"""The head of a value model on Megatron: one number for each token, in the place of the vocabulary's head.
+"""Give a Megatron model a value head, which returns one number for each token, in place of the output layer.
 
-verl's own (verl/models/llama/megatron/layers/parallel_linear.py, LinearForLastLayer) imports flash_attn, and under
-sequence parallelism marks its weight but not its bias for the sum of gradients over TP ranks: biases drift apart.
+verl's own head (verl/models/llama/megatron/layers/parallel_linear.py, LinearForLastLayer) imports flash_attn, and
+under sequence parallelism marks its weight but not its bias for the sum of gradients over TP ranks, so that biases
+drift apart.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import torch
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer to one number, `score`: weight [1, H], bias [1]; every TP rank has all of it.
+    """Map each token's hidden state to one number by the linear layer `score`: weight [1, H], bias [1].
 
-    Parameters have the dtype of `config`, a TransformerConfig; values are fp32.
+    Every TP rank has the whole layer. Parameters have the dtype of `config`, a TransformerConfig; values are fp32.
     """
 
     def __init__(self, config: Any):
         super().__init__()
         self.score = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
-        for parameter in self.parameters():  # each TP rank has its own tokens' gradient: finalize_model_grads sums
+        for parameter in self.parameters():  # finalize_model_grads sums the gradients of the TP ranks' own tokens
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: Any = None) -> tuple:
-        """([S, B, 1] fp32, None) of hidden [S / tp, B, H], as GPTModel calls its output layer."""
+        """Return (values [S, B, 1] in fp32, None) of hidden [S / tp, B, H]; GPTModel expects such a pair."""
         from megatron.core import tensor_parallel
 
         values = self.score(hidden).float()
@@ -35,19 +36,19 @@ class ValueHead(torch.nn.Module):
 
 
 def add_value_head(model: Any) -> None:
-    """Put the head in the place of the vocabulary's, on the stage of a GPTModel that has it."""
+    """Replace the output layer of a GPTModel by a value head, on the pipeline stage that has the output layer."""
     if model.post_process:
         model.output_layer = ValueHead(model.config)
 
 
 def initializers() -> dict[Any, Any]:
-    """Row provider: line pypi's entry for verl's MODEL_INITIALIZER_REGISTRY."""
+    """Return the entry of line pypi for verl's MODEL_INITIALIZER_REGISTRY."""
     from verl.models.mcore.model_initializer import DeepseekV3Model
     from verl.models.mcore.registry import SupportedModel
 
     class Model(DeepseekV3Model):
         def initialize(self, value: bool = False, **kwargs: Any) -> Any:
-            """This stage's model, with a head of one number where `value`."""
+            """Return this stage's model, with a value head where `value` is true."""
             model = super().initialize(**kwargs)
             if value:
                 add_value_head(model)

@@ -1,8 +1,8 @@
-"""DeepSeek-V3 as MindSpeed-LLM 2.0.0 builds it on Megatron core_r0.8.0 (line a3).
+"""Build DeepSeek-V3 from MindSpeed-LLM 2.0.0's modules on Megatron core_r0.8.0 (line a3).
 
-What differs from the pypi line, all of it:
+This table has every difference from line pypi:
 
-| what | pypi (megatron-core 0.12.2) | a3 | where |
+| part | pypi (megatron-core 0.12.2) | a3 | file |
 |---|---|---|---|
 | settings | fields of MLATransformerConfig | arguments that modules read by get_args() | arguments.py, start.py |
 | parameter names | Megatron's own | MLA has other names; q and kv down projections are one tensor | ../weights.py |
@@ -14,5 +14,5 @@ What differs from the pypi line, all of it:
 | RoPE of packed sequences | Megatron's | MLA hands over another shape | compat.py |
 | weights for vLLM | verl's per_tensor_generator | one of ours: verl's needs what 0.8.0 lacks | worker/models.py |
 
-Shared: the inventory, the sharding table, reading of HF tensors, verl's forward, the tiny model.
+Both lines share the inventory, the sharding table, the reading of HF tensors, verl's forward and the tiny model.
 """

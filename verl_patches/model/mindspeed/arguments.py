@@ -1,4 +1,4 @@
-"""HF config, verl's configuration and `recipe:` to Megatron and MindSpeed(-LLM) arguments, key by key (line a3).
+"""Map HF config, verl's configuration and `recipe:` to Megatron and MindSpeed(-LLM) arguments, by key (line a3).
 
 MindSpeed-LLM's modules read sizes and switches by `get_args()`, not from a configuration object, so the model and the
 training engine are described by command-line arguments:
@@ -26,7 +26,7 @@ from verl_patches.values import leaves
 
 
 class Setting(NamedTuple):
-    """One explained row: where a value comes from, what it becomes, and why.
+    """Explain one key of a configuration: its value, the arguments it becomes, and why.
 
     `how`: mapped (to `arguments`), fixed (always `arguments`), verl's own or our own (no argument), with KEY (part of
     that row's arguments), refused (`why` is the reason).
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
     why: str
 
 
-# HF key -> argument that takes its value, named alike unless it is in _OTHER_NAMES
+# HF keys whose argument does not have their name
 _OTHER_NAMES = {
     "num_hidden_layers": "--num-layers",
     "intermediate_size": "--ffn-hidden-size",
@@ -59,7 +59,7 @@ n_group topk_group routed_scaling_factor
 SIZES = {key: _OTHER_NAMES.get(key, f"--{key.replace('_', '-')}") for key in _SIZE_KEYS}
 _YARN_KEYS = "factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings".split()
 YARN = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in _YARN_KEYS}
-# arguments of the keys of config.json that have one value; MTP, fp8 and interleaved positions have none
+# arguments for keys of config.json that have one accepted value; MTP, fp8 and interleaved positions have no argument
 ONLY: Mapping[str, tuple[str, ...]] = {
     "model_type": ("--multi-head-latent-attention", "--qk-layernorm"),
     "scoring_func": ("--moe-router-score-function", "sigmoid"),
@@ -92,7 +92,7 @@ _KNOWN_HF_KEYS = {*SIZES, *REQUIRED, *IGNORED, "num_key_value_heads", "rope_scal
 
 
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
-    """Explained rows of the HF config (its config.json as a mapping); a refused row has its reason in `why`."""
+    """Return the settings of an HF config (its config.json as a mapping); a refused one has its reason in `why`."""
     hf = dict(hf_config)
     settings = [_size(key, argument, hf) for key, argument in SIZES.items()]
     settings += [_only(key, expected, ONLY.get(key, ()), hf.get(key)) for key, expected in REQUIRED.items()]
@@ -117,7 +117,7 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
 
 
 def arguments_of(settings: list[Setting]) -> list[str]:
-    """The command line that `settings` give; ConfigError names every refused row."""
+    """Return the command line of `settings`, or raise ConfigError, which names every refused one."""
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in settings if row.how == "refused"]
     if refused:
         raise ConfigError("engine start on line a3 refuses\n  " + "\n  ".join(refused))
@@ -128,7 +128,7 @@ def _size(key: str, argument: str, hf: Mapping[str, Any]) -> Setting:
     value = hf.get(key)
     if value is None:
         return _refused(key, value, f"{argument} needs it; DeepSeek-V3's config.json has it")
-    number = int(value) if float(value).is_integer() else value  # some arguments are whole numbers, as --rotary-base
+    number = int(value) if float(value).is_integer() else value  # arguments such as --rotary-base take integers
     return Setting(key, value, "mapped", (argument, str(number)), "")
 
 
@@ -149,7 +149,7 @@ SECTIONS = ("actor.megatron", "actor.optim", "ref.megatron", "model.gradient_che
 
 
 class Key(NamedTuple):
-    """One row: how `key` is treated; `to` is an argument, or function(value, get) -> arguments.
+    """Say how `key` of a configuration is mapped; `to` is an argument, or function(value, get) -> arguments.
 
     how: value (`to` VALUE), switch (`to` if true), convert (the function; its ConfigError is the reason of a refusal),
     verl (read by verl), ours (read by our own rows), with (another key's conversion reads it), same (must equal the
@@ -222,7 +222,7 @@ def _recompute(on: bool, get: Get) -> list[str]:
         raise ConfigError("activations_checkpoint_num_layers is auto, for which a plan puts a number first")
     if values["granularity"] == "full" and number is None:
         raise ConfigError("activations_checkpoint_num_layers must be a number of layers, one for each stage, or auto")
-    if isinstance(number, list):  # start.py gives each rank its own stage's
+    if isinstance(number, list):  # start.py gives each rank the number of its own stage
         if len(number) != stages or values["method"] != "block":
             raise ConfigError(
                 f"activations_checkpoint_num_layers has {len(number)} numbers; expected one for each of {stages} "
@@ -236,7 +236,7 @@ def _recompute(on: bool, get: Get) -> list[str]:
 
 
 def _fused_linear_wgrad(on: bool, get: Get) -> list[str]:
-    # on by default in Megatron, where it is apex's kernel; MindSpeed's adaptor puts npu_matmul_add_fp32 in its place
+    # Megatron switches it on by default, with apex's kernel, which MindSpeed's adaptor replaces by npu_matmul_add_fp32
     return [] if on else ["--no-gradient-accumulation-fusion"]
 
 
@@ -385,10 +385,10 @@ FIXED = (
 
 
 def explain(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] | None = None) -> list[Setting]:
-    """Return every engine key of a run, in TABLE's order, with the arguments it becomes; nothing is raised.
+    """Return the setting of every engine key of a run, in TABLE's order; refused keys are settings too.
 
-    section: verl's actor_rollout_ref. With `hf_config` (config.json as a mapping) the model's rows too. `arguments_of`
-    turns the rows into a command line, or refuses.
+    section: verl's actor_rollout_ref. With `hf_config` (config.json as a mapping) the model's keys follow.
+    `arguments_of` turns the settings into a command line, or raises.
     """
     values = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     values = {**values, "recipe": asdict(recipe)}

@@ -1,8 +1,8 @@
-"""What verl 54c9b736 and MindSpeed-LLM 2.0.0 expect of Megatron core_r0.8.0 and it does not have or does differently.
+"""Give Megatron core_r0.8.0 what verl 54c9b736 and MindSpeed-LLM 2.0.0 expect of it and it lacks or does differently.
 
-Names that verl imports or calls, RoPE of packed sequences, and the router's correction bias in fp32. Megatron is
-imported inside functions only: rows put these names into it while it is half built. Shape letters: T packed tokens,
-N heads, D rotary size.
+These are names that verl imports or calls, RoPE of packed sequences, and the router's correction bias in fp32. Megatron
+is imported inside functions only, because patches add these names while it is half imported. Shape letters: T packed
+tokens, N heads, D rotary size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 
 
 class MLATransformerConfig:
-    """Only a name in verl's annotations: MLA's sizes are MindSpeed-LLM's arguments here."""
+    """Stand in for the class that verl names in annotations; MLA's sizes are arguments of MindSpeed-LLM on line a3."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("Megatron core_r0.8.0 has no MLATransformerConfig: MLA is MindSpeed-LLM's here")
 
 
 def with_padded_lengths(original: type) -> type:
-    """Row provider for PackedSeqParams: two more fields, which verl sets to what cu_seqlens_q and _kv hold."""
+    """Return PackedSeqParams with two more fields, which verl sets to the values of cu_seqlens_q and cu_seqlens_kv."""
     added = [(f"cu_seqlens_{which}_padded", Any, dataclasses.field(default=None)) for which in ("q", "kv")]
     return dataclasses.make_dataclass(original.__name__, added, bases=(original,))
 
 
 def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
-    """Row provider for verl's `get_weight_saver`: for DeepSeek-V3 one that raises when it is called."""
+    """Wrap verl's `get_weight_saver` so that DeepSeek-V3's saver raises when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("there is no saver for DeepSeek-V3 here: leave hf_model out of checkpoint.contents")
@@ -45,12 +45,12 @@ def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
 
 
 def get_gpt_decoder_block_spec(*args: Any, **kwargs: Any) -> Any:
-    """What verl's models other than DeepSeek-V3 would call."""
+    """Refuse verl's models other than DeepSeek-V3, which alone call this function."""
     raise NotImplementedError("Megatron core_r0.8.0 has no get_gpt_decoder_block_spec; line a3 runs DeepSeek-V3 only")
 
 
 def expert_tensor_parallel_world_size() -> int:
-    """Ranks that share one expert: TP, unless TP extends EP."""
+    """Return the number of ranks that share one expert: TP, or 1 if TP extends EP."""
     from megatron.core import parallel_state
     from megatron.training import get_args
 
@@ -58,31 +58,31 @@ def expert_tensor_parallel_world_size() -> int:
 
 
 def expert_tensor_parallel_rank() -> int:
-    """This rank's index among those that share its experts."""
+    """Return this rank's index among the ranks that share its experts."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_rank() if expert_tensor_parallel_world_size() > 1 else 0
 
 
 def expert_tensor_parallel_group() -> Any:
-    """The process group of ranks that share each expert; None where each rank has whole ones."""
+    """Return the process group of the ranks that share each expert, None where each rank has whole experts."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group() if expert_tensor_parallel_world_size() > 1 else None
 
 
 class Lengths(NamedTuple):
-    """`ends`: where each sequence ends, on the host; `positions` [T] int64: of each token in its own sequence."""
+    """Hold the `ends` of packed sequences, on the host, and `positions` [T] int64 of tokens in their own sequence."""
 
     ends: list[int]
     positions: torch.Tensor
 
 
 def lengths_of(cu_seqlens: torch.Tensor) -> Lengths:
-    """Lengths of the sequences of `cu_seqlens` (PackedSeqParams, from 0 to T); cached on that tensor.
+    """Return the Lengths of `cu_seqlens` (of PackedSeqParams, from 0 to T), cached on that tensor.
 
-    verl makes one such tensor per forward, which every layer gets, recomputed ones too: the host waits for the device
-    once, not in every layer.
+    verl makes one such tensor per forward, and every layer gets it, in recomputation too. So the host waits for the
+    device once, not in every layer.
     """
     lengths = getattr(cu_seqlens, _LENGTHS, None)
     if lengths is None:
@@ -95,10 +95,10 @@ def lengths_of(cu_seqlens: torch.Tensor) -> Lengths:
 
 
 def packed_rope(apply_rotary_pos_emb_thd):
-    """Row provider for Megatron's `apply_rotary_pos_emb_thd`: accept [T, 1, N, D] of MindSpeed-LLM's MLA.
+    """Wrap Megatron's `apply_rotary_pos_emb_thd` so that it accepts [T, 1, N, D] of MindSpeed-LLM's MLA.
 
-    Megatron's own splits T and expects the rest to be [N, D]. Each token gets the angle of its own sequence's position;
-    freqs is [>= longest sequence, 1, 1, D]. Under context parallelism t has this rank's contiguous part of T.
+    Megatron's own splits T and expects the rest to be [N, D]. Each token gets the angle of its position in its own
+    sequence; freqs is [>= longest sequence, 1, 1, D]. Under context parallelism t has this rank's contiguous part of T.
     """
 
     @functools.wraps(apply_rotary_pos_emb_thd)
@@ -132,11 +132,11 @@ def keep_all_positions(rotary: torch.nn.Module, size: int, rank: int) -> None:
 
 
 def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
-    """Make the correction biases and token counts of every router in `model` stay fp32 through model.bfloat16().
+    """Keep the correction biases and token counts of every router in `model` in fp32 through model.bfloat16().
 
     MindSpeed-LLM 2.0.0 makes `expert_bias` an fp32 buffer (core/transformer/moe/router.py), and Megatron's
     Float16Module turns every buffer into bf16; megatron-core 0.12.2 undoes that at each forward, core_r0.8.0 does not.
-    Near scores would change order, and tokens go to other experts than in vLLM.
+    Close scores would change order, and tokens would go to other experts than in vLLM.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -146,7 +146,7 @@ def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
 
 
 def count_trained_tokens_only(model: torch.nn.Module) -> None:
-    """Make every router of `model` forget the tokens of passes without gradients, as MindSpeed-LLM means to.
+    """Leave tokens of passes without gradients out of the token counts of every router, as MindSpeed-LLM intends.
 
     Its router counts tokens for the correction bias where gradients are enabled
     (mindspeed_llm.core.transformer.moe.router.topk_router_routing).
@@ -173,7 +173,7 @@ def _restore_tokens(layer: torch.nn.Module, args: tuple, output: Any) -> None:
 
 
 def _keep_fp32(router: torch.nn.Module) -> None:
-    apply_of_module = router._apply  # what bfloat16(), half(), cuda() and to() call for each module
+    apply_of_module = router._apply  # bfloat16(), half(), cuda() and to() call it for each module
 
     def _apply(fn: Callable, recurse: bool = True) -> torch.nn.Module:
         before_cast = {name: router._buffers[name] for name in _ROUTER_BUFFERS if router._buffers.get(name) is not None}

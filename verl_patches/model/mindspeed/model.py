@@ -1,7 +1,7 @@
-"""DeepSeek-V3 for verl's registries on line a3: config converter, model initializer, attention.
+"""Provide DeepSeek-V3's config converter, model initializer and attention for verl's registries on line a3.
 
-All are built from the arguments that engine start gave Megatron (start.py), because MindSpeed-LLM's modules read those
-whatever a TransformerConfig says.
+All are built from the arguments that start.py gave Megatron, because MindSpeed-LLM's modules read those and not a
+TransformerConfig.
 
 MindSpeed-LLM 2.0.0's own attention refuses packed sequences (dot_product_attention.py,
 dot_product_attention_forward_wrapper), reads the lengths of packed ones from a global instead, and takes padding masks
@@ -38,10 +38,10 @@ from verl_patches.platform.npu import attention
 
 
 def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
-    """TransformerConfig of the model that the engine was started for, which must be `hf_config`'s, in `dtype`.
+    """Return the TransformerConfig of the model that the engine was started for; `hf_config` and `dtype` must match it.
 
-    Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError for another
-    model or dtype. There are no `overrides`: engine start refuses them.
+    Removes fp8 and MTP entries from `hf_config` in place (layout/model_folder.py). Raises ConfigError for another model
+    or dtype. `overrides` is always empty: engine start refuses them.
     """
     for_training(hf_config)
     args = get_args()
@@ -58,10 +58,10 @@ def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
 
 
 class MindSpeedModel(BaseModelInitializer):
-    """MindSpeed-LLM's DeepSeek layers in Megatron's GPTModel, with CausalMlaAttention."""
+    """Build Megatron's GPTModel of MindSpeed-LLM's DeepSeek layers with CausalMlaAttention."""
 
     def get_transformer_layer_spec(self) -> ModuleSpec:
-        """A copy of MindSpeed-LLM's DeepSeek spec; its module reads the arguments when it is imported."""
+        """Return a copy of MindSpeed-LLM's DeepSeek spec, whose module reads the arguments when it is imported."""
         from mindspeed_llm.tasks.models.spec.deepseek_spec import layer_spec
 
         spec = copy.deepcopy(layer_spec)
@@ -69,11 +69,11 @@ class MindSpeedModel(BaseModelInitializer):
         return spec
 
     def get_rope_scaling_args(self) -> dict[str, Any]:
-        """Empty: yarn is among MindSpeed-LLM's arguments."""
+        """Return no arguments: MindSpeed-LLM takes yarn from its command line."""
         return {}
 
     def initialize(self, *args: Any, value: bool = False, **kwargs: Any) -> GPTModel:
-        """This stage's model, with a head of one number where `value`."""
+        """Return this stage's model, with a value head where `value` is true."""
         model = super().initialize(*args, **kwargs)
         if value:
             add_value_head(model)
@@ -85,17 +85,17 @@ class MindSpeedModel(BaseModelInitializer):
 
 
 def converters() -> dict[SupportedModel, Any]:
-    """Row provider: the entry for verl's MODEL_CONFIG_CONVERTER_REGISTRY."""
+    """Return DeepSeek-V3's entry for verl's MODEL_CONFIG_CONVERTER_REGISTRY."""
     return {SupportedModel.DEEPSEEK_V3: config_from_arguments}
 
 
 def initializers() -> dict[SupportedModel, Any]:
-    """Row provider: the entry for verl's MODEL_INITIALIZER_REGISTRY."""
+    """Return DeepSeek-V3's entry for verl's MODEL_INITIALIZER_REGISTRY."""
     return {SupportedModel.DEEPSEEK_V3: MindSpeedModel}
 
 
 class CausalMlaAttention(MlaDotProductAttention):
-    """MindSpeed-LLM's MLA attention, always causal, for PackedSeqParams too.
+    """Compute MindSpeed-LLM's MLA attention, always causal, for packed sequences (PackedSeqParams) too.
 
     query, key [S, B, N, D] and value [S, B, N, D or less] give [S, B, N * value's D]; with packed_seq_params S is T and
     B is 1, under context parallelism too, where MindSpeed's Ulysses calls it with all tokens of N / cp heads. Padding
@@ -104,7 +104,7 @@ class CausalMlaAttention(MlaDotProductAttention):
     """
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
-        """Attention of query, key and value; shapes are those of the class."""
+        """Return the attention of query, key and value; the class's docstring has the shapes."""
         attend = functools.partial(attention.fused_attention, heads=query.shape[2], scale=self.softmax_scale)
         if packed_seq_params is None:
             return attend(*(x.flatten(2) for x in (query, key, value)))

@@ -2,12 +2,12 @@
 
     prepare(section)  before Megatron is imported: MindSpeed-LLM's adaptor, which reads features from the command line
     start(section)    in the worker: arguments by upstream's own parsers and validators, process groups
-    row providers     of verl 54c9b736's worker and actor: start, optimizer, learning-rate schedule
+    other functions   replace or wrap functions of verl 54c9b736's worker and actor: optimizer, learning-rate schedule
 
-Facts (MindSpeed-LLM 2.0.0): importing the package patches Megatron by sys.argv (mindspeed_llm/__init__.py,
-tasks/megatron_adaptor.py); "--raylet-name" in it, which Ray's workers have, would switch on patches of
-torch.distributed that are for another system. So sys.argv is replaced while the adaptor runs. It also replaces
-torch.compile; vLLM shares the process, so that is restored: Megatron's own functions were decorated by then.
+Importing MindSpeed-LLM 2.0.0 patches Megatron as sys.argv says (mindspeed_llm/__init__.py, tasks/megatron_adaptor.py).
+Ray's workers have "--raylet-name" in it, which would switch on patches of torch.distributed for another system. So
+sys.argv is replaced while the adaptor runs. The adaptor also replaces torch.compile. vLLM shares the process, so
+torch.compile is restored afterwards, when Megatron's own functions are decorated already.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from verl_patches.spec import run_of
 log = logging.getLogger(__name__)
 
 prepared: Current[bool] = Current(False)  # whether the adaptor ran in this process
-_PARSED_FURTHER = {"num_layer_list"}  # validators turn it from text into what modules read
+_PARSED_FURTHER = {"num_layer_list"}  # validators convert it from text
 
 
 def prepare(section: Any) -> None:
@@ -68,12 +68,14 @@ def prepare(section: Any) -> None:
 
 
 def start(section: Any) -> Namespace:
-    """Make this rank's training engine as `section` (verl's actor_rollout_ref with the facts of the run) says.
+    """Start this rank's training engine from `section`, and return Megatron's arguments.
 
-    Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. A process has
-    one configuration: a second call changes nothing. Returns Megatron's arguments. Raises ConfigError with upstream's
-    own message where a parser or validator refuses, or where a validator changes a value of the configuration, and
-    PatchError where patches of MindSpeed replaced one of ours.
+    section: verl's actor_rollout_ref section with the facts of the run.
+
+    Calls `prepare`; needs RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. A process
+    has one configuration: a second call does not change it. Raises ConfigError with upstream's own message where a
+    parser or validator refuses, or where a validator changes a value of the configuration, and PatchError where patches
+    of MindSpeed replaced one of ours.
     """
     prepare(section)
     recipe = run_of(section).recipe
@@ -92,7 +94,7 @@ def start(section: Any) -> Namespace:
     args = _arguments(words)
     if recipe.dtype == "fp32":
         args.bf16, args.params_dtype = False, torch.float32
-    args.variable_seq_lengths = True  # validators forbid it with context parallelism, as their own batches are cut
+    args.variable_seq_lengths = True  # set here, as validators forbid it with context parallelism
     global_vars.set_args(args)
     _start_groups(args)
     recompute_own_stage(section)
@@ -101,7 +103,7 @@ def start(section: Any) -> Namespace:
 
 
 def check_rows() -> None:
-    """PatchError where MindSpeed's own patches replaced one of ours."""
+    """Raise PatchError where MindSpeed's own patches replaced one of ours."""
     replaced = [row for row in engine.current().status() if row["state"] == "overridden"]
     lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
     if lost:
@@ -109,7 +111,7 @@ def check_rows() -> None:
 
 
 def read_hf_config(section: Any) -> Mapping[str, Any]:
-    """config.json of `model.path` as training reads it, with verl's `override_config.model_config` over it."""
+    """Return config.json of `model.path` as training reads it, with verl's `override_config.model_config` over it."""
     from verl.utils.fs import copy_to_local
 
     changes = section.model.get("override_config", {}).get("model_config", {})
@@ -117,7 +119,7 @@ def read_hf_config(section: Any) -> Mapping[str, Any]:
 
 
 def _start_distributed(timeout_minutes: int) -> None:
-    # as verl.workers.megatron_workers.ActorRolloutRefWorker.__init__, which then finds it done
+    # does the same as verl.workers.megatron_workers.ActorRolloutRefWorker.__init__, which then skips it
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(backend="nccl", timeout=datetime.timedelta(minutes=timeout_minutes))
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -133,9 +135,9 @@ def _start_groups(args: Namespace) -> None:
 
 
 def recompute_own_stage(section: Any) -> None:
-    """Where recomputed layers are listed by stage, put this rank's number into Megatron's arguments and `section`.
+    """Set this stage's number of recomputed layers in Megatron's arguments and `section`, which may list one by stage.
 
-    verl's worker of that section reads it there
+    verl's worker reads the number from its section
     (verl.single_controller.base.megatron.worker.MegatronWorker._init_hf_config_and_tf_config).
     """
     from megatron.core import parallel_state
@@ -148,7 +150,7 @@ def recompute_own_stage(section: Any) -> None:
 
 
 def _arguments(words: list[str]) -> Namespace:
-    """`words` through Megatron's and MindSpeed-LLM's parser and validators, and MindSpeed's own rules."""
+    """Return `words` parsed and validated by Megatron and MindSpeed-LLM, and validated by MindSpeed."""
     from megatron.training import arguments
 
     with _command_line(words), _quiet("Megatron's arguments"):
@@ -167,13 +169,13 @@ def _arguments(words: list[str]) -> Namespace:
 
 
 def _requested(words: list[str], args: Namespace) -> dict[str, Any]:
-    """The parsed values of the arguments in `words` that are named as their attribute is."""
+    """Return {attribute: parsed value} of the arguments in `words` that have the name of their attribute."""
     names = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     return {name: copy.copy(value) for name, value in vars(args).items() if name in names}
 
 
 def _mindspeed_rules(args: Namespace) -> None:
-    """MindSpeed's validator, which MindSpeed-LLM does not call; what only its parser knows gets its defaults."""
+    """Run MindSpeed's validator, which MindSpeed-LLM does not call; arguments of its parser alone have defaults."""
     from mindspeed import arguments
     from mindspeed_llm.tasks.megatron_adaptor import MegatronAdaptation
 
@@ -193,7 +195,7 @@ def _command_line(words: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(what: str) -> Iterator[None]:
-    """Send what upstream prints to the log, and turn its errors into ConfigError."""
+    """Redirect upstream's prints to the log, and turn its errors into ConfigError."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -209,9 +211,9 @@ def _quiet(what: str) -> Iterator[None]:
 
 
 def optimizer_config_from_arguments(original: Callable) -> Callable:
-    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them.
+    """Replace verl's `init_megatron_optim_config`: take every field that Megatron's arguments have from them.
 
-    But for what verl hands over: Megatron's arguments are the actor's.
+    lr, clip_grad and weight_decay are taken from `optim_config`: Megatron's arguments are those of the actor.
     """
 
     @functools.wraps(original)
@@ -229,7 +231,7 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
 
 
 def lr_schedule_of(actor: Any) -> Any:
-    """Megatron's learning-rate schedule of verl's actor, one object for its lifetime; sets the first step's rate."""
+    """Return Megatron's learning-rate schedule of verl's `actor`; the first call makes it and sets the first rate."""
     from megatron.training.training import get_optimizer_param_scheduler
 
     if not hasattr(actor, "lr_schedule"):
@@ -238,7 +240,7 @@ def lr_schedule_of(actor: Any) -> Any:
 
 
 def with_lr_schedule(update_policy: Callable) -> Callable:
-    """Row provider for MegatronPPOActor.update_policy: Megatron's own scheduler, one step per call."""
+    """Wrap MegatronPPOActor.update_policy so that each call steps Megatron's own learning-rate schedule once."""
 
     @functools.wraps(update_policy)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +248,7 @@ def with_lr_schedule(update_policy: Callable) -> Callable:
 
         schedule = lr_schedule_of(self)
         metrics = update_policy(self, *args, **kwargs)
-        schedule.step(increment=get_args().global_batch_size)  # it counts samples
+        schedule.step(increment=get_args().global_batch_size)  # the schedule counts samples
         return metrics
 
     return update
