@@ -1,1 +1,1 @@
-"""What moves between host and device, and what it costs."""
+"""Move memory between host and device, and measure it."""

@@ -252,7 +252,7 @@ class ModelOffloadState:
             moved.bytes = offload_storages(params, copy=written)
 
     def copy_params_to_host(self) -> int:
-        """Update the host copy of the parameters and return its bytes; the next `offload_params` then copies nothing."""
+        """Update the host copy of the parameters and return its bytes; the next `offload_params` need not copy."""
         copied = copy_storages_to_host(self._checked_params())
         if copied:
             self._host_copy_is_current()
@@ -314,7 +314,7 @@ class OptimizerOffloadState:
             yield from ((f"group {number}, parameter {i}", parameter) for i, parameter in enumerate(group["params"]))
 
     def storages_of(self, name: str, parameter: torch.Tensor) -> list[HostBackedStorage]:
-        """Return the storages that belong to one of `parameters`; raises RecipeError if other code has changed one."""
+        """Return the storages of one of `parameters`; raises RecipeError if other code replaced or resized one."""
         owned = {"main": parameter} if id(parameter) in self.mains else {}
         for key, state in self.megatron.optimizer.state.get(parameter, {}).items():
             if isinstance(state, torch.Tensor) and state.dim():

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryLedgerError(RecipeError):
-    """Say that a memory group is on the device, or is not, against the schedule."""
+    """Report a memory group that is on the device, or is not, contrary to the schedule."""
 
 
 @dataclass

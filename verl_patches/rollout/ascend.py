@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in vllm-ascend f20869ef: fixes for its attention, routing and data-parallel steps, as wrappers."""
+"""Fix attention, routing and data-parallel steps of DeepSeek-V3 in vllm-ascend f20869ef, by wrappers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-# of additional_config, which verl hands on unread: an argument of vLLM's LLM that verl gives too, and one of ours
+# keys of additional_config, which verl passes on unread: an argument of vLLM's LLM that verl sets too, and one of ours
 PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
 
 
 def write_decode_kv(forward: Callable) -> Callable:
-    """Row provider for AscendMLAImpl.forward: in a batch of decodes and prefills with torchair, decodes write KV too.
+    """Wrap AscendMLAImpl.forward so that with torchair decodes write KV in a batch of decodes and prefills too.
 
     With torchair enabled upstream's `vllm_ascend.attention.mla_v1.AscendMLAImpl.forward` projects and caches the tokens
     of prefills (exec_kv_prefill), and those of decodes in batches without prefills only (exec_kv). In a mixed batch the
@@ -50,7 +50,7 @@ def write_decode_kv(forward: Callable) -> Callable:
 
 
 def _is_mixed(impl: Any, attn_metadata: Any) -> bool:
-    """Whether there are tokens that count as decodes, in a batch that is not run as one of decodes alone."""
+    """Return whether a batch that does not run as decodes alone has tokens that count as decodes."""
     if attn_metadata is None or not impl.torchair_graph_enabled:  # None: a profiling run
         return False
     states = type(attn_metadata.attn_state)
@@ -65,16 +65,16 @@ def _without_second_write(attn_metadata: Any) -> Any:
 
 
 def _cos_sin(rotary: Any, positions: Any, dtype: Any) -> tuple[Any, Any]:
-    """Both tables at `positions`, each of shape [tokens, 1, 1, rope dimensions], as npu_kv_rmsnorm_rope_cache wants."""
+    """Return cos and sin at `positions`, each [tokens, 1, 1, rope dimensions], as npu_kv_rmsnorm_rope_cache expects."""
     cos, sin = (table[positions].to(dtype)[:, None, None, :] for table in (rotary.cos_cached, rotary.sin_cached))
     return cos, sin
 
 
 def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int) -> Any:
-    """Scores of `topk_weights` [tokens, experts] in the `topk_group` best groups of a token, -inf in all others.
+    """Return scores `topk_weights` [tokens, experts] with -inf outside of the `topk_group` best groups of each token.
 
-    Row provider for native_grouped_topk. DeepSeek-V3 ranks a group by the sum of its two best experts (its
-    inference/model.py), upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
+    Replaces native_grouped_topk. DeepSeek-V3 ranks a group by the sum of its two best experts (its inference/model.py),
+    upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
     """
     import torch
 
@@ -86,7 +86,7 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
 
 
 def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
-    """Row provider for patch_sampler's _apply_top_k_top_p(logits, p, k).
+    """Wrap patch_sampler's _apply_top_k_top_p(logits, p, k) so that it gets p and k in the right order.
 
     Its one caller, vllm_ascend.patch.worker.patch_common.patch_sampler.topk_topp_forward_native, passes k before p.
     """
@@ -100,10 +100,10 @@ def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
 
 
 def pass_multistream_mla(init: Callable) -> Callable:
-    """Row provider for CustomDeepseekV2MLAAttention.__init__: graphs get enable_multistream_mla, in decode.
+    """Wrap CustomDeepseekV2MLAAttention.__init__ so that decode graphs get enable_multistream_mla.
 
-    Upstream's vllm_ascend.models.deepseek_v2.CustomDeepseekV2MLAAttention.forward computes it and drops it again where
-    torchair is enabled, so that the second stream is left with the query's norm alone.
+    Upstream's vllm_ascend.models.deepseek_v2.CustomDeepseekV2MLAAttention.forward computes the flag but does not pass
+    it on where torchair is enabled, so that only the query's norm runs in the second stream.
     """
 
     @functools.wraps(init)
@@ -125,13 +125,13 @@ def _in_streams(forward: Callable) -> Callable:
 
 
 def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
-    """Row provider for LLMEngine.has_unfinished_requests_dp: data-parallel (DP) ranks agree by their step's metadata.
+    """Wrap LLMEngine.has_unfinished_requests_dp so that data-parallel (DP) ranks agree by their step's metadata.
 
-    Upstream has two all-reduces over the DP group in a step: whether a rank has requests, and the maximum of tokens,
+    Upstream runs two all-reduces over the DP group in a step: whether a rank has requests, and the maximum of tokens,
     with_prefill and dbo (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_forward_metadata_across_dp). Here the
-    second is the only one. A rank with requests takes part with its tokens, in its step. A rank without takes part
-    before its step, with 0 tokens: the maximum is 0 where no rank has requests, else it is what the rank's dummy batch
-    runs with.
+    second is the only one. A rank with requests takes part with its tokens, in its step. A rank without requests takes
+    part before its step, with 0 tokens. The maximum is 0 where no rank has requests; otherwise the rank's dummy batch
+    runs with it.
     """
 
     @functools.wraps(has_unfinished_requests_dp)
@@ -149,7 +149,7 @@ def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
 
 
 def metadata_of_dummy_batch(get_forward_metadata_across_dp: Callable) -> Callable:
-    """Row provider for NPUModelRunner._get_forward_metadata_across_dp: a dummy batch takes what was agreed before."""
+    """Wrap NPUModelRunner._get_forward_metadata_across_dp so that a dummy batch takes the metadata agreed before."""
 
     @functools.wraps(get_forward_metadata_across_dp)
     def across_dp(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The rules of the rollout: its layout, vLLM's arguments, and options of vllm-ascend that its pin cannot run."""
+"""Check the rollout's layout, vLLM's arguments, and options that the pinned vllm-ascend cannot run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEYS = "recipe.rollout.ascend"
 
 
 def rollout_checks(run: RunSpec) -> Iterator[Check]:
-    """Check how vLLM's instances split experts and heads; nothing where no response is sampled."""
+    """Check that vLLM's instances can split experts and heads; runs that sample no response have no checks."""
     yield Check("rollout layout", True, str(run.rollout))
     if not run.samples:
         return
@@ -41,7 +41,7 @@ def rollout_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def ascend_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse options of vllm-ascend that its pin would compute wrongly, or wait for without end; of NPUs only."""
+    """Refuse options with which the pinned vllm-ascend would compute wrongly or wait forever, on NPUs."""
     if run.as_npu and run.samples:
         for rule in (_scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups):
             yield from rule(run)
@@ -51,7 +51,7 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
     options, rollout = run.ascend, run.verl.actor_rollout_ref.rollout
     scheduler = options.get("ascend_scheduler_config") or {}
     if not scheduler.get("enabled") or scheduler.get("enable_chunked_prefill"):
-        return  # prompts are not taken whole
+        return  # prompts may be split
     longest = rollout.max_model_len or run.longest_tokens
     budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
@@ -82,7 +82,10 @@ def _prefix_cache(run: RunSpec) -> Iterator[Check]:
 
 
 def _mixed_batches(run: RunSpec) -> Iterator[Check]:
-    """With any scheduler: a prompt of which all but one token are in the prefix cache counts as a decode."""
+    """Refuse graphs without row rollout.ascend_decode_kv, as batches of decodes and prefills come with any scheduler.
+
+    A prompt of which all but one token are in the prefix cache counts as a decode.
+    """
     row = "rollout.ascend_decode_kv"
     if not run.graphs:
         return
@@ -96,7 +99,7 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
 
 
 def _graphs(run: RunSpec) -> Iterator[Check]:
-    """Experts over 2 to 15 ranks are exchanged by all-to-all, whose lengths are values: no graph can hold it."""
+    """Refuse graphs with experts over 2 to 15 ranks: their all-to-all has lengths that graphs cannot capture."""
     recipe, ranks = run.recipe, run.world_size
     few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
     if few and recipe.platform == "npu" and run.graphs:
@@ -109,7 +112,7 @@ def _graphs(run: RunSpec) -> Iterator[Check]:
 
 
 def _graph_sizes(run: RunSpec) -> Iterator[Check]:
-    """Refuse graph sizes above max_num_seqs, which the pin drops without an error."""
+    """Refuse graph sizes above max_num_seqs, which the pinned vllm-ascend drops without an error."""
     seats, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
     if seats and (above := [size for size in sizes if size > seats]):
         text = (

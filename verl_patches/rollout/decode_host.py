@@ -1,7 +1,7 @@
-"""Host work of a decode step of vLLM V1 0.9.1 and vllm-ascend f20869ef that changes nothing, left out.
+"""Skip host work in decode steps of vLLM V1 0.9.1 and vllm-ascend f20869ef that does not change their result.
 
-Wrappers for steps in which every running request gets one token. Whatever is not such a step, or such a request, is
-upstream's own work. docs/profile.md has what a step costs with and without them.
+The wrappers handle steps in which every running request gets one token, and leave other steps and requests to upstream.
+docs/profile.md has the cost of a step with and without them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-LAST = "last_step_of_the_same_requests"  # of vLLM's Scheduler
-_HELD = "held_until_it_ends"  # of vLLM's Request: (token, ids, log-probs, rank) of each step that was not handed out
+LAST = "last_step_of_the_same_requests"  # attribute of vLLM's Scheduler
+_HELD = "held_until_it_ends"  # attribute of vLLM's Request: (token, ids, log-probs, rank) of each step held back
 
 
 def at_the_end(update_from_output: Callable) -> Callable:
-    """Row provider for Scheduler.update_from_output: tokens of a request are handed out once, with its last one.
+    """Wrap Scheduler.update_from_output so that a request's tokens are all returned with its last one.
 
     vLLM makes an EngineCoreOutput and a dict of log-probs for each request in each step, although LLM.generate asks for
     finished requests alone (RequestOutputKind.FINAL_ONLY). A token that does not end its request is appended to it here
-    and held; upstream sees the requests that end. Its next output has all tokens that were held, as with speculative
-    decoding. Only requests without text, guided decoding or images are held. All is handed out in a step in which the
-    attribute `outputs_each_step` of the scheduler is true.
+    and held back; upstream sees only requests that end. A request's next output has all tokens that were held back, as
+    with speculative decoding. Only requests without text, guided decoding or images are held back. All tokens are
+    returned in a step in which the attribute `outputs_each_step` of the scheduler is true.
     """
 
     @functools.wraps(update_from_output)
@@ -39,7 +39,7 @@ def at_the_end(update_from_output: Callable) -> Callable:
                     left.append(request)
                     continue
                 request.append_output_token_ids(token)
-                alone = ids is None or request.sampling_params.logprobs is None  # ids: where any request wants them
+                alone = ids is None or request.sampling_params.logprobs is None  # ids: if any request wants them
                 held.append((token,) if alone else (token, ids[index], log_probs[index], ranks[index]))
             self.running = left
         else:
@@ -70,7 +70,7 @@ def _one_token_each(scheduler: Any, scheduled: Any, made: Any) -> bool:
 
 
 def _held(request: Any) -> list[tuple] | None:
-    """What is held of a request; None where each step's output is asked for."""
+    """Return the tokens held back for a request, None where its output must be returned in each step."""
     if _HELD not in request.__dict__:
         params = request.sampling_params
         at_once = params.output_kind.name != "FINAL_ONLY" or params.detokenize or params.prompt_logprobs is not None
@@ -100,7 +100,7 @@ def _with_held(output: Any, held: list[tuple]) -> None:
 
 
 def log_probs_at_once(update: Callable) -> Callable:
-    """Row provider for LogprobsProcessor._update_sample_logprobs: sampled tokens alone, in one loop."""
+    """Wrap LogprobsProcessor._update_sample_logprobs so that log-probs of sampled tokens alone take one plain loop."""
     from vllm.sequence import Logprob
 
     @functools.wraps(update)
@@ -117,10 +117,10 @@ def log_probs_at_once(update: Callable) -> Callable:
 
 
 def same_as_before(schedule: Callable) -> Callable:
-    """Row provider for Scheduler.schedule: a step of the same requests is the last one's output with the new tokens.
+    """Wrap Scheduler.schedule so that a step of the same requests reuses the last output with the new tokens.
 
-    vLLM goes through 15 calls for each request in each step. Whatever waits, has ended, or cannot get a block, and a
-    step of anything but one token, is scheduled by vLLM.
+    vLLM makes 15 calls for each request in each step. vLLM still schedules a step in which requests wait, have ended,
+    cannot get a block, or do not get exactly one token each.
     """
 
     @functools.wraps(schedule)
@@ -140,7 +140,7 @@ def same_as_before(schedule: Callable) -> Callable:
             return made
         for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
             computed = request.num_computed_tokens
-            self._cached_reqs_data[data.req_id].popleft()  # data itself, which update_from_output puts back
+            self._cached_reqs_data[data.req_id].popleft()  # update_from_output puts the same object back
             place = computed % cache.block_size
             at_end = place == 0 or (cache.enable_caching and place + 1 == cache.block_size)  # full: it is cached
             data.new_block_ids = cache.allocate_slots(request, 1).get_block_ids() if at_end else ([],)
@@ -153,7 +153,7 @@ def same_as_before(schedule: Callable) -> Callable:
 
 
 def _repeats(scheduler: Any, made: Any) -> bool:
-    """Whether `made` has each running request, in their order, with one token, and nothing else."""
+    """Return whether `made` schedules each running request, in their order, for one token, and nothing else."""
     cached = made.scheduled_cached_reqs
     return (
         not (made.scheduled_new_reqs or made.scheduled_spec_decode_tokens or made.scheduled_encoder_inputs)

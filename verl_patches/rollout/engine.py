@@ -1,11 +1,11 @@
-"""How verl's in-process vLLM engine is built: arguments, router dtype, MLA's projections, data-parallel ranks.
+"""Build verl's in-process vLLM engine with the right arguments, router dtype, MLA projections and data-parallel ranks.
 
 Data-parallel rollout under an external launcher: verl starts one process per rank and each builds its own `LLM`. With
 `data_parallel_size` among the engine's arguments vLLM 0.9.1 takes DP rank 0 and a random port in every process
-(vllm.config.ParallelConfig.__post_init__), as it expects to start the ranks itself. Rank order is vLLM's own
+(vllm.config.ParallelConfig.__post_init__), because it expects to start the ranks itself. Rank order is vLLM's own
 (vllm.distributed.parallel_state.initialize_model_parallel): instance x dp x pp x tp, tp fastest. The group's address
 goes through the store of torch.distributed, which verl has initialised before: the first rank of each group takes a
-port on its own host and publishes it.
+port on its own host and publishes it there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from verl_patches.rollout.ascend import PREFIX_CACHING
 
 log = logging.getLogger(__name__)
 _DP_PORT = "VLLM_DP_MASTER_PORT"
-held_ports: Current[list[socket.socket]] = Current([])  # of the DP groups that this process leads
+held_ports: Current[list[socket.socket]] = Current([])  # one for each DP group that this process leads
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments `given` to `LLM.__init__`, without those that vLLM or vllm-ascend refuses.
+    """Return the keyword arguments `given` to `LLM.__init__`, without those that vLLM or vllm-ascend refuses.
 
     verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout of verl 0.4.0 always passes limit_mm_per_prompt
     (None for text) and disable_mm_preprocessor_cache; vLLM 0.9.1 wants a dict for the first and refuses the second for
@@ -65,7 +65,7 @@ def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
 
 
 def route_in_fp32(original: Callable) -> Callable:
-    """`DeepseekV2MoE.__init__` whose router works in fp32 in any model dtype: logits, scores, correction bias.
+    """Wrap `DeepseekV2MoE.__init__` so that logits, scores and bias of its router are fp32 in any model dtype.
 
     vLLM 0.9.1 computes logits and scores in the model's dtype and has the bias in it
     (vllm.model_executor.models.deepseek_v2.DeepseekV2MoE). Training and transformers route in fp32, and the
@@ -76,7 +76,7 @@ def route_in_fp32(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, *args, **kwargs) -> None:
         original(self, *args, **kwargs)
-        for parameter in self.gate.parameters():  # weight, and the bias that the experts' layer shares
+        for parameter in self.gate.parameters():  # weight, and the bias, which the experts' layer shares
             parameter.data = parameter.data.float()
         self.gate.register_forward_pre_hook(lambda gate, inputs: (inputs[0].float(), *inputs[1:]))
 
@@ -84,7 +84,7 @@ def route_in_fp32(original: Callable) -> Callable:
 
 
 def refresh_absorbed_mla(load_weights: Callable) -> Callable:
-    """`DeepseekV2ForCausalLM.load_weights` that recomputes MLA's absorbed projections from the new weights.
+    """Wrap `DeepseekV2ForCausalLM.load_weights` so that it recomputes MLA's absorbed projections from the new weights.
 
     vLLM derives W_UV and W_UK_T from kv_b_proj once, after it has built the engine
     (Attention.process_weights_after_loading). They follow later weights only where they are views of it; vllm-ascend
@@ -103,10 +103,10 @@ def refresh_absorbed_mla(load_weights: Callable) -> Callable:
 
 
 def dp_rank_of(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tuple[int, int]:
-    """(DP rank, global rank of the first rank of its DP group) of global `rank`.
+    """Return (DP rank, global rank of the first rank of its DP group) of global `rank`.
 
     `ranks_per_replica` is tp * pp. Groups hold the ranks of one instance with equal tp and pp coordinates.
-    Raises ConfigError if `world_size` is no multiple of dp * ranks_per_replica.
+    Raises ConfigError if `world_size` is not a multiple of dp * ranks_per_replica.
     """
     instance = dp * ranks_per_replica
     if world_size % instance:
@@ -121,7 +121,7 @@ def dp_rank_of(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> t
 
 
 def dp_ranks(parallel_config: Any) -> range:
-    """Global ranks of this process's DP group, of an engine that a launcher started on each rank."""
+    """Return the global ranks of this process's DP group, for an engine that a launcher started on each rank."""
     import torch.distributed as dist
 
     dp, replica = parallel_config.data_parallel_size, parallel_config.world_size
@@ -130,11 +130,11 @@ def dp_ranks(parallel_config: Any) -> range:
 
 
 def set_dp_rank_in_launcher(original: Callable) -> Callable:
-    """`ParallelConfig.__post_init__` with DP rank and group address when a launcher started the processes."""
+    """Wrap `ParallelConfig.__post_init__` to set DP rank and group address when a launcher started the processes."""
 
     @functools.wraps(original)
     def __post_init__(self) -> None:
-        requested = self.data_parallel_size  # by the engine's arguments; upstream falls back to the environment for 1
+        requested = self.data_parallel_size  # the engine's argument; upstream reads the environment where it is 1
         original(self)
         if requested > 1 and self.distributed_executor_backend == "external_launcher":
             _set_dp_rank(self)
@@ -160,11 +160,11 @@ def _set_dp_rank(parallel_config) -> None:
 
 
 def _group_address(leader: int, rank: int) -> tuple[str, int]:
-    """(IP, port) that the group's leader has published; the same on every rank of the group."""
+    """Return the (IP, port) that the group's leader has published; every rank of the group gets the same."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
-    engine = store.add(f"verl_patches/rollout_dp/engines_of/{rank}", 1)  # every rank builds its engines in one order
+    engine = store.add(f"verl_patches/rollout_dp/engines_of/{rank}", 1)  # all ranks build engines in the same order
     key = f"verl_patches/rollout_dp/{engine}/{leader}"
     if rank == leader:
         store.set(key, "{}:{}".format(*_hold_address()))
@@ -173,7 +173,7 @@ def _group_address(leader: int, rank: int) -> tuple[str, int]:
 
 
 def _hold_address() -> tuple[str, int]:
-    """This host's address towards the launcher's master, and a port that this process keeps from others.
+    """Return this host's address towards the launcher's master, and a port that this process keeps from others.
 
     The port is bound until the process ends, but not listened on, so the kernel never hands it out for port 0, and
     vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. vLLM counts the port up for the engine's

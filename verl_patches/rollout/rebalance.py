@@ -1,10 +1,10 @@
-"""Which running requests move between the data-parallel (DP) ranks of one vLLM instance, and whether that pays.
+"""Plan which running requests move between the data-parallel (DP) ranks of one vLLM instance, where that pays.
 
 All DP ranks of an instance decode in lock step, padded to the batch size of the largest one: the smallest graph batch
 size ("tier") that holds its requests. `plan` lowers that tier by moving requests from ranks above it (donors) to ranks
 below it (receivers). It is a pure function of numbers that every rank has gathered, so that all ranks compute the same.
 
-What it chooses, in this order:
+It chooses, in this order:
 1. the smallest tier that can be reached and whose gain is above the cost of its moves (`Cost`);
 2. the fewest blocks moved: each donor gives exactly its excess, its shortest requests. A set of shorter requests also
    fits wherever a set of longer ones does, so that this choice excludes no tier;
@@ -24,15 +24,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-NONE, FIXED = 0, -1  # of State.lengths: no request; a request that cannot move
-# seconds of a decode step by requests a rank: DeepSeek-V3 671B, DP128 TP2 EP256 on Atlas A3, as published
+NONE, FIXED = 0, -1  # values in State.lengths: no request; a request that cannot move
+# published seconds of a decode step by requests a rank: DeepSeek-V3 671B, DP128 TP2 EP256 on Atlas A3
 STEP_S = {1: 0.054, 2: 0.054, 4: 0.055, 8: 0.057, 16: 0.061, 32: 0.067, 64: 0.076}
-LINK_BYTES_S = 0.7 * 196e9  # one die to another, at an assumed efficiency
+LINK_BYTES_S = 0.7 * 196e9  # from one die to another, at an assumed efficiency of 0.7
 
 
 @dataclass(frozen=True)
 class State:
-    """What is known of all ranks of an instance.
+    """Hold the gathered numbers of all ranks of an instance.
 
     lengths: int [R, S], tokens in KV of each unfinished request; NONE or FIXED elsewhere. free_blocks: int [R].
     """
@@ -43,10 +43,10 @@ class State:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost model (modelled, not measured here).
+    """Model the cost of moves and the gain of a lower tier (modelled, not measured here).
 
-    block_bytes: of one KV block over all layers. steps: decode steps for which a lower tier is counted as gained: those
-    until requests can move again. fixed_s: seconds of one exchange without its bytes.
+    block_bytes: bytes of one KV block over all layers. steps: decode steps for which a lower tier counts as gained:
+    those until requests can move again. fixed_s: seconds of one exchange without its bytes.
     """
 
     block_bytes: int
@@ -55,16 +55,16 @@ class Cost:
     link_bytes_s: float = LINK_BYTES_S
 
     def gain_s(self, before: int, after: int) -> float:
-        """Seconds gained by steps of tier `after` instead of `before`."""
+        """Return the seconds gained by steps of tier `after` instead of `before`."""
         return self.steps * (step_s(before) - step_s(after))
 
     def moves_s(self, blocks: int) -> float:
-        """Seconds of an exchange whose busiest rank sends, or receives, `blocks`."""
+        """Return the seconds of an exchange whose busiest rank sends, or receives, `blocks`."""
         return self.fixed_s + blocks * self.block_bytes / self.link_bytes_s
 
 
 class RequestMove(NamedTuple):
-    """Requests that one rank gives to another; `requests` are their places in the donor's row of State.lengths."""
+    """Name requests that one rank gives to another, by their places in the donor's row of State.lengths."""
 
     donor: int
     receiver: int
@@ -73,7 +73,7 @@ class RequestMove(NamedTuple):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Moves, and the tier of the instance before and after them; `blocks` counts all that are moved."""
+    """Hold moves, and the tier of the instance before and after them; `blocks` counts all blocks moved."""
 
     moves: tuple[RequestMove, ...]
     before: int
@@ -82,7 +82,7 @@ class MovePlan:
 
 
 class _Items(NamedTuple):
-    """Requests to move: donors (ascending), places in their rows, tokens."""
+    """Hold the requests to move: donors (ascending), places in their rows, tokens."""
 
     donors: np.ndarray
     requests: np.ndarray
@@ -90,20 +90,20 @@ class _Items(NamedTuple):
 
 
 def step_s(requests: int) -> float:
-    """Seconds of a decode step at this number of requests a rank, between the published ones by interpolation."""
+    """Return the seconds of a decode step at this number of requests a rank, interpolated from published ones."""
     return float(np.interp(requests, list(STEP_S), list(STEP_S.values())))
 
 
 def tier_of(requests: int, tiers: Sequence[int]) -> int:
-    """The smallest of `tiers` (ascending) that holds `requests`; `requests` itself above the largest."""
+    """Return the smallest of `tiers` (ascending) that holds `requests`, or `requests` itself above the largest."""
     return next((tier for tier in tiers if tier >= requests), requests)
 
 
 def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: int, cost: Cost) -> MovePlan:
-    """The moves of one exchange; none if no lower tier can be reached or pays.
+    """Return the moves of one exchange; the plan has none if no lower tier can be reached or pays.
 
     tiers: graph batch sizes. block_size: tokens of a KV block. reserve_tokens: tokens by which each request may grow
-    before the next exchange, for which receivers keep blocks: those of their own requests, and of what they receive.
+    before the next exchange; receivers keep blocks for it, for their own requests and for those that they receive.
     """
     tiers = sorted(tiers)
     loads = np.count_nonzero(state.lengths, axis=1)
@@ -129,7 +129,7 @@ def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: in
 
 
 def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
-    """The excess of each donor in its shortest requests; None if one has too few that can move."""
+    """Return each donor's excess as its shortest requests, None if a donor has too few that can move."""
     donors, width = np.flatnonzero(excess), lengths.shape[1]
     rows, count = lengths[donors], excess[donors]
     movable = rows > 0
@@ -142,9 +142,9 @@ def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
 
 
 def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: int) -> np.ndarray | None:
-    """The receiver of each request such that the fullest receiver has the fewest; None where they do not fit."""
-    room = np.bincount(loads[loads < tier], minlength=tier).cumsum().cumsum()  # [n]: of ranks filled up to n + 1
-    level = low = 1 + int(np.searchsorted(room, len(needs)))  # mostly it fits
+    """Return each request's receiver such that the fullest receiver has the fewest; None where they do not fit."""
+    room = np.bincount(loads[loads < tier], minlength=tier).cumsum().cumsum()  # [n]: places up to level n + 1
+    level = low = 1 + int(np.searchsorted(room, len(needs)))  # tried first, as it mostly fits
     high, placed = tier, None
     while low <= high:
         placement = _place(needs, np.maximum(level - loads, 0), free)
@@ -157,7 +157,7 @@ def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: i
 
 
 def _place(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray | None:
-    """The receiver of each request that needs so many blocks: at most room[r] requests and free[r] blocks on rank r."""
+    """Return each request's receiver; `needs` are its blocks; rank r takes at most room[r] requests, free[r] blocks."""
     if (free >= room * needs.max()).all(where=room > 0):  # any order fits
         return np.repeat(np.arange(len(room)), room)[: len(needs)]
     order = np.argsort(-needs, kind="stable").tolist()
@@ -166,7 +166,7 @@ def _place(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray 
 
 
 def _greedy(needs: list[int], order: list[int], room: list[int], free: list[int]) -> list[int] | None:
-    """Longest first, each to the rank with the most free blocks."""
+    """Place the longest request first, each on the rank with the most free blocks; None where one does not fit."""
     heap = [(-blocks, rank, room[rank]) for rank, blocks in enumerate(free) if room[rank] and blocks > 0]
     heapq.heapify(heap)
     placed = [0] * len(needs)
@@ -182,7 +182,7 @@ def _greedy(needs: list[int], order: list[int], room: list[int], free: list[int]
 
 
 def _moves(items: _Items, receivers: np.ndarray) -> tuple[RequestMove, ...]:
-    """One move for each donor and receiver, in their order."""
+    """Return one move for each donor and receiver, in their order."""
     width = int(receivers.max()) + 1
     pairs = items.donors * width + receivers
     order = np.argsort(pairs, kind="stable")

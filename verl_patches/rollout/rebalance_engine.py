@@ -1,16 +1,15 @@
-"""Moves running requests, with their KV blocks, between the data-parallel (DP) engines of one vLLM V1 instance.
+"""Move running requests, with their KV blocks, between the data-parallel (DP) engines of one vLLM V1 instance.
 
-Every `every` engine steps all ranks of the instance exchange, at the same step, as they decode in lock step:
-1. One all-gather of a row of fixed size a rank: the lengths of its requests, its free KV blocks, whether it failed.
-2. All compute the same plan (rebalance.py).
-3. Bytes (rebalance_wire.py): tokens and log-probs that were generated for requests of other ranks, and moving requests.
-4. KV blocks, one all-to-all for each tensor of the cache.
-Where 1 finds nothing to move or to return, it ends there. The ranks of a tensor-parallel group hold the same requests;
-each exchanges with the ranks of its own DP group.
+Every `every` engine steps all ranks of the instance exchange requests, at the same step, as they decode in lock step:
+1. One all-gather of a row of fixed size a rank: the lengths of its requests, its free KV blocks, whether it failed. 2.
+All compute the same plan (rebalance.py). 3. Bytes (rebalance_wire.py): tokens and log-probs that were generated for
+requests of other ranks, and moving requests. 4. KV blocks, one all-to-all for each tensor of the cache. Where 1 finds
+nothing to move or to return, the exchange ends. The ranks of a tensor-parallel group hold the same requests; each
+exchanges with the ranks of its own DP group.
 
 A request has its entry in the output processor of its origin, the rank that verl gave it to, with the tokens and
-log-probs so far; that rank returns it, as if it had generated all of it. Its random generator moves along. Requests
-without a seed draw from their rank's generator, so they get other samples of the same distribution.
+log-probs so far; that rank returns the request as if it had generated all of it. The request's random generator moves
+with it. Requests without a seed draw from their rank's generator, so they get other samples of the same distribution.
 
 An error on a rank is raised on all of them before the next collective (reshard/rank_errors.py).
 """
@@ -37,13 +36,13 @@ COUNTS = ("requests", "bytes", "seconds")
 
 
 class RebalanceError(RankError):
-    """Requests cannot be moved between data-parallel ranks; the message names rank and reason."""
+    """Report that requests cannot be moved between data-parallel ranks; the message names rank and reason."""
 
     what = "rollout rebalance"
 
 
 def step_with_rebalance(step: Callable) -> Callable:
-    """Row provider for LLMEngine.step: an exchange before every N-th, where the engine has a `rebalancer`."""
+    """Wrap LLMEngine.step so that an engine with a `rebalancer` exchanges requests before every N-th step."""
 
     @functools.wraps(step)
     def step_of(self: Any) -> list[Any]:
@@ -54,7 +53,7 @@ def step_with_rebalance(step: Callable) -> Callable:
 
 
 def unfinished_with_rebalance(has_unfinished_requests: Callable) -> Callable:
-    """Row provider for LLMEngine.has_unfinished_requests: ranks work on the requests that they hold."""
+    """Wrap LLMEngine.has_unfinished_requests so that ranks work on the requests that they hold."""
 
     @functools.wraps(has_unfinished_requests)
     def has_unfinished(self: Any) -> bool:
@@ -65,10 +64,10 @@ def unfinished_with_rebalance(has_unfinished_requests: Callable) -> Callable:
 
 
 class Rebalancer:
-    """Of one rank's LLMEngine, which it is attached to as `rebalancer`.
+    """Exchange requests of one rank's LLMEngine, to which it is attached as `rebalancer`.
 
-    every: engine steps between exchanges. cost: of moves; by default that of this engine's KV blocks.
-    ConfigError for an engine that it cannot work with.
+    every: engine steps between exchanges. cost: the cost of moves, by default that of this engine's KV blocks.
+    Raises ConfigError for an engine that it cannot work with.
     """
 
     def __init__(self, engine: Any, every: int, cost: Cost | None = None):
@@ -84,7 +83,7 @@ class Rebalancer:
         graphs = self.runner.torchair_graph_enabled
         self.tiers = sorted(self.runner.torchair_graph_batch_sizes) if graphs else list(range(1, self.most + 1))
         self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
-        self.guests: dict[str, Result] = {}  # by local id: requests of other ranks, and what they have not got back yet
+        self.guests: dict[str, Result] = {}  # local id -> what another rank's request has not got back
         self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
@@ -93,11 +92,11 @@ class Rebalancer:
     # -- the engine's loop ---------------------------------------------------------------------------------------------
 
     def has_unfinished(self) -> bool:
-        """Whether any rank of the DP group has to go on; once none has, a last exchange returns what is abroad."""
+        """Return whether any rank of the DP group must go on, be it for a last exchange that returns results."""
         from vllm.config import ParallelConfig
 
         holds = self._holds_requests()
-        if self._is_exchange(self.steps + 1):  # after which other ranks may hold requests than now
+        if self._is_exchange(self.steps + 1):  # after it requests may be on other ranks
             unfinished = ParallelConfig.has_unfinished_dp(self.engine.dp_group, holds)
         else:
             unfinished = self.engine.has_unfinished_requests_dp(holds)
@@ -107,7 +106,7 @@ class Rebalancer:
         return self.returning
 
     def step(self, upstream: Callable[[Any], list[Any]]) -> list[Any]:
-        """One engine step, with an exchange before it where it is due; the requests of this rank that have ended."""
+        """Run one engine step, after an exchange where one is due, and return this rank's requests that have ended."""
         self.steps += 1
         if self.returning:
             self.returning = False
@@ -116,13 +115,13 @@ class Rebalancer:
         if self._is_exchange(self.steps):
             outputs = self._timed_exchange()
             self.engine.should_execute_dummy_batch = not self._holds_requests()
-        self.scheduler.outputs_each_step = self._is_exchange(self.steps + 1)  # their own ranks get all before a move
+        self.scheduler.outputs_each_step = self._is_exchange(self.steps + 1)  # all are returned before a move
         return outputs + upstream(self.engine)
 
     def take_counts(self) -> dict[str, float]:
-        """Since the last call: requests and bytes of KV that this rank has sent, seconds of all exchanges.
+        """Return requests and bytes of KV that this rank has sent, and seconds of all exchanges, since the last call.
 
-        Of a tensor-parallel group the first rank counts the requests.
+        In a tensor-parallel group only the first rank counts the requests.
         """
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
         return counts
@@ -155,11 +154,11 @@ class Rebalancer:
             self._counts["seconds"] += time.perf_counter() - begin
 
     def _exchange(self) -> list[Any]:
-        """Collective; the requests of this rank that have ended elsewhere."""
+        """Exchange requests (collective), and return the requests of this rank that have ended elsewhere."""
         rows = self._gather_rows()
         made = self._plan(rows)
         guests = bool(rows[:, _GUESTS].any())
-        self.abroad = guests or bool(made.moves)  # some may be home again: then the last exchange finds nothing
+        self.abroad = guests or bool(made.moves)  # all may be back: then the last exchange finds nothing
         if not self.abroad:
             return []
         segments: list[bytes] = []
@@ -181,7 +180,7 @@ class Rebalancer:
         raise_on_any_rank(catch_errors(work), self.instance, "cpu", todo, RebalanceError)
 
     def _gather_rows(self) -> np.ndarray:
-        """The rows of all DP ranks, [DP, columns]."""
+        """Return the rows of all DP ranks, [DP, columns]."""
         row = torch.zeros(_LENGTHS + self.most, dtype=torch.int64)
         problems = catch_errors(lambda: self._fill(row.numpy()))
         row[_FAILED] = len(problems)
@@ -205,19 +204,19 @@ class Rebalancer:
         row[_FREE] = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         row[_GUESTS] = len(self.guests)
         row[_LENGTHS:] = NONE
-        if not row[_PREFILLS]:  # else nothing moves, and there may be more requests than columns
+        if not row[_PREFILLS]:  # with prefills nothing moves, and there may be more requests than columns
             row[_LENGTHS : _LENGTHS + len(requests)] = [
                 r.num_computed_tokens if _movable(r) else FIXED for r in requests
             ]
 
     def _plan(self, rows: np.ndarray) -> MovePlan:
-        if rows[:, _PREFILLS].any():  # prompts decide how long a step lasts
+        if rows[:, _PREFILLS].any():  # the prefills, not the tier, decide how long a step lasts
             return MovePlan((), 0, 0)
         state = State(rows[:, _LENGTHS:], rows[:, _FREE])
         return plan(state, self.tiers, self.block_size, self.every, self.cost)
 
     def _pack(self, moves: Sequence[RequestMove]) -> list[bytes]:
-        """The segment for each DP rank: what its requests got here, and requests that move there."""
+        """Return the segment for each DP rank: tokens generated here for its requests, and requests that move there."""
         leaving = {move.receiver: self._running(move) for move in moves if move.donor == self.rank}
         segments = []
         for rank in range(self.dp.world_size):
@@ -249,7 +248,7 @@ class Rebalancer:
         )
 
     def _exchange_bytes(self, segments: list[bytes]) -> list[bytes]:
-        """The segment from each DP rank."""
+        """Return the segment from each DP rank."""
         sizes = torch.tensor([len(segment) for segment in segments], dtype=torch.int64)
         sizes_in = torch.empty_like(sizes)
         dist.all_to_all_single(sizes_in, sizes, group=self.dp.cpu_group)
@@ -261,7 +260,7 @@ class Rebalancer:
     def _unpack(
         self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[Moved, Any]]
     ) -> None:
-        """Results go to this rank's output processor; requests, of `expected` tokens in KV, get blocks."""
+        """Give results to the output processor, and KV blocks to requests, which have `expected` tokens in KV."""
         segments = [unpack(segment) for segment in received]
         results = [result for of_segment, _ in segments for result in of_segment]
         moved = [each for _, of_segment in segments for each in of_segment]
@@ -288,7 +287,7 @@ class Rebalancer:
     # -- KV blocks, scheduler and model runner -------------------------------------------------------------------------
 
     def _caches(self) -> list[torch.Tensor]:
-        """Tensors [blocks, ...] of all layers."""
+        """Return the KV cache's tensors [blocks, ...] of all layers."""
         return [
             each for cache in self.runner.kv_caches for each in (cache if isinstance(cache, (tuple, list)) else [cache])
         ]
@@ -298,7 +297,7 @@ class Rebalancer:
         return blocks[: -(-computed // self.block_size)]
 
     def _exchange_blocks(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[Moved, Any]]) -> None:
-        """Blocks of a move are in the order of its requests; arrivals are in the order of donors."""
+        """Exchange the KV blocks of `moves` in the order of their requests; arrivals are in the order of donors."""
         sent, received = [0] * self.dp.world_size, [0] * self.dp.world_size
         leaving, coming, arriving = [], [], iter(arrivals)
         for move in moves:  # in order of donors, then receivers
@@ -328,14 +327,14 @@ class Rebalancer:
             self._insert(moved, request)
 
     def _remove(self, requests: Sequence[Any]) -> None:
-        """Out of scheduler and model runner, as if they had never been here; their blocks are free."""
+        """Remove requests from scheduler and model runner without a trace, and free their KV blocks."""
         from vllm.v1.request import RequestStatus
 
         batch, places = self.runner.input_batch, []
         for request in requests:
             id = request.request_id
             self.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
-            self.scheduler.finished_req_ids.discard(id)  # the model runner drops it now: it may come back under its id
+            self.scheduler.finished_req_ids.discard(id)  # popped below: it may return under its id
             self.runner.requests.pop(id)
             place = batch.remove_request(id)
             if place is not None:
@@ -345,7 +344,7 @@ class Rebalancer:
         batch.refresh_sampling_metadata()
 
     def _insert(self, moved: Moved, request: Any) -> None:
-        """As a running request, whose state the model runner adds to its batch at the next step."""
+        """Add a moved request as a running one; the model runner adds its state to its batch at the next step."""
         from vllm.v1.request import RequestStatus
         from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -378,9 +377,10 @@ def _block_bytes(cache: torch.Tensor) -> int:
 
 
 def _movable(request: Any) -> bool:
-    """Whether another rank can go on with it: it decodes, and what it needs is its tokens, parameters and KV.
+    """Return whether another rank can continue a request: it decodes, and needs only its tokens, parameters and KV.
 
-    Stop strings are looked for by the output processor of its origin, which sees its tokens too late.
+    Requests with stop strings stay: the output processor of their origin looks for the strings and would see the tokens
+    too late.
     """
     params = request.sampling_params
     not_sent = (params.stop, params.guided_decoding, params.logits_processors, request.lora_request, request.mm_inputs)

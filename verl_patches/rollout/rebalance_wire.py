@@ -1,4 +1,4 @@
-"""What ranks send each other when requests move, as msgpack, in which vLLM itself sends requests; no pickle.
+"""Encode what ranks send each other when requests move, as msgpack, which vLLM uses for requests too; no pickle.
 
 A segment, for one receiver, holds results and requests. KV blocks go in collectives of their own (rebalance_engine.py).
 """
@@ -14,10 +14,10 @@ import msgspec
 
 @dataclass
 class Result:
-    """What a rank has generated for a request of another rank since the last exchange.
+    """Hold the tokens that a rank has generated for a request of another rank since the last exchange.
 
-    id: at the rank `origin`. tokens [T]; log_prob_ids, log_probs [T, columns], ranks [T]: vLLM's LogprobsLists, empty
-    without log-probs. finish, stop: reason and stop token once it has ended, else None.
+    id: the request's id at rank `origin`. tokens [T]; log_prob_ids, log_probs [T, columns], ranks [T]: vLLM's
+    LogprobsLists, empty without log-probs. finish, stop: reason and stop token once it has ended, else None.
     """
 
     id: str
@@ -32,7 +32,7 @@ class Result:
     cached: int = 0
 
     def add(self, output: Any) -> None:
-        """Take over vLLM's EngineCoreOutput of one step."""
+        """Add vLLM's EngineCoreOutput of one step."""
         self.tokens += output.new_token_ids
         if self.columns:
             self.log_prob_ids += [ids[: self.columns] for ids in output.new_logprobs.logprob_token_ids]
@@ -41,7 +41,7 @@ class Result:
         self.finish, self.stop, self.cached = output.finish_reason, output.stop_reason, output.num_cached_tokens
 
     def output(self) -> Any:
-        """All of it as one EngineCoreOutput for the origin's output processor."""
+        """Return all tokens as one EngineCoreOutput for the origin's output processor."""
         from vllm.v1.engine import EngineCoreOutput, FinishReason
         from vllm.v1.outputs import LogprobsLists
 
@@ -53,10 +53,11 @@ class Result:
 
 @dataclass
 class Moved:
-    """A request on its way: all that another engine needs to go on with it, but for its KV blocks.
+    """Hold a moving request: all that another engine needs to continue it, except its KV blocks.
 
-    id, origin: at the DP rank that verl gave it to. computed: tokens in KV; output holds one more, which the next step
-    computes. params: vLLM's SamplingParams. generator: state of its own random generator, empty without a seed.
+    origin: the DP rank that verl gave it to; id: its id there. computed: tokens in KV; output holds one more, which the
+    next step computes. params: vLLM's SamplingParams. generator: state of its own random generator, empty without a
+    seed.
     """
 
     id: str
@@ -71,12 +72,12 @@ class Moved:
 
 
 def pack(results: Sequence[Result], requests: Sequence[Moved]) -> bytes:
-    """The segment for one receiver."""
+    """Return the segment for one receiver."""
     return msgspec.msgpack.encode((results, requests))
 
 
 def unpack(segment: bytes) -> tuple[list[Result], list[Moved]]:
-    """Both lists of a segment; msgspec.DecodeError if it is no segment of this version."""
+    """Return both lists of a segment; raises msgspec.DecodeError if it is not a segment of this version."""
     from vllm import SamplingParams
 
     results, requests = msgspec.msgpack.decode(segment, type=tuple[list[Result], list[Moved]])
