@@ -1,1 +1,1 @@
-"""From training weights to rollout weights."""
+"""Sync weights from training memory directly into rollout memory."""

@@ -1,9 +1,9 @@
-"""Blocks: regions that the same ranks hold in training and the same ranks need in rollout, so they are sent as one.
+"""Group regions that the same ranks hold in training and the same ranks need in rollout into blocks, sent as one.
 
 Both sides cut a tensor along the same axis (layout/sharding.py), at rows that need not be multiples of each other:
-vLLM pads the vocabulary. All cuts together give elementary intervals, inside which nothing is cut any more. Tensors
-of one layer (or one expert) whose intervals are held and needed by the same ranks share a block per interval, so that
-256 ranks of DeepSeek-V3 make some 16,000 blocks instead of 45,395 tensors x intervals. No torch.
+vLLM pads the vocabulary. All cuts together give elementary intervals, which no side cuts further. Tensors of one layer
+(or one expert) whose intervals are held and needed by the same ranks share a block per interval, so that 256 ranks of
+DeepSeek-V3 make some 16,000 blocks instead of 45,395 tensors x intervals. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_BUCKET_BYTES = 512 << 20
 
 
 class Block(NamedTuple):
-    """Regions that are sent as one: each rank of `holders` has all of them, each rank of `receivers` needs all of them.
+    """Hold regions that are sent as one: each of `holders` has all of them, each of `receivers` needs all of them.
 
     `row_bytes`: bytes of one row of each region. Ranks are sorted; all holders are of one pipeline stage.
     """
@@ -37,17 +37,17 @@ class Block(NamedTuple):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Return the bytes of all elements."""
         return sum(r.rows * size for r, size in zip(self.regions, self.row_bytes, strict=True))
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of all regions between ranks, if none is cut."""
+        """Return the bytes of all regions, aligned as in a bucket, if none is cut."""
         return sum(align(r.rows * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
 
 
 class _Interval(NamedTuple):
-    """Rows [start, stop) along `axis`; `indices`: the tp (etp) indices that hold and that need them."""
+    """Describe rows [start, stop) along `axis`; `indices`: the tp (etp) indices that hold and that need them."""
 
     axis: int
     start: int
@@ -63,7 +63,7 @@ def make_blocks(
     rollout_library: str,
     bucket_bytes: int,
 ) -> list[Block]:
-    """All blocks between two layouts, in the inventory's order of layers and experts.
+    """Return all blocks between two layouts, in the inventory's order of layers and experts.
 
     Raises ConfigError for pairs of layouts between which no plan can be made, as `local_parameters` does for either
     side, and where `bucket_bytes` is too small for one row of some tensor.
@@ -97,7 +97,7 @@ def make_blocks(
 
 
 def _intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_Interval]:
-    """The intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
+    """Yield the intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
     parameter = train[0].parameter
     axes = {shard.axis for shard in (*train, *rollout) if shard.axis is not None}
     assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
@@ -112,7 +112,7 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_In
 
 
 def _blocks(members: list[tuple[Parameter, list[_Interval]]], train: _Side, rollout: _Side) -> Iterable[Block]:
-    """The blocks of tensors whose intervals are held and needed alike: one for each interval."""
+    """Yield one block for each interval of tensors whose intervals are held and needed alike."""
     first, its_intervals = members[0]
     for number, interval in enumerate(its_intervals):
         regions = [(p, Region(p.name, *intervals[number][:3])) for p, intervals in members]
@@ -126,7 +126,7 @@ def _blocks(members: list[tuple[Parameter, list[_Interval]]], train: _Side, roll
 
 
 class _Side:
-    """The ranks of one layout by what they hold."""
+    """Index the ranks of one layout by what they hold."""
 
     def __init__(self, inventory: Inventory, layout: ParallelLayout, library: str):
         model, self._last_stage = inventory.model, layout.pp - 1
@@ -143,7 +143,7 @@ class _Side:
             self._ep_index.update(dict.fromkeys(experts, at.ep))
 
     def ranks(self, parameter: Parameter, indices: tuple[int, ...]) -> tuple[int, ...]:
-        """All ranks that hold one of the tp (etp) `indices` of `parameter`, sorted."""
+        """Return all ranks that hold one of the tp (etp) `indices` of `parameter`, sorted."""
         if parameter.layer is not None:
             stage = self._stages[parameter.layer]
         else:
@@ -156,7 +156,7 @@ class _Side:
 
 
 def _check_pair(train: ParallelLayout, rollout: ParallelLayout) -> None:
-    """ConfigError for pairs of valid layouts between which no plan can be made."""
+    """Raise ConfigError for a pair of valid layouts between which no plan can be made."""
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "
@@ -171,12 +171,12 @@ def _check_pair(train: ParallelLayout, rollout: ParallelLayout) -> None:
 
 
 def run_blocks(run: RunSpec) -> Sequence[Block]:
-    """Return the blocks of a run's weight sync; ConfigError where its training cannot serve its rollout."""
+    """Return the blocks of a run's weight sync; raises ConfigError where its training cannot serve its rollout."""
     libraries = run.train_library, run.rollout_library
     return _run_blocks(run.trained_model, run.train, run.rollout, *libraries, run.recipe.reshard.bucket_bytes)
 
 
-@functools.lru_cache(8)  # one command reads those of its run more than once
+@functools.lru_cache(8)  # a command reads the blocks of its run more than once
 def _run_blocks(
     model: ModelShape,
     train: ParallelLayout,
@@ -190,7 +190,7 @@ def _run_blocks(
 
 
 def sync_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that the direct weight sync can serve these layouts with these buckets; nothing where it is off."""
+    """Check that the direct weight sync, where it is on, can serve these layouts with these buckets."""
     if run.samples and "reshard.direct" in run.rows:
         fault = fault_of(run_blocks, run)
         yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")

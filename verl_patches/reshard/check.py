@@ -1,9 +1,9 @@
-"""Proof of a plan, and its figures. No torch.
+"""Prove that a plan of a weight sync is right, and describe it in figures, without torch.
 
-`check_plan` uses the layouts alone, nothing of how the plan was made: each rank's rollout shards are covered exactly
-once by what it copies and what it receives; what it copies and sends lies in its training shards; buckets stay within
-their bytes; and both ends of every segment name the same regions in the same order. Together: executed as planned,
-every rollout element is written once, from the right training element.
+`check_plan` uses the layouts alone, independently of how the plan was made. It proves that each rank's rollout shards
+are covered exactly once by what it copies and receives; that what it copies and sends lies in its training shards; that
+buckets stay within their bytes; and that both ends of every segment name the same regions in the same order. It follows
+that the plan writes every rollout element once, from the right training element.
 
 `figures` and `path_of` describe a plan: bytes against their bounds, the busiest ranks, the path of one parameter.
 """
@@ -21,7 +21,7 @@ from verl_patches.reshard.region import Region, contains, cover, region_of, row_
 
 
 def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:
-    """Prove `plan`, or `rank_plans` as the plans of all its ranks; raises RecipeError naming rank and parameter."""
+    """Prove `plan`, or `rank_plans` as the plans of all its ranks; a fault raises RecipeError."""
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
     if sorted(rank_plans) != list(range(plan.world_size)):
@@ -111,10 +111,10 @@ def _list(regions: Iterable[Region]) -> str:
 
 
 def figures(plan: ReshardPlan) -> dict[str, Any]:
-    """What the plan costs, as plain data; bytes unless the name says otherwise.
+    """Return the costs of a plan as plain data, in bytes unless the name says otherwise.
 
-    `imbalance` is max / mean of the bytes that ranks send. Its bound: a training stage must send what only it holds,
-    so its ranks send at least their stage's mean, however well they share.
+    `imbalance` is max / mean of the bytes that ranks send. It has a bound: a training stage must send what only it
+    holds, so the busiest rank of a stage sends at least the stage's mean.
     """
     over_bound = [r / b for r, b in zip(plan.received_bytes, plan.lower_bound_bytes, strict=True) if b]
     stages = [_stage(plan, stage) for stage in range(plan.train.pp)]
@@ -168,7 +168,9 @@ def _over_mean(number: float, spread: Mapping[str, float]) -> float:
 
 
 def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
-    """How HF tensor `name` comes to `rank`, and what the rank sends of it: regions, peers, nearness, buckets, bytes.
+    """Return how HF tensor `name` gets to `rank`, and what the rank sends of it, as plain data.
+
+    The steps have regions, peers, nearness, buckets and bytes.
 
     Raises ConfigError for an unknown tensor or rank.
     """

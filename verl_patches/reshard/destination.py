@@ -1,25 +1,25 @@
-"""The place of each HF tensor in the rollout engine's parameters, learnt from vLLM's own `load_weights`.
+"""Learn from vLLM's own `load_weights` where each HF tensor lies in the rollout engine's parameters.
 
-`load_weights` is traced once with meta tensors (`Trace`); nothing is written, and there is no table of vLLM's names.
-From then on weights can be written straight into the views of `Destinations.tensors`. Where the trace cannot tell for
-one tensor, the sync is refused: verl's own path, recipe.patches=[-reshard.*], loads whatever vLLM loads.
+`load_weights` is traced once with meta tensors (`Trace`); it writes nothing, and no table of vLLM's names is needed.
+From then on weights can be written straight into the views of `Destinations.tensors`. Where the trace cannot follow a
+tensor, the sync is refused: verl's own path, recipe.patches=[-reshard.*], loads whatever vLLM loads.
 
-Call it when the engine is awake and prepared for a load as verl does: `patch_vllm_moe_model_weight_loader(model)` has
-run (vllm_ascend.ops.fused_moe.AscendUnquantizedFusedMoEMethod.process_weights_after_loading makes new expert parameters
-that have lost their weight_loader).
+The engine must be awake and prepared for a load as verl does: `patch_vllm_moe_model_weight_loader(model)` has run
+(vllm_ascend.ops.fused_moe.AscendUnquantizedFusedMoEMethod.process_weights_after_loading makes new expert parameters
+without a weight_loader).
 
 Layouts that an engine gives its parameters after loading:
-- Another stride, as vllm.model_executor.layers.fused_moe.layer.UnquantizedFusedMoEMethod._maybe_pad_weight leaves:
+- Other strides, as vllm.model_executor.layers.fused_moe.layer.UnquantizedFusedMoEMethod._maybe_pad_weight leaves them:
   views follow strides.
 - Last two axes swapped: load_weights raises for such parameters. At our pins vllm-ascend transposes expert weights in
   its forward only (vllm_ascend.ops.fused_moe.apply_mlp).
-- A private NPU format (NZ): elements are not where strides say, which is refused. At our pins vllm-ascend casts
+- A private NPU format (NZ): it is refused, as elements are not where strides say. At our pins vllm-ascend casts
   quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). The query of the format through
   torch_npu cannot be tried without an NPU.
 
-The trace feeds meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor have its
+The trace feeds meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor have their
 offset and strides, so that a copy_ shows which elements go where. Writes to live tensors are recorded and not executed;
-everything else runs. Operations on a weight between the checkpoint and its copy_:
+all other operations run. Operations on a weight between the checkpoint and its copy_:
 
     views (narrow, chunk, transpose, ...), clone, a cast to a wider dtype    followed: the same elements
     anything else                                                            refused once its result is written
@@ -55,7 +55,7 @@ _aten = torch.ops.aten
 
 
 class Copy(NamedTuple):
-    """Elements of the HF tensor `name` go to `target`, a view of a live tensor; `source`: a meta view of its shape."""
+    """Record that elements of HF tensor `name` go to `target`, a live view; `source` is a meta view of its shape."""
 
     name: str
     source: torch.Tensor
@@ -63,7 +63,7 @@ class Copy(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """`target`, a view of a live tensor, is filled with `value`, whatever the weights are."""
+    """Record that `target`, a view of a live tensor, is filled with `value` independently of the weights."""
 
     value: float
     target: torch.Tensor
@@ -71,25 +71,25 @@ class Constant(NamedTuple):
 
 class _Origin(NamedTuple):
     name: str
-    reason: str | None  # None: the storage's elements are those of the HF tensor, in its order
-    dtype: torch.dtype  # what the storage holds; a view as another dtype counts its offset otherwise
+    reason: str | None  # why it cannot be followed; None: the storage has the HF tensor's elements, in its order
+    dtype: torch.dtype  # the storage's; the offset of a view as another dtype counts in other units
 
 
 class Trace(TorchDispatchMode):
-    """Records what `load_weights` writes to `live` tensors (see the module); `problems`: what it cannot follow."""
+    """Record the writes of `load_weights` to `live` tensors, and as `problems` those that cannot be followed."""
 
     def __init__(self, live: Iterable[torch.Tensor]):
         super().__init__()
         self.copies: list[Copy] = []
         self.constants: list[Constant] = []
         self.problems: list[str] = []
-        self._current = "before the first tensor"  # the HF tensor that load_weights is at
+        self._current = "before the first tensor"  # the HF tensor that load_weights loads now
         self._live = {storage_id(tensor): tensor.dtype for tensor in live}
         self._origins: dict[int, _Origin] = {}
-        self._tracked: list[torch.Tensor] = []  # references to storages, so that no other one gets their id
+        self._tracked: list[torch.Tensor] = []  # keeps storages alive, so that no other one gets their id
 
     def run(self, load_weights: Callable[[Iterable], Any], sources: Mapping[str, torch.Tensor]) -> None:
-        """Call `load_weights` with all `sources` (HF name -> meta tensor). What it raises is a problem, too."""
+        """Call `load_weights` with all `sources` (HF name -> meta tensor); an exception from it is a problem, too."""
         for name, tensor in sources.items():
             self._track(tensor, name, None)
         try:
@@ -120,12 +120,12 @@ class Trace(TorchDispatchMode):
                 return self._same_elements(source, dtype, origin)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
-            if storage_id(tensor) not in self._origins:  # else it is a view after all
+            if storage_id(tensor) not in self._origins:  # a view is tracked already
                 self._track(tensor, origin.name, origin.reason or f"{func} computes something from it")
         return result
 
     def _same_elements(self, source: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
-        """A copy of `source` whose storage has the same elements in the same places, so that views stay right."""
+        """Return a copy of `source` whose storage has the same elements at the same places, as views need it."""
         if dtype == source.dtype:
             return _aten.alias.default(source)
         count = source.untyped_storage().nbytes() // source.element_size()
@@ -140,7 +140,7 @@ class Trace(TorchDispatchMode):
             self._record(func, args, kwargs, live)
             return _answer(func, written)
         origin = self._origin_of(args, kwargs)
-        if origin is not None:  # the loader's own memory: it depends on a weight from now on
+        if origin is not None:  # the loader's own memory depends on a weight from now on
             for tensor in written:
                 self._track(tensor, origin.name, origin.reason or f"{func} changes it, or stores it elsewhere")
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
@@ -158,7 +158,7 @@ class Trace(TorchDispatchMode):
 
     def _record_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if view_id(target) == view_id(source) or not target.numel():
-            return  # a tensor onto itself, or nothing
+            return  # it copies a tensor onto itself, or no elements
         origin = self._origin_of((source,), {})
         if origin is None or origin.reason is not None:
             return self._refuse(origin, "copy_ of a tensor that is none of the weights")
@@ -174,7 +174,7 @@ class Trace(TorchDispatchMode):
         self.problems.append(f"{name}: {reason}")
 
     def _filled_with(self, func: Any, args: tuple) -> float | None:
-        """The number that fills the target, if no weight and no live tensor decides it."""
+        """Return the number that fills the target, None if a weight or a live tensor decides it."""
         if func is _aten.zero_.default:
             return 0.0
         if func is _aten.fill_.Scalar:
@@ -206,7 +206,7 @@ def _kind(func: Any) -> str:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that the operation writes to."""
+    """Return the tensors that the operation writes to."""
     written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -215,17 +215,17 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _answer(func: Any, written: list[torch.Tensor]) -> Any:
-    """What an operation that writes in place returns: its target, its targets, or nothing."""
+    """Return the value of an operation that writes in place: its target, its targets, or None."""
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written)
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutTensor:
-    """A region of an HF tensor and its place in one live parameter.
+    """Hold a region of an HF tensor and its place in one live parameter.
 
     `tensor`: view of live memory with the region's own shape, in the parameter's dtype; possibly strided. `parameter`:
-    vLLM's name.
+    vLLM's name of the parameter.
     """
 
     region: Region
@@ -235,11 +235,11 @@ class RolloutTensor:
 
 @dataclass(frozen=True, eq=False)
 class Destinations:
-    """Where HF tensors go on this rank. References its engine's memory: drop it together with the engine.
+    """Hold the places of HF tensors on this rank; it references the engine's memory, so drop it with the engine.
 
-    `tensors`: HF name -> its places, only of tensors of which the rank holds a part. `constants`: what load_weights
+    `tensors`: HF name -> its places, for tensors of which the rank holds a part. `constants`: values that load_weights
     fills in itself (padding of the vocabulary), to be written again only if the memory was lost. `views`: the memory of
-    every parameter, and buffer that is loaded, by the engine's names.
+    every parameter, and of every buffer that is loaded, by the engine's names.
     """
 
     tensors: dict[str, tuple[RolloutTensor, ...]]
@@ -248,7 +248,7 @@ class Destinations:
     views: dict[str, tuple]
 
     def still_valid(self, model: torch.nn.Module) -> bool:
-        """Whether all parameters have the memory that was learnt; if not (rebuilt, moved), learn again.
+        """Return whether all parameters have the memory that was learnt; if not (rebuilt, moved), learn again.
 
         Reads no data. vLLM's sleep frees the memory of storages that stay: the caller must wake the engine.
         """
@@ -259,12 +259,12 @@ class Destinations:
 
 
 def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: int) -> Destinations:
-    """Trace `model.load_weights` with every tensor of `inventory`: where each goes. Parameters are not changed.
+    """Return the destinations of all tensors of `inventory` by tracing `model.load_weights`; parameters do not change.
 
-    Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent. Raises
-    RecipeError for a loader that gives parameters other memory, that does with a tensor what cannot be followed, or
-    that does not write each element of every parameter, and of buffers that are loaded, exactly once: the message names
-    parameter, rank, expected and found.
+    It costs about as much as one load_weights without its copies. `inventory` has the dtypes that will be sent. Raises
+    RecipeError for a loader that gives parameters other memory, that transforms a tensor in a way that cannot be
+    followed, or that does not write each element of every parameter, and of buffers that are loaded, exactly once. The
+    message names parameter, rank, expected and found.
     """
     before = named_tensors(model)
     data = {name: tensor.data for name, tensor in before.items()}
@@ -289,7 +289,7 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
 def _map(
     copies: Iterable[Copy], inventory: Inventory, names: Mapping[int, str]
 ) -> tuple[dict[str, tuple[RolloutTensor, ...]], list[str]]:
-    """(HF name -> places, problems); `names`: storage -> name of the live tensor."""
+    """Return (HF name -> places, problems); `names`: storage -> name of the live tensor."""
     tensors, problems = dict[str, tuple[RolloutTensor, ...]](), []
     for copy in copies:
         owner = names[storage_id(copy.target)]
@@ -304,7 +304,7 @@ def _map(
 
 
 def _placed(parameter: Parameter, copy: Copy, owner: str) -> RolloutTensor | None:
-    """The copy's target as a region of the HF tensor that its source is a view of; None if it is no region."""
+    """Return the copy's target with the region of the HF tensor that goes there; None if the source is not a region."""
     shape, source, target = parameter.shape, copy.source, copy.target
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # its strides: the meta tensor is contiguous
     axes = {source.stride(dim): dim for dim in range(source.dim()) if source.shape[dim] > 1}

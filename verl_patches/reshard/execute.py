@@ -1,21 +1,22 @@
-"""One weight sync as planned: every rank packs, exchanges and unpacks bucket after bucket.
+"""Execute the plan of a weight sync: every rank packs, exchanges and unpacks bucket after bucket.
 
-The plan of a rank is compiled once into views (`Compiler`); a sync then is a few calls for each bucket, without a name
-or a search. Bucket k + 1 is packed while bucket k is exchanged, and k is unpacked while k + 1 is exchanged:
+The plan of a rank is compiled once into views (`Compiler`); a sync then takes a few calls for each bucket and looks up
+no names. Bucket k + 1 is packed while bucket k is exchanged, and k is unpacked while k + 1 is exchanged:
 
     pack 0 | exchange 0      | exchange 1        | ...
            | local, pack 1   | unpack 0, pack 2  | ...
 
-so there are two buffers to send from and two to receive into, never more than 4 * bucket_bytes in all; their memory
-is taken from torch's allocator during a sync only. Collectives: one all_to_all_single of bytes for each bucket, and one
-number before and after them, by which an error of one rank stops all. A work handle's wait() orders the exchange before
-what this stream does next, on any device, so nothing else is synchronised.
+So there are two buffers to send from and two to receive into, never more than 4 * bucket_bytes in all; their memory
+is taken from torch's allocator during a sync only. Collectives: one all_to_all_single of bytes for each bucket, and an
+all-reduce of one number before and after them, by which an error of one rank stops all. A work handle's wait() orders
+the exchange before what this stream does next, on any device, so nothing else is synchronised.
 
-Layout of the exchanged bytes: in a bucket one segment for each peer, by rank; in a segment the planned regions in
-order, each in the training inventory's dtype from a multiple of 16 bytes on.
+A bucket has one segment for each peer, by rank. A segment has the planned regions in order, each in the training
+inventory's dtype and from a multiple of 16 bytes on.
 
-Read in sources and not run on an NPU: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends
-are allowed (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
+These facts were read in sources and not tried on an NPU: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API
+reference), empty sends are allowed (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized
+(ResizeNpu.h).
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from verl_patches.reshard.region import Region, cover, overlap, part_of, row_byt
 from verl_patches.reshard.train_tensors import TrainTensor
 
 FLAGS = 2  # collectives of one number in each sync
-_SIDES = (0, 1)  # send and receive, as BucketPlan has them
+_SIDES = (0, 1)  # send and receive, the indices of BucketPlan
 
 
 @dataclass
 class Copies:
-    """Pairs of views of equal shape, copied by one call; dtypes and strides may differ."""
+    """Hold pairs of views of equal shape, copied by one call; dtypes and strides may differ."""
 
     to: list[torch.Tensor] = field(default_factory=list)
     source: list[torch.Tensor] = field(default_factory=list)
 
     def run(self) -> None:
-        """Copy all."""
+        """Copy each source view to its target view."""
         if self.to:
             torch._foreach_copy_(self.to, self.source)
 
 
 @dataclass
 class Bucket:
-    """One exchange: `send` and `receive` are the bytes used of the wire buffers, splits are bytes by peer."""
+    """Hold one exchange: `send` and `receive` are the used bytes of the wire buffers, splits are bytes by peer."""
 
     pack: Copies
     unpack: Copies
@@ -67,7 +68,7 @@ class Bucket:
 
 
 class Compiler:
-    """Makes the views of one rank's plan; raises ReshardError or ConfigError where plan and memory disagree."""
+    """Make the views of one rank's plan; raises ReshardError or ConfigError where plan and memory disagree."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Compiler:
             self.wire[parity, side] = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def problems(self) -> Iterator[str]:
-        """One text for each part that is unmapped, written twice or never, or of a wrong shape: expected and found."""
+        """Yield a text for each part that is unmapped, written twice or never, or of a wrong shape."""
         for name in dict.fromkeys([*self.arriving, *self.destinations]):
             if name not in self.parameters:
                 yield f"{name} is not in the inventory of the model"
@@ -118,7 +119,7 @@ class Compiler:
                     yield f"{part.region} in {part.parameter}: expected shape {expected}, found {found}"
 
     def local(self) -> Copies:
-        """Copies from this rank's training memory to its rollout memory."""
+        """Return the copies from this rank's training memory to its rollout memory."""
         copies = Copies()
         for region in self.plan.local:
             for wanted, view in self._targets(region):
@@ -126,16 +127,16 @@ class Compiler:
         return copies
 
     def buckets(self) -> list[Bucket]:
-        """Every exchange in order."""
+        """Return every exchange in order."""
         return [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
 
     def traffic(self) -> tuple[int, int, int]:
-        """Bytes of elements sent, received and copied on the rank."""
+        """Return the bytes of elements sent, received and copied on the rank."""
         sent, received = (sum(map(self._bytes, self._exchanged(side))) for side in _SIDES)
         return sent, received, sum(map(self._bytes, self.plan.local))
 
     def _exchanged(self, side: int) -> Iterator[Region]:
-        """All regions that this rank sends or receives, in order."""
+        """Yield all regions that this rank sends or receives, in order."""
         return (region for bucket in self.plan.buckets for region in _regions(bucket[side]))
 
     def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
@@ -151,7 +152,7 @@ class Compiler:
         return Bucket(pack, unpack, send, receive, *splits)
 
     def _on_wire(self, buffer: torch.Tensor, segments: Mapping[int, Sequence[Region]]) -> Iterator[tuple[Region, Any]]:
-        """Each region of the segments, and its view in the wire buffer."""
+        """Yield each region of the segments, and its view in the wire buffer."""
         start = 0
         for region in _regions(dict(sorted(segments.items()))):
             shape = region.shape_in(self.parameters[region.name].shape)
@@ -172,7 +173,7 @@ class Compiler:
         copies.source.append(view.detach())
 
     def _targets(self, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
-        """Each part of `region` that rollout memory takes, and its view there."""
+        """Yield each part of `region` that rollout memory takes, and its view there."""
         shape = self.parameters[region.name].shape
         for part in self.destinations.get(region.name, ()):
             wanted = overlap(part.region, region, shape)
@@ -195,11 +196,11 @@ def _regions(segments: Mapping[int, Sequence[Region]]) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did on this rank; bytes without alignment, seconds of the host's clock.
+    """Report the bytes (without alignment) and the seconds (of the host's clock) of one sync on this rank.
 
     `seconds`: pack, exchange (only the waiting), unpack, local, memory (opening and closing buffers), load (`before`
-    and `finish`) and total, after which the weights are complete; on an accelerator only the total includes the
-    device's work, the others are time of the host. `peak_extra_bytes`: wire buffers.
+    and `finish`) and total, after which the weights are complete. On an accelerator only the total includes the
+    device's work; the others are time of the host. `peak_extra_bytes`: bytes of the wire buffers.
     """
 
     sent_bytes: int
@@ -211,7 +212,7 @@ class SyncReport:
 
 
 class Executor:
-    """What one rank does at every sync. `build_executor` makes it, on all ranks at once."""
+    """Execute one rank's part of every sync; `build_executor` makes executors on all ranks at once."""
 
     def __init__(self, compiler: Compiler, finish: Callable[[], Any]):
         self.device, self._finish, self._traffic = compiler.device, finish, compiler.traffic()
@@ -225,15 +226,15 @@ class Executor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wire buffers have now: 0 between two syncs."""
+        """Return the bytes that wire buffers have now, 0 between two syncs."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._wire)
 
     @torch.no_grad()
     def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
-        """Move the weights; collective. Raises ReshardError on every rank for an error of any.
+        """Move the weights; collective. An error of any rank raises ReshardError on every rank.
 
-        Training and rollout weights must be in device memory: neither offloaded nor asleep. `before` is called first,
-        once all buffers are allocated.
+        Training and rollout weights must be in device memory: neither offloaded nor asleep. `before` is called before
+        the exchange, once all buffers are allocated.
         """
         begin = time.perf_counter()
         self._seconds = dict.fromkeys(("pack", "exchange", "unpack", "local", "memory", "load"), 0.0)
@@ -246,7 +247,7 @@ class Executor:
         except ReshardError:
             self._close_all()
             raise
-        self._exchange_all()  # if a collective raises, buffers stay: it may still be writing
+        self._exchange_all()  # if it raises, buffers stay: a collective may still write to them
         self._step("load", self._finish)
         self._step("memory", self._close_all)
         self._raise_on_any_rank("rollout weights are incomplete; stop, do not sample with them")
@@ -277,7 +278,7 @@ class Executor:
         )
 
     def _step(self, phase: str, do: Callable[[], Any]) -> None:
-        """One local step. After a first error no more are taken, but exchanges go on: no rank waits for ever."""
+        """Run one local step; after an error steps are skipped, but exchanges go on so that no rank waits forever."""
         if self._problem is not None and phase != "memory":
             return
         begin = time.perf_counter()
@@ -315,10 +316,10 @@ def build_executor(
     finish: Callable[[], Any],
     device: torch.device | str,
 ) -> Executor:
-    """Compile `rank`'s part of the plan; collective over all ranks.
+    """Return the executor of `rank`'s part of the plan; collective over all ranks.
 
-    `sources`: HF name -> what this rank trains. `destinations`: HF name -> live rollout memory. `finish` is called at
-    every sync once all weights are written. Raises ReshardError with the same message on every rank: where ranks have
+    `sources`: HF name -> part that this rank trains. `destinations`: HF name -> live rollout memory. `finish` is called
+    at every sync once all weights are written. Raises ReshardError with the same message on every rank where ranks have
     unequal plans, or memory and plan disagree (a parameter unmapped, written twice or never, of a wrong shape).
     """
     digests = gather(plan.digest())

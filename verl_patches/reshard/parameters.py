@@ -1,18 +1,18 @@
-"""DeepSeek-V3 weights in Megatron and MindSpeed-LLM: parameter names, and what a model chunk holds.
+"""Map names of DeepSeek-V3 parameters in Megatron and MindSpeed-LLM to HF kinds, and read a chunk's weights.
 
 Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer Engine's,
 which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only. `te_name`
 turns the first into the second. Layer and expert numbers in Megatron names are local to the pipeline chunk and to the
 expert-parallel rank.
 
-MindSpeed-LLM 2.0.0: multi_head_latent_attention.py makes `linear_qkv` of q's and kv's down projections, rows of q
+In MindSpeed-LLM 2.0.0 multi_head_latent_attention.py makes `linear_qkv` of q's and kv's down projections, rows of q
 first, and names the up projections linear_qb and linear_kvb and the norms q_layernorm and k_layernorm. Experts are
 Megatron's GroupedMLP: weight1 [H, e * 2F] (gate and up) and weight2 [e * F, H] (down) of all local experts. weight1 is
-read as `view(e, H, 2F)` (mindspeed/core/transformer/moe/experts.py, groupedmlp_forward), which is another order of the
-same memory than the shape says: an expert is a slice of the view, never a slice of columns. H hidden, F this rank's
-part of an expert's intermediate size, e local experts. Everything else has the name that megatron-core 0.12.2 gives it.
+read as `view(e, H, 2F)` (mindspeed/core/transformer/moe/experts.py, groupedmlp_forward), a different order of the same
+memory than the shape suggests: an expert is a slice of the view, not a slice of columns. H hidden, F this rank's part
+of an expert's intermediate size, e local experts. All other parameters have the names of megatron-core 0.12.2.
 
-Which parts of which HF tensors a parameter holds is in reshard/train_tensors.py.
+reshard/train_tensors.py says which parts of which HF tensors a parameter holds.
 
 Megatron is imported inside functions: the resharder uses the names where Megatron must not be imported yet.
 """
@@ -29,7 +29,7 @@ import torch
 from verl_patches.errors import ConfigError
 from verl_patches.layout.sharding import MEGATRON_NAMES
 
-# (local spelling, Transformer Engine spelling), as regular expression and template of each other
+# (pattern of one spelling, template of the other spelling)
 _TO_TE = (
     (r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"{0}.{2}.weight{1}"),
     (r"(.*\.self_attention)\.q_layernorm\.weight", r"{0}.linear_q_up_proj.layer_norm_weight"),
@@ -42,7 +42,7 @@ _FROM_TE = (
     (r"(.*)\.mlp\.linear_fc1\.layer_norm_weight", r"{0}.pre_mlp_layernorm.weight"),  # dense layers
 )
 _ATTENTION, _EXPERTS = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp.experts."
-# kind -> MindSpeed's name in one pipeline stage; no q_proj: no low-rank q here (mindspeed/arguments.py)
+# kind -> MindSpeed's name in one pipeline stage; q_proj is absent, as q is always low-rank (mindspeed/arguments.py)
 MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind != "q_proj"} | {
     "q_a_proj": _ATTENTION + "linear_qkv.weight",
     "kv_a_proj": _ATTENTION + "linear_qkv.weight",
@@ -53,7 +53,7 @@ MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind !
     "routed_expert_up": _EXPERTS + "weight1",
     "routed_expert_down": _EXPERTS + "weight2",
 }
-# library of layout/sharding.py -> (its names, what has others)
+# library of layout/sharding.py -> (its names, unsupported settings that give other names)
 NAMES = dict.fromkeys(
     ("megatron-local", "megatron-te"),
     (MEGATRON_NAMES, "a grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
@@ -64,7 +64,7 @@ NAMES = dict.fromkeys(
 
 
 class ParsedName(NamedTuple):
-    """What a Megatron parameter is: inventory kinds in the order they are joined (gate, up), local layer and expert."""
+    """Say what a Megatron parameter holds: HF kinds in the order they are joined (gate, up), local layer and expert."""
 
     kinds: tuple[str, ...]
     layer: int | None
@@ -72,12 +72,12 @@ class ParsedName(NamedTuple):
 
 
 def te_name(name: str) -> str:
-    """The name that Transformer Engine modules would give this parameter; names that are equal in both stay."""
+    """Return the name of a parameter in Transformer Engine's spelling; names that are equal in both stay."""
     return _respell(name, _TO_TE)
 
 
 def local_name(name: str) -> str:
-    """The name that Megatron's own modules would give this parameter: the inverse of `te_name`."""
+    """Return the name of a parameter in the spelling of Megatron's own modules: the inverse of `te_name`."""
     return _respell(name, _FROM_TE)
 
 
@@ -90,10 +90,10 @@ def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
 
 
 def parse_name(name: str, library: str) -> ParsedName:
-    """What the parameter or buffer `name` of one GPTModel chunk is; either spelling, wrapper prefixes allowed.
+    """Return what the parameter or buffer `name` of a GPTModel chunk holds; both spellings are accepted.
 
-    Prefixes ("module.") are those of DDP and Float16Module. `library`: a key of NAMES. Raises ConfigError for a name
-    that no DeepSeek-V3 parameter of the library has.
+    The name may have the prefixes ("module.") of DDP and Float16Module. `library`: a key of NAMES. Raises ConfigError
+    for a name that no DeepSeek-V3 parameter of the library has.
     """
     bare = re.sub(r"^(module\.)*", "", name)
     for pattern, kinds in _patterns(library):
@@ -110,7 +110,7 @@ def parse_name(name: str, library: str) -> ParsedName:
 
 @functools.cache
 def _patterns(library: str) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
-    """(pattern, kinds) of each parameter; kinds of one name are joined."""
+    """Return (pattern, kinds) of each parameter; kinds of one name are joined."""
     kinds: dict[str, tuple[str, ...]] = {}
     for kind, template in NAMES[library][0].items():
         kinds[template] = (*kinds.get(template, ()), kind)
@@ -124,7 +124,7 @@ def _patterns(library: str) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ..
 
 
 def te_names_for_verl(normalize_model_name):
-    """Row provider: `verl.utils.model.normalize_model_name`, its result in Transformer Engine spelling.
+    """Wrap `verl.utils.model.normalize_model_name` so that its result is in Transformer Engine's spelling.
 
     verl's per_tensor_generator finds experts by ".mlp.experts.linear_fc" and its DeepSeek-V3 converter knows no other
     spelling, so parameters of Megatron's own modules must pass through here before both.
@@ -141,7 +141,7 @@ def te_names_for_verl(normalize_model_name):
 
 
 def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in a GPTModel chunk that a checkpoint holds: parameters and correction biases."""
+    """Yield (name, tensor) of all that a checkpoint holds of a GPTModel chunk: parameters and correction biases."""
     yield from chunk.named_parameters()
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):
@@ -149,7 +149,7 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def keep_bias_fp32(chunk: torch.nn.Module) -> None:
-    """Undo what Float16Module did to the correction biases, before values are lost by it.
+    """Restore the correction biases to fp32 after Float16Module has cast them, before values are loaded.
 
     Megatron does the same at each forward
     (megatron.core.transformer.moe.router.TopKRouter._maintain_float32_expert_bias), which is too late for a value that
@@ -161,10 +161,10 @@ def keep_bias_fp32(chunk: torch.nn.Module) -> None:
 
 
 def split_up(weight1: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """[2F, H] of each of `count` experts in weight1 [H, e * 2F], rows of gate first and then of up, as views."""
+    """Return views [2F, H], rows of gate and then of up, of each of `count` experts in weight1 [H, e * 2F]."""
     return [expert.t() for expert in weight1.view(count, weight1.shape[0], -1)]
 
 
 def split_down(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """[H, F] of each of `count` experts in weight2 [e * F, H], as views."""
+    """Return views [H, F] of each of `count` experts in weight2 [e * F, H]."""
     return [expert.t() for expert in weight2.view(count, -1, weight2.shape[1])]

@@ -1,19 +1,19 @@
-"""The plan of a weight sync: what each rank copies, sends and receives, bucket by bucket. No torch, no communication.
+"""Plan a weight sync: what each rank copies, sends and receives, bucket by bucket, without torch or communication.
 
 Every rank computes the same plan from the same inputs (`digest` proves it): blocks of regions that are sent as one
-(blocks.py), a sender for each rank that needs one and buckets of bounded size. What a rank holds in training
-already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has.
+(blocks.py), a sender for each rank that needs a block, and buckets of bounded size. A rank never receives what it holds
+in training already, so it receives exactly its lower bound: what it needs minus what it has.
 
-Senders: for each rank that needs a block, one of the ranks that hold it. Blocks with one holder are assigned first,
-then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that sends
-least so far. A near sender is skipped where it is over its stage's mean and more than AHEAD of the mean above the
+Senders: each rank that needs a block gets it from one of the ranks that hold it. Blocks with one holder are assigned
+first, then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that
+sends least so far. A near sender is skipped where it is over its stage's mean and more than AHEAD of the mean above the
 least-loaded holder of the block.
 
 Buckets: each is one collective, in which each rank sends and receives at most `bucket_bytes`. A bucket is filled sender
-by sender, those with most left first, each towards the receivers with most left: so every bucket mixes all pipeline
-stages, and the rank that must send most is busy in every one. A region that does not fit is cut along its axis, but
-room of less than 1/CUT of a bucket is left empty: no tiny pieces, and at most that share of a busy rank's bucket is
-lost.
+by sender, those with most left first, each towards the receivers with most left. So every bucket mixes all pipeline
+stages, and the rank that must send most is busy in every bucket. A region that does not fit is cut along its axis, but
+room of less than 1/CUT of a bucket is left empty. This avoids tiny pieces and loses at most that share of a busy rank's
+bucket.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from verl_patches.reshard.region import ALIGN_BYTES, Region, align
 
 @dataclass(frozen=True)
 class Topology:
-    """How ranks are placed: consecutive ranks fill cards, cards fill nodes (Atlas A3: 2 dies a card, 16 a node)."""
+    """Place ranks: consecutive ranks fill cards, and cards fill nodes (Atlas A3: 2 dies a card, 16 dies a node)."""
 
     dies_per_card: int = 2
     dies_per_node: int = 16
 
     def nearness(self, rank: int, other: int) -> str:
-        """One of NEARNESS."""
+        """Return which of NEARNESS two ranks have."""
         if rank == other:
             return "itself"
         if rank // self.dies_per_card == other // self.dies_per_card:
@@ -49,15 +49,15 @@ class Topology:
         return "node" if rank // self.dies_per_node == other // self.dies_per_node else "across"
 
 
-NEARNESS = ("itself", "card", "node", "across")  # the same die, card, node, or none of these
+NEARNESS = ("itself", "card", "node", "across")  # the same die, card or node, or another node
 AHEAD = 0.05  # of the stage's mean: how far a near sender may be ahead of the block's other holders
-Routes = list[dict[int, list[int]]]  # for each sender: receiver -> numbers of blocks, in wire order
+Routes = list[dict[int, list[int]]]  # by sender: receiver -> numbers of blocks, in wire order
 
 
 def route(blocks: Sequence[Block], stages: Sequence[int], topology: Topology) -> Routes:
-    """The sender of every (block, receiver that does not hold it); `stages[rank]` is its training stage."""
+    """Return the sender of every block for each receiver without it; `stages[rank]` is its training pipeline stage."""
     router = _Router(blocks, stages, topology)
-    # few holders first: they have the least choice; then large blocks first: small ones level what is left uneven
+    # blocks with few holders first, as they have the least choice; then large ones, whose unevenness small ones level
     order = sorted(range(len(blocks)), key=lambda i: (len(blocks[i].holders), -router.sizes[i], i))
     far = [(i, router.send_from_near(i)) for i in order]
     for i, receivers in far:
@@ -78,7 +78,7 @@ class _Router:
         self.mean = {stage: total[stage] / count for stage, count in Counter(stages).items()}
 
     def send_from_near(self, number: int) -> list[int]:
-        """Assign senders to the receivers that have a near holder or a single one; returns the other receivers."""
+        """Assign senders to receivers of a block with a near or a single holder, and return the other receivers."""
         block, size = self.blocks[number], self.sizes[number]
         holders = set(block.holders)
         others = [rank for rank in block.receivers if rank not in holders]
@@ -114,7 +114,7 @@ class _Router:
         return self._places[holders]
 
     def send_from_least_loaded(self, number: int, receivers: list[int]) -> None:
-        """Assign to each of `receivers` the holder that sends least so far, wherever it is."""
+        """Assign to each of `receivers` the holder that sends least so far, near or far."""
         waiting = [(self.load[rank], rank) for rank in self.blocks[number].holders]
         heapq.heapify(waiting)
         for rank in receivers:
@@ -131,7 +131,7 @@ CUT = 16
 
 
 class Piece(NamedTuple):
-    """Rows [start, stop) of a block, counted through all its regions, which one rank sends another in one bucket.
+    """Describe what one rank sends another of a block in one bucket: rows [start, stop) through all its regions.
 
     `size_bytes`: bytes in the bucket, with alignment.
     """
@@ -146,7 +146,7 @@ class Piece(NamedTuple):
 
 
 def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
-    """The regions that rows [start, stop) of `block` are."""
+    """Return the regions of rows [start, stop) of `block`, counted through all its regions."""
     regions, first = [], 0
     for region in block.regions:
         a, b = max(start - first, 0), min(stop - first, region.rows)
@@ -157,7 +157,7 @@ def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
 
 
 def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
-    """All pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
+    """Return all pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
     packer, bucket = _Packer(blocks, routes, bucket_bytes), 0
     while any(packer.queues):
         packer.fill(bucket)
@@ -172,7 +172,7 @@ class _Packer:
         self.end = [sum(rows for rows, _ in block) for block in self.rows]
         self.least = -(-bucket_bytes // CUT)  # a rank with less room than this gets no more of the bucket
         sizes = [block.wire_bytes for block in blocks]
-        # what is left of each pair, last first, and the row at which its first block goes on
+        # numbers of the blocks left of each pair, last first, and the row at which its first block continues
         self.queues = [{receiver: numbers[::-1] for receiver, numbers in pairs.items()} for pairs in routes]
         self.begun: dict[tuple[int, int], int] = {}
         self.to_send, self.to_receive = [0] * len(routes), [0] * len(routes)
@@ -184,7 +184,7 @@ class _Packer:
         self.pieces: list[Piece] = []
 
     def fill(self, bucket: int) -> None:
-        """Pack one bucket; at least one row goes into it."""
+        """Pack one bucket with at least one row."""
         ranks = range(len(self.queues))
         rooms = [self.bucket_bytes] * len(ranks)
         receivers = sorted(ranks, key=lambda r: (-self.to_receive[r], r))
@@ -200,7 +200,7 @@ class _Packer:
                     break
 
     def _take(self, bucket: int, sender: int, receiver: int, room: int) -> int:
-        """Send what fits into `room` bytes from one rank to another; returns the bytes it takes."""
+        """Add the pieces from one rank to another that fit into `room` bytes, and return the bytes they take."""
         queue, pair, taken = self.queues[sender][receiver], (sender, receiver), 0
         while queue:
             number = queue[-1]
@@ -221,7 +221,7 @@ class _Packer:
         return taken
 
     def _fit(self, number: int, start: int, room: int) -> tuple[int, int]:
-        """(row after the last that fits, bytes of the rows from `start` to it)."""
+        """Return (row after the last that fits into `room`, bytes of the rows from `start` to it)."""
         stop, size, first = start, 0, 0
         for rows, row in self.rows[number]:
             left = first + rows - stop  # of this region
@@ -239,7 +239,7 @@ class _Packer:
 
 
 class BucketPlan(NamedTuple):
-    """One bucket of one rank: peer rank -> regions in wire order, sorted by peer; a peer without any is absent."""
+    """Hold one rank's part of a bucket: peer -> regions in wire order, sorted by peer, without peers that have none."""
 
     send: dict[int, tuple[Region, ...]]
     receive: dict[int, tuple[Region, ...]]
@@ -247,7 +247,7 @@ class BucketPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one rank does in a sync; every rank has the same number of buckets.
+    """Hold one rank's part of a weight sync; every rank has the same number of buckets.
 
     `local`: regions that the rank holds in training and needs in rollout; they are copied on the device.
     """
@@ -259,7 +259,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """The plan of all ranks; `for_rank` is what a rank executes. Lists are indexed by rank, sizes are bytes."""
+    """Hold the plan of all ranks; `for_rank` returns a rank's part. Lists are indexed by rank, sizes are bytes."""
 
     inventory: Inventory
     train: ParallelLayout
@@ -273,16 +273,16 @@ class ReshardPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks, of training and of rollout alike."""
+        """Return the number of ranks, which training and rollout share."""
         return self.train.world_size
 
     @functools.cached_property
     def bucket_count(self) -> int:
-        """Buckets of a sync: one collective each."""
+        """Return the number of buckets of a sync, each of which is one collective."""
         return max((piece.bucket for piece in self.pieces), default=-1) + 1
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What `rank` copies, sends and receives. Raises ConfigError for a rank that does not exist."""
+        """Return what `rank` copies, sends and receives; raises ConfigError for a rank that does not exist."""
         self.train.coordinates(rank)
         send = [defaultdict[int, tuple[Region, ...]](tuple) for _ in range(self.bucket_count)]
         receive = [defaultdict[int, tuple[Region, ...]](tuple) for _ in range(self.bucket_count)]
@@ -300,17 +300,17 @@ class ReshardPlan:
 
     @functools.cached_property
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends, with alignment."""
+        """Return the bytes that each rank sends, with alignment."""
         return [sum(sent) for sent in self.traffic]
 
     @functools.cached_property
     def received_bytes(self) -> list[int]:
-        """Bytes that each rank receives, with alignment."""
+        """Return the bytes that each rank receives, with alignment."""
         return [sum(received) for received in zip(*self.traffic, strict=True)]
 
     @functools.cached_property
     def traffic(self) -> list[list[int]]:
-        """Bytes that each rank (first index) sends to each (second index), with alignment."""
+        """Return the bytes that each rank (first index) sends to each rank (second index), with alignment."""
         sums = [[0] * self.world_size for _ in range(self.world_size)]
         for piece in self.pieces:
             sums[piece.sender][piece.receiver] += piece.size_bytes
@@ -318,12 +318,12 @@ class ReshardPlan:
 
     @functools.cached_property
     def local_bytes(self) -> list[int]:
-        """Bytes that each rank has already."""
+        """Return the bytes that each rank needs and holds already."""
         return [sum(block.raw_bytes for block in blocks) for blocks in self._local_blocks]
 
     @functools.cached_property
     def lower_bound_bytes(self) -> list[int]:
-        """Bytes that must reach each rank whatever the plan: what its rollout layout needs minus what it holds."""
+        """Return the bytes that must reach each rank by any plan: what its rollout layout needs minus what it holds."""
         bound = [0] * self.world_size
         for block in self.blocks:
             size = block.raw_bytes
@@ -333,12 +333,12 @@ class ReshardPlan:
 
     @functools.cached_property
     def stages(self) -> list[int]:
-        """The training pipeline stage of each rank."""
+        """Return the training pipeline stage of each rank."""
         return [self.train.coordinates(rank).pp for rank in range(self.world_size)]
 
     @functools.cached_property
     def peak_extra_bytes(self) -> int:
-        """Wire buffers of the busiest rank: two to send and two to receive, each as large as its fullest bucket."""
+        """Return the most bytes of a rank's wire buffers: two to send, two to receive, each for the fullest bucket."""
         sends, receives = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         for piece in self.pieces:
             sends[piece.sender, piece.bucket] += piece.size_bytes
@@ -346,7 +346,7 @@ class ReshardPlan:
         return 2 * max(sends.values(), default=0) + 2 * max(receives.values(), default=0)
 
     def digest(self) -> str:
-        """Hex digest of inputs and result: ranks that are to run this plan together must agree on it."""
+        """Return a hex digest of inputs and result, which must be equal on all ranks that run the plan together."""
         inputs = self.inventory.model, self.train, self.rollout, self.train_library, self.rollout_library
         digest = hashlib.sha256()
         for part in (*inputs, self.bucket_bytes, self.topology, *self.blocks):
@@ -381,7 +381,7 @@ def plan_reshard(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     topology: Topology = Topology(),
 ) -> ReshardPlan:
-    """The plan that moves `inventory` (dtypes: those sent) from `train` to `rollout`, equal for equal arguments.
+    """Return the plan that moves `inventory` (in the dtypes sent) from `train` to `rollout`, equal for equal arguments.
 
     `*_library`: keys of layout/sharding.py's LIBRARIES. `bucket_bytes`: most that a rank sends, and receives, in one
     bucket. Raises ConfigError for pairs of layouts that cannot be served, and for a bucket too small for one row of

@@ -1,7 +1,7 @@
-"""Errors and disagreements between the ranks of a weight sync, or of another exchange, raised alike on all of them.
+"""Raise an error of one rank on all ranks of a weight sync, or of another exchange, with the same message.
 
-While there is no error only numbers are exchanged. Once one rank has an error, every rank gathers the texts and raises
-the same message, so that none waits in a collective for ever.
+Without an error ranks exchange one number only. Once one rank has an error, every rank gathers the texts and raises
+the same message, so that no rank waits in a collective forever.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _SHOWN, _OF_A_RANK = 8, 3  # problems that a message lists
 
 
 class RankError(RecipeError):
-    """Every rank raises such an error where any has a problem (`raise_on_any_rank`); `what` says what failed."""
+    """Report on every rank that some rank has a problem (`raise_on_any_rank`); `what` names the work that failed."""
 
     what: str
 
 
 class ReshardError(RankError):
-    """Weights cannot be moved as planned, or did not arrive: the message names parameter, rank, expected and found."""
+    """Report that weights cannot be moved or did not arrive; the message names parameter, rank, expected and found."""
 
     what = "reshard"
 
 
 def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
-    """The problems that `check` returns, for `raise_on_any_rank`; if it raises, the exception is the only one."""
+    """Return the problems that `check` returns, or its exception as the only one, for `raise_on_any_rank`."""
     try:
         return list(check() or ())
     except Exception as why:
@@ -40,7 +40,7 @@ def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
 def raise_on_any_rank(
     problems: Sequence[str], group: Any, device: torch.device | str, todo: str, error: type[RankError] = ReshardError
 ) -> None:
-    """Raise the same `error` on every rank if any has a problem; collective. `todo` begins the message."""
+    """Raise the same `error` on every rank if any rank has a problem; collective. `todo` begins the message."""
     flag = torch.tensor([len(problems)], dtype=torch.int64, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     if not flag.item():
@@ -54,7 +54,7 @@ def raise_on_any_rank(
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
-    """`value` of every rank, pickled: not for every sync."""
+    """Return `value` of every rank; it is pickled, which is too slow for every sync."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,7 +1,7 @@
-"""Regions, the parts of HF tensors in which weights are planned, sent and written: their bytes, and what two share.
+"""Compute bytes, overlap and cover of regions, the parts of HF tensors that a weight sync plans, sends and writes.
 
 In each bucket a rank sends another rank one segment. Regions lie in it in order, each from a multiple of ALIGN_BYTES
-on, so that the receiver can view its bytes in any dtype. No torch.
+on, so that the receiver can view its bytes in any dtype. Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALIGN_BYTES = 16
 
 
 class Region(NamedTuple):
-    """Rows (or columns) [start, stop) along `axis` of the HF tensor `name`, whole in every other dimension.
+    """Describe rows (or columns) [start, stop) along `axis` of the HF tensor `name`, whole in every other dimension.
 
     A tensor that no layout cuts is [0, shape[0]) along axis 0.
     """
@@ -29,15 +29,15 @@ class Region(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Length along `axis`."""
+        """Return the length along `axis`."""
         return self.stop - self.start
 
     def shape_in(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The region's own shape, given the HF tensor's."""
+        """Return the region's own shape, given the HF tensor's."""
         return tuple(self.rows if i == self.axis else n for i, n in enumerate(whole))
 
     def along(self, axis: int, shape: Sequence[int]) -> Region:
-        """The same region along `axis` if it is all of its HF tensor of `shape`; any other region unchanged."""
+        """Return the region along `axis` if it is the complete HF tensor of `shape`, and unchanged otherwise."""
         if (self.start, self.stop) == (0, shape[self.axis]):
             return Region(self.name, axis, 0, shape[axis])
         return self
@@ -47,7 +47,7 @@ class Region(NamedTuple):
 
 
 def region_of(shard: Shard) -> Region:
-    """The region of its HF tensor that `shard` holds, without padding of the vocabulary."""
+    """Return the region of its HF tensor that `shard` holds, without padding of the vocabulary."""
     parameter = shard.parameter
     if shard.axis is None:
         return Region(parameter.name, 0, 0, parameter.shape[0])
@@ -55,24 +55,24 @@ def region_of(shard: Shard) -> Region:
 
 
 def align(size_bytes: int) -> int:
-    """`size_bytes` rounded up to whole ALIGN_BYTES."""
+    """Return `size_bytes` rounded up to a multiple of ALIGN_BYTES."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def row_bytes(parameter: Parameter, axis: int) -> int:
-    """Bytes of one row (column) of `parameter` along `axis`, in the dtype that is sent: the inventory's."""
+    """Return the bytes of one row (column) of `parameter` along `axis`, in the dtype that is sent: the inventory's."""
     return parameter.count // parameter.shape[axis] * DTYPE_BYTES[parameter.dtype]
 
 
 def wire_bytes(parameter: Parameter, region: Region) -> int:
-    """Bytes that `region`, a part of `parameter`, takes in a segment: those of its elements, aligned."""
+    """Return the aligned bytes that `region`, a part of `parameter`, takes in a segment."""
     return align(region.rows * row_bytes(parameter, region.axis))
 
 
 def overlap(a: Region, b: Region, shape: Sequence[int]) -> Region | None:
-    """The region that two regions of one HF tensor of `shape` share; None if they share nothing.
+    """Return the region that two regions of one HF tensor of `shape` share, None if they share nothing.
 
-    Raises ConfigError for two parts cut along different axes: their intersection is no region.
+    Raises ConfigError for two parts cut along different axes: their intersection is not a region.
     """
     a, b = _along_one_axis(a, b, shape)
     if a.axis != b.axis:
@@ -82,13 +82,13 @@ def overlap(a: Region, b: Region, shape: Sequence[int]) -> Region | None:
 
 
 def contains(held: Region, wanted: Region, shape: Sequence[int]) -> bool:
-    """Whether `wanted` has rows of the HF tensor of `shape` that `held` is of, and all of them lie in `held`."""
+    """Return whether `wanted` has rows, and all of them lie in `held`, a region of the same HF tensor of `shape`."""
     held, wanted = _along_one_axis(held, wanted, shape)
     return held[:2] == wanted[:2] and held.start <= wanted.start < wanted.stop <= held.stop
 
 
 def part_of(tensor: Any, held: Region, wanted: Region, shape: Sequence[int]) -> Any:
-    """The view of `wanted` in `tensor`, which has the shape of `held`; None if `held` does not contain `wanted`."""
+    """Return the view of `wanted` in `tensor`, which has the shape of `held`; None if `wanted` is not inside `held`."""
     if not contains(held, wanted, shape):
         return None
     first = held.start if held.axis == wanted.axis else 0
@@ -96,7 +96,7 @@ def part_of(tensor: Any, held: Region, wanted: Region, shape: Sequence[int]) -> 
 
 
 def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tuple[list[Region], list[Region]]:
-    """(parts of `wanted` that no piece covers, parts that more than one covers); pieces may exceed `wanted`.
+    """Return (parts of `wanted` that no piece covers, parts that several cover); pieces may exceed `wanted`.
 
     Raises ConfigError for pieces cut along different axes.
     """
@@ -121,7 +121,7 @@ def _different_axes(a: Region, b: Region) -> ConfigError:
 
 
 def _along_one_axis(a: Region, b: Region, shape: Sequence[int]) -> tuple[Region, Region]:
-    """Both regions along one axis, which is possible where at least one is a complete tensor."""
+    """Return both regions along one axis, which is possible where at least one is a complete tensor."""
     if a.axis != b.axis:
         a = a.along(b.axis, shape)
         b = b.along(a.axis, shape)

@@ -1,7 +1,7 @@
-"""The HF tensors that this rank trains, as views of the live parameters: where a weight sync reads.
+"""Give a weight sync views of the HF tensors in this rank's live training parameters, without copies.
 
-Nothing is copied. A view has the shape and orientation of its HF region and may be strided or transposed. Layout and
-model must agree on who holds what, which is checked when the views are made.
+A view has the shape and orientation of its HF region and may be strided or transposed. Layout and model must agree on
+the parts that each rank holds, which is checked when the views are made.
 
 How a parameter holds HF tensors depends on the library. Its HF kinds (those of layout/inventory.py) are joined along HF
 rows, and under TP each rank joins its own part of each: gated fc1 is [gate's part; up's part]. Shape letters: H hidden,
@@ -15,9 +15,9 @@ F this rank's part of an expert's intermediate size, e local experts.
     ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
     every other one                            one kind, or gate and up             as HF                   all
 
-Sources: names are tabulated in layout/sharding.py and reshard/parameters.py. weight1 and weight2
-are megatron-core's: megatron.core.transformer.moe.experts.GroupedMLP.forward of 0.12.2 views them so, and so does
-mindspeed.core.transformer.moe.experts.groupedmlp_forward: weight1's shape does not say what is in its memory.
+Names are tabulated in layout/sharding.py and reshard/parameters.py. megatron-core 0.12.2 views weight1 and weight2 so
+(megatron.core.transformer.moe.experts.GroupedMLP.forward), and so does MindSpeed
+(mindspeed.core.transformer.moe.experts.groupedmlp_forward): the shape of weight1 does not show the order of its memory.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from verl_patches.reshard import parameters as megatron
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of, region_of
 
-Native = Mapping[str, torch.Tensor]  # parameter's own name -> tensor, of one model chunk
+Native = Mapping[str, torch.Tensor]  # the library's parameter name -> tensor, of one model chunk
 PLAIN, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
 _STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 
 
 class Storage(NamedTuple):
-    """What one parameter holds: kinds joined along rows, local layer, local expert (None: none, or all), and how."""
+    """Describe a parameter's contents: kinds joined along rows, local layer, local expert (None: none or all), how."""
 
     kinds: tuple[str, ...]
     layer: int | None
@@ -52,14 +52,14 @@ class Storage(NamedTuple):
     how: str
 
     def shape(self, joined: Sequence[int], count: int) -> tuple[int, ...]:
-        """The parameter's own shape, given that of its joined HF tensors (of one of `count` experts, if stacked)."""
+        """Return the parameter's shape from that of its joined HF tensors (of one of `count` experts if stacked)."""
         if self.how == PLAIN:
             return tuple(joined)
         rows, columns = joined
         return (columns, count * rows) if self.how == UP_STACK else (count * columns, rows)
 
     def joined(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
+        """Return views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
 
         Expects the parameter's own shape (see `shape`).
         """
@@ -69,20 +69,20 @@ class Storage(NamedTuple):
 
 
 def storage_of(name: str, library: str) -> Storage:
-    """What the parameter or buffer `name` of a GPTModel chunk is; wrapper prefixes ("module.") are allowed.
+    """Return what the parameter or buffer `name` of a GPTModel chunk holds; it may have wrapper prefixes ("module.").
 
     Raises ConfigError for a name that no DeepSeek-V3 parameter of `library` has.
     """
     how = next((how for end, how in _STACKS.items() if name.endswith(end)), PLAIN)
-    place = megatron.parse_name(name, "mindspeed" if how != PLAIN else library)  # one GroupedMLP, whatever the library
+    place = megatron.parse_name(name, "mindspeed" if how != PLAIN else library)  # all libraries use the same GroupedMLP
     return Storage(*place, how)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainTensor:
-    """What this rank holds of one HF tensor.
+    """Hold this rank's part of one HF tensor.
 
-    `tensor`: a view of live memory with the region's own shape. `shape`: the complete HF tensor's. It is a view of
+    `tensor`: a view of live memory with the region's own shape. `shape`: that of the complete HF tensor. The view is in
     `parameter` of model chunk `chunk`; `native`: that parameter when the view was made (see `are_views_of`).
     """
 
@@ -94,7 +94,7 @@ class TrainTensor:
     native: torch.Tensor
 
     def read(self, region: Region) -> torch.Tensor:
-        """The view of `region`, which must lie inside this one (ConfigError)."""
+        """Return the view of `region`; raises ConfigError if it does not lie inside this one."""
         view = part_of(self.tensor, self.region, region, self.shape)
         if view is None:
             raise ConfigError(
@@ -107,11 +107,12 @@ class TrainTensor:
 def train_tensors(
     chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, rank: int, library: str
 ) -> dict[str, TrainTensor]:
-    """HF name -> what `rank` holds, as views of `chunks`: its GPTModels, wrapped or not, one for each virtual stage.
+    """Return {HF name: part that `rank` holds}, as views of `chunks`.
 
-    `inventory` in training's dtypes. `library`: a key of layout.sharding.LIBRARIES. Needs Megatron's process groups.
-    Raises ConfigError where layout and model disagree: another layer, expert or TP part, another shape or dtype, an
-    unknown, missing or doubled parameter; the message names parameter, rank, expected and found.
+    `chunks`: the rank's GPTModels, wrapped or not, one for each virtual stage. `inventory` has training's dtypes.
+    `library`: a key of layout.sharding.LIBRARIES. Needs Megatron's process groups. Raises ConfigError where layout and
+    model disagree: another layer, expert or TP part, another shape or dtype, an unknown, missing or doubled parameter;
+    the message names parameter, rank, expected and found.
     """
     _check_place(unwrapped(chunks), inventory, layout, rank)
     return views_of(native_tensors(chunks), inventory, layout, rank, library)
@@ -120,14 +121,14 @@ def train_tensors(
 def inventory_and_library(
     chunks: Sequence[torch.nn.Module], hf_config: Any, line: str, value: bool = False
 ) -> tuple[Inventory, str]:
-    """The inventory of `hf_config`'s model in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
+    """Return the inventory of `hf_config` in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     model = replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype)
     return build_inventory(model, value), library_of(chunks, line)
 
 
 def library_of(chunks: Sequence[torch.nn.Module], line: str) -> str:
-    """The key of layout.sharding.LIBRARIES that the parameters of `chunks` have on this line."""
+    """Return the key of layout.sharding.LIBRARIES for the parameters of `chunks` on this line."""
     if line == "a3":
         return "mindspeed"
     names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
@@ -135,7 +136,7 @@ def library_of(chunks: Sequence[torch.nn.Module], line: str) -> str:
 
 
 def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
-    """The layout that a live model has by Megatron's process groups; collective over the ranks of a pipeline."""
+    """Return the layout of a live model, by Megatron's process groups; collective over the ranks of a pipeline."""
     from megatron.core import parallel_state
 
     models = unwrapped(chunks)
@@ -148,7 +149,7 @@ def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
         dist.get_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         cp=parallel_state.get_context_parallel_world_size(),
-        ep=max(of_stage for _, of_stage in stages),  # 1 on stages of dense layers alone
+        ep=max(of_stage for _, of_stage in stages),  # it is 1 on stages with dense layers only
         etp=parallel_state.get_expert_tensor_parallel_world_size(),
         pp=len(stages),
         vpp=len(models),
@@ -157,14 +158,14 @@ def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
 
 
 def still_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether `tensors` still are views of what `chunks` train; if not, make them again. Cheap: no data is read."""
+    """Return whether `tensors` still are views of what `chunks` train; if not, make them again. Reads no data."""
     return are_views_of(tensors, native_tensors(chunks))
 
 
 def views_of(
     native: Sequence[Native], inventory: Inventory, layout: ParallelLayout, rank: int, library: str
 ) -> dict[str, TrainTensor]:
-    """As `train_tensors`, from the library's own names and tensors of each model chunk; needs no Megatron."""
+    """Return the same as `train_tensors`, from names and tensors of each model chunk, without Megatron."""
     if len(native) != layout.vpp:
         raise ConfigError(f"reshard: rank {rank} has {len(native)} model chunks, layout {layout} has {layout.vpp}")
     shards = local_parameters(inventory, layout, rank, library).shards
@@ -197,9 +198,9 @@ def views_of(
 
 
 def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -> bool:
-    """Whether `tensors` are views of the present memory of `native`.
+    """Return whether `tensors` are views of the present memory of `native`.
 
-    Offload that resizes a storage (verl's, for DDP buffers) leaves views valid; a parameter with other memory
+    Offload that resizes a storage (verl's, for DDP buffers) leaves views valid; giving a parameter other memory
     (`param.data = ...`) does not. The views keep their storages allocated.
     """
     return all(
@@ -211,7 +212,7 @@ def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -
 def _shard_views(
     storage: Storage, parameter: torch.Tensor, stack: Sequence[Sequence[Shard]]
 ) -> Iterator[tuple[Shard, torch.Tensor]]:
-    """(shard, its view) of each HF tensor in `parameter`; `stack`: the shards joined in each local expert, or once."""
+    """Yield (shard, view) of each HF tensor in `parameter`; `stack`: shards joined in each local expert, or once."""
     for held, view in zip(stack, storage.joined(parameter, len(stack)), strict=True):
         # MindSpeed's torch.Tensor.view copies a tensor that is not contiguous (mindspeed/megatron_adaptor.py)
         assert storage_id(view) == storage_id(parameter), storage
@@ -219,14 +220,14 @@ def _shard_views(
 
 
 def _global_id(ids: range, number: int | None) -> int | None:
-    """The layer or expert at local `number`; past the local ones an id that this rank does not hold."""
+    """Return the layer or expert at local `number`; past the local ones it is an id that this rank does not hold."""
     if number is None:
         return None
     return ids[number] if number < len(ids) else ids.stop + number - len(ids)
 
 
 def _held_shard(by_place: Mapping[tuple, Shard], place: tuple, name: str, rank: int) -> Shard:
-    """The shard of the HF tensor at `place`: (kind, layer, expert)."""
+    """Return the shard of the HF tensor at `place`, which is (kind, layer, expert); ConfigError if there is none."""
     if place not in by_place:
         raise ConfigError(
             f"reshard: {name!r} on rank {rank} is {place[0]} of layer {place[1]}, expert {place[2]}, which its "
@@ -255,19 +256,19 @@ def _layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int)
 
 
 def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """The model chunks without Megatron's wrappers (DDP, Float16Module)."""
-    from verl.utils.megatron_utils import unwrap_model  # not above: rows are applied while that module is half built
+    """Return the model chunks without Megatron's wrappers (DDP, Float16Module)."""
+    from verl.utils.megatron_utils import unwrap_model  # imported here, as patches are applied while it is half built
 
     return unwrap_model(list(chunks))
 
 
 def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[Native]:
-    """The parameters themselves, and correction biases, of each of `chunks`, wrapped or not."""
+    """Return the live parameters and correction biases of each of `chunks`, wrapped or not."""
     return [dict(megatron.named_weights(chunk)) for chunk in unwrapped(chunks)]
 
 
 def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout, rank: int) -> None:
-    """ConfigError unless the live model has the layers, experts and TP parts that the layout gives `rank`."""
+    """Raise ConfigError unless the live model has the layers, experts and TP parts that the layout gives `rank`."""
     from megatron.core import parallel_state
 
     at = layout.coordinates(rank)

@@ -1,10 +1,10 @@
-"""Proof, by the data itself, that a weight sync wrote every rollout element with what training holds.
+"""Prove by checksums that a weight sync wrote every rollout element with the value that training holds.
 
-For `recipe.reshard.verify`; it costs a pass over all weights. `Verifier` fills live memory with NaN before the sync.
-After it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw
-values at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks
-compares them all. This cannot see a map that reads and writes wrongly in the same way: for that `check_map` loads what
-rollout memory holds once more with the engine's own load_weights, after which nothing may have changed.
+This is for `recipe.reshard.verify`; it costs a pass over all weights. `Verifier` fills live memory with NaN before the
+sync. After it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its
+raw values at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all
+ranks compares them all. Checksums cannot show a map that reads and writes wrongly in the same way. For that `check_map`
+loads the contents of rollout memory once more with the engine's own load_weights, which must not change anything.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather,
 from verl_patches.reshard.region import Region, overlap, part_of
 from verl_patches.reshard.train_tensors import TrainTensor
 
-_NONE = torch.iinfo(torch.int64).max  # of a rank that does not hold the region
+_NONE = torch.iinfo(torch.int64).max  # the checksum of a rank that does not hold the region
 _TRAINING = "training"
-_SHOWN = 4  # wrong regions that a message explains
+_SHOWN = 4  # number of wrong regions that a message explains
 
 
 class _Copy(NamedTuple):
-    """One copy of a region on this rank: `holder` is _TRAINING or the live parameter's name."""
+    """Describe one copy of a region on this rank: `holder` is _TRAINING or the live parameter's name."""
 
-    number: int  # of the region, in the plan's order
+    number: int  # the region's, in the plan's order
     holder: str
     checksum: int
     nan: int
 
 
 class Verifier:
-    """Poisons and checks the memory of one rank; make it and call it on all ranks of the plan together.
+    """Poison and check the memory of one rank; make and call verifiers on all ranks of the plan together.
 
-    Raises ReshardError on every rank where live memory has not one dtype for a tensor, or a holder lacks its part.
+    Raises ReshardError on every rank where live memory has several dtypes for a tensor, or a holder lacks its part.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Verifier:
         self.dtypes = self._common_dtypes()
 
     def poison(self) -> None:
-        """Fill all live memory that the sync is to write with NaN."""
+        """Fill all live memory that the sync must write with NaN."""
         with torch.no_grad():
             for part in (part for parts in self.destinations.values() for part in parts):
                 part.tensor.fill_(float("nan"))
 
     @torch.no_grad()
     def check(self) -> int:
-        """Compare live rollout memory with training memory over all ranks; the elements compared here. Collective.
+        """Compare rollout with training memory over all ranks and return the elements compared here; collective.
 
-        Raises ReshardError on every rank naming parameter, region, ranks, expected and found.
+        A difference raises ReshardError on every rank with parameter, region, ranks, expected and found.
         """
         places: list[tuple[int, str]] = []
         sums: list[torch.Tensor] = []
@@ -83,13 +83,13 @@ class Verifier:
                 elements += values.numel() if holder != _TRAINING else 0
 
         raise_on_any_rank(catch_errors(compute), None, self.device, "weights could not be compared")
-        numbers = torch.stack(sums).view(-1, 2).tolist() if sums else []  # one copy from the device
+        numbers = torch.stack(sums).view(-1, 2).tolist() if sums else []  # a single copy from the device
         copies = [_Copy(*place, *pair) for place, pair in zip(places, numbers, strict=True)]
         self._raise_for(self._unequal(copies), copies)
         return elements
 
     def _values(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """(number of the region, holder, values) of all copies on this rank."""
+        """Yield (number of the region, holder, values) of all copies on this rank."""
         for number, (region, trains, receives) in enumerate(self.items):
             if trains:
                 wire = getattr(torch, self.parameters[region.name].dtype)
@@ -110,7 +110,7 @@ class Verifier:
             yield part.parameter, values
 
     def _common_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype in live memory of each kind of tensors; ranks that only train them cast to it."""
+        """Return the dtype in live memory of each kind of tensors, to which ranks cast what they train."""
         here = {
             (self.parameters[name].kind, part.tensor.dtype)
             for name, parts in self.destinations.items()
@@ -125,7 +125,7 @@ class Verifier:
         return dtypes
 
     def _unequal(self, copies: list[_Copy]) -> list[int]:
-        """Numbers of the regions whose copies, over all ranks, do not have the same checksum and count of NaN."""
+        """Return the numbers of the regions whose copies on all ranks differ in checksum or count of NaN."""
         low, high = torch.full((2, len(self.items), 2), _NONE, dtype=torch.int64)
         if copies:
             rows = torch.tensor([[copy.number] * 2 for copy in copies])
@@ -138,7 +138,7 @@ class Verifier:
         return (low != ~high).any(dim=1).nonzero().flatten().tolist()
 
     def _raise_for(self, unequal: list[int], copies: list[_Copy]) -> None:
-        """`unequal` is the same on all ranks, so either all of them gather or none."""
+        """Raise ReshardError for the regions `unequal`, which are the same on all ranks, so all of them gather."""
         if not unequal:
             return
         by_rank = gather([copy for copy in copies if copy.number in unequal[:_SHOWN]])
@@ -154,7 +154,7 @@ class Verifier:
         )
 
     def _explain(self, number: int, copies: list[tuple[int, _Copy]]) -> str:
-        """One line: which copies differ from the first training rank's, expected and found."""
+        """Return a line with the copies that differ from the first training rank's: expected and found."""
         region = self.items[number][0]
         trained = next(((rank, copy) for rank, copy in copies if copy.holder == _TRAINING), None)
         if trained is None:
@@ -173,10 +173,10 @@ _MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd constants; products wrap 
 
 
 def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torch.Tensor:
-    """Sum modulo 2**64 of the raw values, each times an odd number of its place in the HF tensor: int64 scalar.
+    """Return the sum modulo 2**64 of the raw values, each times an odd number from its place: int64 scalar.
 
-    `tensor`: values of `region` of the HF tensor of `shape`, with any strides. Because places count, a swap or a
-    transposition changes the sum; sums of parts of one region add up to that of the region.
+    `tensor`: values of `region` of the HF tensor of `shape`, with any strides. Because places in the HF tensor count, a
+    swap or a transposition changes the sum; sums of parts of one region add up to that of the region.
     """
     values = tensor.detach()
     first = [region.start if dim == region.axis else 0 for dim in range(len(shape))]
@@ -198,7 +198,7 @@ def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torc
 
 
 def count_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """How many elements are not a number: int64 scalar."""
+    """Return the number of NaN elements: int64 scalar."""
     return (tensor.detach() != tensor.detach()).sum()
 
 
@@ -208,11 +208,11 @@ def check_map(
     shapes: Mapping[str, Sequence[int]],
     rank: int,
 ) -> list[str]:
-    """Load with the model's own load_weights what its memory holds by `destinations`: nothing may change.
+    """Load a model's contents, read by `destinations`, with its own load_weights, and return what changed.
 
-    Returns a sentence for each parameter that changed: its place in the map is wrong (or its values were equal to
-    another's). For models whose load_weights still works on them; memory is then as it was only where the map is right.
-    Parts that this rank does not hold are loaded as zeros, which it ignores.
+    Returns a sentence for each parameter that changed: its place in the map is wrong. A wrong place shows only if its
+    values differ from the right one's. load_weights must still work on the model; a wrong map changes its memory. Parts
+    that this rank does not hold are loaded as zeros, which load_weights ignores.
     """
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:

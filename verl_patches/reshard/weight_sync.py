@@ -1,7 +1,7 @@
-"""The weight sync of one worker: the first sync maps training and rollout memory, and every sync runs the plan.
+"""Sync the weights of one worker: the first sync maps training and rollout memory, and every sync runs the plan.
 
-In place of verl's per-tensor generator and vLLM's load_weights (verl/workers/sharding_manager/megatron_vllm.py,
-`__enter__`). Both are mapped again where a tensor has got other memory.
+This replaces verl's per-tensor generator and vLLM's load_weights (verl/workers/sharding_manager/megatron_vllm.py,
+`__enter__`). Both memories are mapped again where a tensor has got other memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_librar
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
-FLAGS = 2  # collectives of one number before those of the executor
+FLAGS = 2  # number of collectives of one number before those of the executor
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker's configuration says of its weight sync; `verify`: off, first (sync only) or every."""
+    """Hold the configuration of a worker's weight sync; `verify`: off, first (the first sync only) or every."""
 
     train: ParallelLayout
     rollout: ParallelLayout
@@ -40,9 +40,9 @@ class Settings:
 
 
 class WorkerReshard:
-    """The weight sync of one worker, from its Megatron `chunks` to vLLM's `model`; every worker makes and runs one.
+    """Sync the weights of one worker from its Megatron `chunks` to vLLM's `model`; every worker makes and runs one.
 
-    `reports` holds what each sync did, oldest first, until `take_reports`.
+    `reports` holds the report of each sync, oldest first, until `take_reports`.
     """
 
     def __init__(self, settings: Settings, chunks: Sequence[torch.nn.Module], hf_config: Any, device: torch.device):
@@ -56,11 +56,11 @@ class WorkerReshard:
         self.verified, self.reports = False, list[dict[str, Any]]()
 
     def sync(self, model: torch.nn.Module) -> SyncReport:
-        """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
+        """Copy training's present weights into `model`; collective. An error raises ReshardError on every rank."""
         learnt = self._learn(model)
         assert self.executor is not None  # `_learn` has made it
         with torch.no_grad():
-            for constant in self.destinations.constants:  # padding: a dummy load, and sleep, leave anything in it
+            for constant in self.destinations.constants:  # padding, undefined after a dummy load or sleep
                 constant.target.fill_(constant.value)
         verify = self.settings.verify == "every" or (self.settings.verify == "first" and not self.verified)
         if verify:
@@ -75,7 +75,7 @@ class WorkerReshard:
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
         elements = verifier.check()
-        if not self.verified:  # once for each map that was learnt
+        if not self.verified:  # a map that was learnt is checked once
             shapes = {p.name: p.shape for p in self.inventory.parameters}
             problems = catch_errors(lambda: check_map(model, self.destinations.tensors, shapes, self.rank))
             raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
@@ -83,19 +83,19 @@ class WorkerReshard:
         log.info("weight sync verified: %d regions of all ranks, %d elements here", len(verifier.items), elements)
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """What the syncs since the last call did."""
+        """Return the reports of the syncs since the last call."""
         taken, self.reports = self.reports, []
         return taken
 
     def _learn(self, model: torch.nn.Module) -> bool:
-        """Learn what is new or moved, and compile; whether to is decided by all ranks together. Returns whether."""
+        """Map memory and compile the plan if any rank has new or moved memory, and return whether that was done."""
         valid = self.executor is not None and still_valid(self.sources, self.chunks)
         valid = valid and self.destinations.still_valid(model)
         flag = torch.tensor([int(valid)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         if flag.item():
             return False
-        self.executor, self.verified = None, False  # what fails half way is not used again
+        self.executor, self.verified = None, False  # after an error the old map must not be used
         log.info("weight sync: learning where weights are in training and in vLLM")
 
         def learn():
@@ -127,7 +127,7 @@ class WorkerReshard:
         )
 
     def _shared_experts_are_whole(self) -> bool:
-        """Whether this engine has complete shared experts on every rank although it splits the rest by TP."""
+        """Return whether this engine has complete shared experts on every rank although it splits the rest by TP."""
         for name, places in self.destinations.tensors.items():
             parameter = self.inventory.by_name[name]
             if parameter.kind == "shared_expert_gate":
