@@ -1,1 +1,1 @@
-"""Weights on disk: one format of sharded folders, conversion between it and HF folders, FP8 block scales."""
+"""Read and write weights on disk: sharded run folders, HF folders, conversion between them, FP8 block scales."""

@@ -1,20 +1,21 @@
-"""One checkpoint of a training run on disk: every rank writes what it alone holds, any layout reads it.
+"""Write and read a training checkpoint: every rank writes its own part, and any layout can read the whole.
 
     global_step_N/manifest.json       format of weights/manifest.py; facts: step, run, start, line, data, recipe
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (TrainState)
                   rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
                   trainer.json        position in the data, sampler, the trainer's generators, an adaptive KL
-                  trainer.safetensors tensors of these (trainer/checkpoint.py)
+                  trainer.safetensors tensors of trainer.json's contents (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
                   critic/             of a run with a critic: its own manifest, ranks' files and config.json
 
-manifest.json is written once all other files are complete; before, the folder is no checkpoint (trainer/checkpoint.py).
-safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or
-pickle; names and regions are those of the HF model, so export is a conversion and another layout needs only regions;
-each tensor has a digest. torch.distributed.checkpoint names what Megatron names, and its index is a pickle.
+manifest.json is written once all other files are complete; before, the folder is not a checkpoint
+(trainer/checkpoint.py). safetensors with a manifest is used instead of torch.distributed.checkpoint because it is read
+without the job, its process groups or pickle; because names and regions are those of the HF model, so export is a
+conversion and another layout needs only regions; and because each tensor has a digest. torch.distributed.checkpoint has
+Megatron's names, and its index is a pickle.
 
-What a rank writes, in the coordinates of a checkpoint: parts of HF tensors, each on one rank.
+Ranks write parts of HF tensors, each part on one rank:
 
     role         dtype        of                                  stored as
     weight       the model's  parameters and correction biases    regions
@@ -22,15 +23,15 @@ What a rank writes, in the coordinates of a checkpoint: parts of HF tensors, eac
     exp_avg      fp32         Adam's first moment                 flat ranges of regions
     exp_avg_sq   fp32         Adam's second moment                flat ranges of regions
 
-fp32 parameters have no main copy: the optimizer's shards are views of them. Each rank writes what it alone holds.
-Replicas of a weight share its tensors out among them by size. A distributed optimizer has cut the states by flat ranges
-of the rank's own parameters; of parameters that tensor parallelism does not cut, TP rank 0 writes.
+fp32 parameters have no main copy: the optimizer's shards are views of them. Ranks that hold the same weights divide the
+tensors among them by size. A distributed optimizer cuts states by flat ranges of the rank's own parameters; states of
+parameters that tensor parallelism does not cut are written by TP rank 0.
 
 A native parameter may join several HF tensors (gate and up) or stack experts in another order of memory, so its flat
 range [a, b) is translated into one flat range of each HF region in it: elements of a region lie in the parameter in the
 region's own order, row by row or column by column (`Walk`), so those inside [a, b) are consecutive there too. Another
-layout therefore needs nothing but regions. TrainState reads no data: tensors may be offloaded (torch refuses even views
-of them), so places in a tensor are plain numbers.
+layout therefore needs only regions. TrainState reads no data: tensors may be offloaded (torch refuses even views of
+them), so places in a tensor are plain numbers.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ MAIN = "main"
 
 
 class CheckpointError(RankError):
-    """A checkpoint cannot be written, or is not what was written: the message names file, rank, expected and found."""
+    """Report that a checkpoint cannot be written, or differs from what was written.
+
+    The message names file, rank, expected and found.
+    """
 
     what = "checkpoint"
 
@@ -80,20 +84,20 @@ class CheckpointError(RankError):
 
 
 class Place(NamedTuple):
-    """Elements of a contiguous tensor, by arguments of `as_strided`; `offset` from the tensor's own first element."""
+    """Locate elements of a contiguous tensor by arguments of `as_strided`; `offset` counts from its first element."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of `tensor`."""
+        """Return the view of `tensor`."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """One stored tensor: its entry, and the places of live tensor `base` whose elements, in order, are stored."""
+    """Describe a stored tensor: its entry, and the places of live tensor `base` whose elements are stored in order."""
 
     entry: TensorEntry
     base: torch.Tensor
@@ -101,7 +105,7 @@ class StoredTensor:
 
 
 class Walk(NamedTuple):
-    """How the elements of one HF region follow each other in its native parameter.
+    """Describe how the elements of one HF region follow each other in its native parameter.
 
     Element k of the region, row by row (column by column if `columns`), is at `offset + k // width * step + k % width`.
     """
@@ -113,15 +117,15 @@ class Walk(NamedTuple):
     columns: bool
 
     def before(self, at: int) -> int:
-        """How many elements of the region lie before element `at` of the parameter."""
+        """Return how many elements of the region lie before element `at` of the parameter."""
         line, place = divmod(max(0, at - self.offset), self.step)
         return min(self.size, line * self.width + min(place, self.width))
 
     def places(self, start: int, stop: int, first: int) -> tuple[Place, ...]:
-        """Elements [start, stop) of the region in a tensor that has the parameter's elements from `first` on."""
+        """Return places of elements [start, stop) of the region in a tensor that has the parameter from `first` on."""
         if self.step == self.width:
             return (Place((stop - start,), (1,), self.offset + start - first),)
-        begin = min(stop, -(-start // self.width) * self.width)  # of the whole lines
+        begin = min(stop, -(-start // self.width) * self.width)  # begin and end of the whole lines
         end = max(begin, stop // self.width * self.width)
         found = []
         for low, high in ((start, begin), (begin, end), (end, stop)):
@@ -133,7 +137,7 @@ class Walk(NamedTuple):
 
 
 def walk_of(held: TrainTensor) -> Walk:
-    """The walk of a held tensor through its native parameter."""
+    """Return the walk of a held tensor through its native parameter."""
     view, offset = held.tensor, held.tensor.storage_offset()  # `native` begins at 0: see TrainState
     if view.dim() == 1:
         return Walk(offset, view.numel(), view.numel(), view.numel(), False)
@@ -145,9 +149,9 @@ def walk_of(held: TrainTensor) -> Walk:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
-    """The part of one native parameter that this rank's optimizer steps: elements [start, stop), by role.
+    """Hold the part of one native parameter that this rank's optimizer steps: elements [start, stop), by role.
 
-    `key`: what the inner optimizer's state is found by. `states`: 1-D tensors [stop - start], of the roles that exist.
+    `key`: the key of the inner optimizer's state. `states`: 1-D tensors [stop - start] of the roles that exist.
     """
 
     parameter: torch.Tensor
@@ -159,7 +163,7 @@ class OptimizerShard:
 
 
 def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
-    """The shards of Megatron's distributed optimizer, or of a chain of them; ConfigError for another optimizer."""
+    """Yield the shards of Megatron's distributed optimizer or of a chain of them; others raise ConfigError."""
     for one in single_optimizers(optimizer):
         if not hasattr(one, "model_param_gbuf_map"):
             raise ConfigError(
@@ -179,7 +183,7 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
 
 
 def _states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Tensor]:
-    swapped = getattr(type(one), "param_to_cpu_states_map", {}).get(main)  # of MindSpeed's swap optimizer, on the host
+    swapped = getattr(type(one), "param_to_cpu_states_map", {}).get(main)  # on the host, by MindSpeed's swap
     if swapped is not None:
         return {MAIN: swapped["param"], **{role: swapped[role] for role in MOMENTS}}
     state = one.optimizer.state.get(main, {})
@@ -187,10 +191,11 @@ def _states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Ten
 
 
 class TrainState:
-    """The training state of `rank` in `layout`: parameters of each model chunk by name, and Megatron's optimizer.
+    """Hold the training state of `rank` in `layout`: parameters of each model chunk, and Megatron's optimizer.
 
-    `native`: the objects that the optimizer has, of reshard/train_tensors.py, `native_tensors`. `inventory` in
-    training's dtypes; `library`: a key of layout.sharding.LIBRARIES. ConfigError where layout and model disagree.
+    `native`: the parameters that the optimizer has, by name (`native_tensors` of reshard/train_tensors.py). `inventory`
+    has training's dtypes; `library`: a key of layout.sharding.LIBRARIES. Raises ConfigError where layout and model
+    disagree.
     """
 
     def __init__(
@@ -212,7 +217,7 @@ class TrainState:
             self._inside.setdefault(id(native[held.chunk][held.parameter]), []).append(held)
 
     def written(self) -> list[StoredTensor]:
-        """What this rank writes of the state: with the other ranks' pieces every byte once."""
+        """Return the pieces that this rank writes; all ranks together write every byte once."""
         found = [
             self._weight(self.held[name])
             for name in written_weights(
@@ -224,11 +229,11 @@ class TrainState:
         return found
 
     def weights(self) -> list[StoredTensor]:
-        """All weights that this rank holds."""
+        """Return all weights that this rank holds."""
         return [self._weight(held) for held in self.held.values()]
 
     def of_shard(self, shard: OptimizerShard) -> Iterator[StoredTensor]:
-        """The pieces of one shard's states."""
+        """Yield the pieces of one shard's states."""
         for held in self._inside[id(shard.parameter)]:
             walk = walk_of(held)
             start, stop = walk.before(shard.start), walk.before(shard.stop)
@@ -261,7 +266,7 @@ def _without_data(native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def written_weights(
     held: Sequence[str], whole: set[str], inventory: Inventory, layout: ParallelLayout, rank: int
 ) -> list[str]:
-    """Those of the `held` tensors of `rank` that it writes; replicas of a tensor decide alike.
+    """Return those of the `held` tensors of `rank` that it writes; all ranks that hold a tensor agree on its writer.
 
     `whole`: tensors that tensor parallelism does not cut.
     """
@@ -281,7 +286,7 @@ def written_weights(
 
 
 def _axes(parameter: Parameter, whole: set[str]) -> tuple[str, ...]:
-    """The axes of a layout along which ranks hold different parts of `parameter`."""
+    """Return the axes of a layout along which ranks hold different parts of `parameter`."""
     if parameter.expert is not None:
         return "pp", "etp", "ep"
     return ("pp",) if parameter.name in whole else ("pp", "tp")
@@ -301,9 +306,9 @@ def write_rank(
     contents: Callable[[StoredTensor], Iterable[torch.Tensor]],
     state: Mapping[str, Any],
 ) -> int:
-    """Write both files of `rank`; returns their bytes.
+    """Write both files of `rank` and return their bytes.
 
-    `contents`: a piece's places, on the host. At most the largest piece is copied at a time.
+    `contents` returns the tensors at a piece's places, on the host. At most one piece is copied at a time.
     """
     by_key = {piece.entry.key: piece for piece in pieces}
     entries = in_data_order([piece.entry for piece in pieces])
@@ -316,19 +321,19 @@ def write_rank(
 
 
 def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """The faults of this rank's share of the files without tensors, whose bytes `load_state` does not compare."""
+    """Return faults of this rank's share of the files without tensors, whose bytes `load_state` does not compare."""
     files = [file for file in read_manifest(folder).files if not file.tensors]
     return [problem for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
 
 
 def read_state(folder: str | Path, rank: int) -> dict[str, Any]:
-    """What `state_of_rank` holds of a rank of the layout that wrote."""
+    """Return the contents of the file `state_of_rank` of a rank in the layout that wrote the checkpoint."""
     return json.loads((Path(folder) / state_of_rank(rank)).read_text())
 
 
 @torch.no_grad()
 def load_state(state: TrainState, reader: WeightReader) -> None:
-    """Fill this rank's weights, main parameters and moments, which must be on the device; makes moments if needed."""
+    """Fill this rank's weights, main parameters and moments, which must be on the device; make moments if needed."""
     for piece in state.weights():
         reader.copy(piece.entry.region, piece.places[0].of(piece.base))
     for shard in optimizer_shards(state.optimizer):
@@ -343,7 +348,7 @@ def load_state(state: TrainState, reader: WeightReader) -> None:
 
 
 def _with_moments(shard: OptimizerShard) -> OptimizerShard:
-    """`shard` with moments, which Adam makes in its first step."""
+    """Return `shard` with moments, which Adam makes in its first step."""
     if all(role in shard.states for role in MOMENTS):
         return shard
     made = {role: torch.zeros_like(shard.key, dtype=torch.float32) for role in MOMENTS}
@@ -355,8 +360,8 @@ def _with_moments(shard: OptimizerShard) -> OptimizerShard:
 
 
 def generators() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's."""
-    legacy: Any = np.random.get_state()  # numpy's types have that of legacy=False
+    """Return the states of the random generators of Python, numpy and torch."""
+    legacy: Any = np.random.get_state()  # Any: numpy's types are those of legacy=False
     name, keys, *rest = legacy
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": text_of(torch.get_rng_state())}
 
@@ -371,12 +376,12 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 
 def text_of(state: torch.Tensor) -> str:
-    """A generator's state as text."""
+    """Return a generator's state as text."""
     return base64.b64encode(state.cpu().numpy().tobytes()).decode()
 
 
 def state_of(text: str) -> torch.Tensor:
-    """What `text_of` made a text of."""
+    """Return the generator's state of a text made by `text_of`."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
@@ -384,7 +389,7 @@ def state_of(text: str) -> torch.Tensor:
 
 
 def step_counts(optimizer: Any) -> dict[str, Any]:
-    """{state: count in Adam's states (torch), group: count in its groups (apex, MindSpeed)}; None for none."""
+    """Return {state: count in Adam's states (torch), group: count in its groups (apex, MindSpeed)}; None if absent."""
     counts: dict[str, Any] = {"state": None, "group": None}
     for shard in optimizer_shards(optimizer):
         inner = shard.optimizer.optimizer
@@ -397,7 +402,7 @@ def step_counts(optimizer: Any) -> dict[str, Any]:
 
 
 def set_step_counts(optimizer: Any, counts: Mapping[str, Any]) -> None:
-    """Set what `step_counts` found."""
+    """Set the step counts that `step_counts` returned."""
     for shard in optimizer_shards(optimizer):
         inner, state = shard.optimizer.optimizer, counts["state"]
         if state is not None:

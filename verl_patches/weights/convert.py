@@ -1,8 +1,8 @@
-"""Run a planned conversion (plan.py): a file is written by one process, as a whole, and has its name once it is whole.
+"""Run a planned conversion of weights (plan.py), which can be interrupted and continued.
 
-A conversion that was ended goes on with the files that are missing. The folder is complete with the file that is
-written last: a HF folder's index, Megatron's tracker. What is read of a checkpoint is compared with the sha256 that its
-manifest has of it, in the same pass; HF folders and Megatron's have none.
+Each file is written by one process and gets its name once it is whole. A conversion that was ended continues with the
+missing files. The folder is complete with the file that is written last: a HF folder's index, Megatron's tracker. Bytes
+read from a checkpoint are compared with the sha256 in its manifest in the same pass; HF and Megatron folders have none.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, WeightReader, 
 from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
 from verl_patches.weights.writer import AGAIN, NewFile, write_text
 
-Progress = Callable[[int], None]  # gets the bytes of a file that is written, or was there
+Progress = Callable[[int], None]  # gets the bytes of each file that is finished, now or before
 
 
 class Done(NamedTuple):
-    """What a conversion did: bytes read and written, files of weights kept and written."""
+    """Count the work of a conversion: bytes read and written, files of weights kept and written."""
 
     read_bytes: int
     write_bytes: int
@@ -48,7 +48,7 @@ class Done(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What the processes of a conversion inherit."""
+    """Hold what the processes of a conversion inherit."""
 
     plan: ConversionPlan
     folder: Path
@@ -63,7 +63,7 @@ def convert(
     """Write `plan` to `folder`, with `processes` files at a time (None: `processes_of`); finished files stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
-    meanwhile or is damaged, NaN and infinity. Whatever happens, the folder is complete or says that it is not.
+    meanwhile or is damaged, NaN and infinity. After an error the folder can be told from a complete one.
     """
     folder = Path(folder)
     _check_space(folder, plan.files)
@@ -83,7 +83,7 @@ def convert(
 
 
 def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
-    """Make the folder, or check that it is of this conversion; the names of files of weights that are there."""
+    """Make the folder, or check that it is of this conversion, and return the names of weight files in it."""
     there = {str(path.relative_to(folder)) for path in folder.glob(f"*/*/{FILE}" if plan.layout else "*.safetensors")}
     if folder.exists() and not there and (not folder.is_dir() or any(map(_is_anothers, folder.iterdir()))):
         raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
@@ -100,21 +100,21 @@ def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
 
 
 def _is_anothers(path: Path) -> bool:
-    """Whether a file or folder is none that a conversion leaves which ended before its first file was whole."""
+    """Return whether a file or folder is not one that a conversion leaves if it ends before its first whole file."""
     return path.name != ITERATION and path.suffix != PARTIAL
 
 
 def _written_by(path: Path) -> Mapping[str, Any]:
-    """What a file of weights says of the conversion that wrote it."""
+    """Return what a weight file records of the conversion that wrote it."""
     if path.name == FILE:
         return read_rank_file(path).more
-    safetensors_header(path)  # ConfigError for a file that is not whole
+    safetensors_header(path)  # raises ConfigError for a file that is not whole
     with safe_open(path, "pt") as file:
         return file.metadata() or {}
 
 
 def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
-    """RecipeError where the disk has no room for the files that are not there yet; what a kill left of them is free."""
+    """Raise RecipeError if the disk has no room for the missing files; their partial files count as free space."""
     todo = [file for file in files if not (folder / file.name).exists()]
     size, left = sum(file.size_bytes for file in todo), [folder / f"{file.name}{PARTIAL}" for file in todo]
     free = free_bytes(folder) + sum(path.stat().st_blocks * 512 for path in left if path.exists())
@@ -126,7 +126,7 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
 
 
 def _check_small_files(source: Source, names: Iterable[str]) -> None:
-    """RecipeError where one of these files is not the manifest's; those of tensors are compared as they are read."""
+    """Raise RecipeError if a file of `names` differs from the manifest; weight files are compared as they are read."""
     entries = {entry.name: entry for entry in source.files}
     for name in sorted(entries.keys() & names):
         if problems := file_problems(source.folder, entries[name]):
@@ -137,17 +137,17 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
 
 
 def _run(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
-    """Write `files`, each in one of `processes` processes; (file, bytes read) as they end. An error ends the rest."""
+    """Write `files` in `processes` processes, and yield (file, bytes read) as they end; an error ends the rest."""
     if processes == 1 or len(files) < 2:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in each of several processes
+        torch.set_num_threads(1)  # the same as in each of several processes
         try:
             for file in files:
                 yield file, _write(job, file)
         finally:
             torch.set_num_threads(threads)
         return
-    fork = multiprocessing.get_context("fork")  # the plan of 671B is not pickled
+    fork = multiprocessing.get_context("fork")  # so that the large plan of 671B is not pickled
     with ProcessPoolExecutor(processes, fork, _enter, (job,)) as pool:
         futures = {pool.submit(_write_in_process, file): file for file in files}
         try:
@@ -163,7 +163,7 @@ def _run(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutF
 
 
 def _enter(job: _Job) -> None:
-    torch.set_num_threads(1)  # the other cores are other files'; threads of OpenMP do not survive a fork
+    torch.set_num_threads(1)  # other processes use the other cores; OpenMP's threads do not survive a fork
     _job.value = job
 
 
@@ -173,7 +173,7 @@ def _write_in_process(file: OutFile) -> int:
 
 
 def _write(job: _Job, file: OutFile) -> int:
-    """Write one file; the bytes read."""
+    """Write one file, and return the bytes read."""
     plan = job.plan
     if plan.layout is None:
         return _write_hf(job, file)
@@ -183,7 +183,7 @@ def _write(job: _Job, file: OutFile) -> int:
 
 
 def _write_hf(job: _Job, file: OutFile) -> int:
-    """Write a file of a HF folder, a tensor at a time; the bytes read."""
+    """Write a file of a HF folder, a tensor at a time, and return the bytes read."""
     read: list[int] = []
     tensors, scales = job.plan.source.tensors, dict[str, torch.Tensor]()
     with (
@@ -229,7 +229,7 @@ def empty_chunks(
 
 
 def _empty(name: str, shards: list[Shard], library: str) -> torch.Tensor:
-    """Return the parameter that holds these shards."""
+    """Return an uninitialised parameter `name` that can hold `shards`."""
     experts = len({shard.parameter.expert for shard in shards})
     rows = sum(shard.shape[0] for shard in shards) // experts
     shape = storage_of(name, library).shape((rows, *shards[0].shape[1:]), experts)
@@ -256,7 +256,7 @@ def write_rank(
     with NewFile(path) as file:
         try:
             torch.save(state, file.partial)
-        except RuntimeError as error:  # torch's writer of zips, at a write that fails
+        except RuntimeError as error:  # torch's zip writer raises it when a write fails
             with writing(path, AGAIN):
                 raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
         file.finish()

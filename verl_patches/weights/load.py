@@ -1,12 +1,13 @@
-"""Fill Megatron model chunks with weights: from a folder of any kind (source.py), or from another model of the process.
+"""Load weights into Megatron model chunks from a folder of any kind (source.py), or copy them from another model.
 
 verl 0.4.0 loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), by building
 the whole HF model on every rank. Here each rank reads only the regions that it trains, into the views of its parameters
 that a weight sync reads too (reshard/train_tensors.py), in the order in which they lie in the files.
 
 Ranks read at different speeds (disks, caches, the embedding's stage), and the first collective after loading would end
-in a connect or collective timeout that names no rank. So each rank says in torch.distributed's store that it has
-loaded, and waits there for the others, with a limit of its own (`wait_for_ranks`). Its heartbeat says how far it is.
+in a connect or collective timeout that does not name a rank. So each rank notes in torch.distributed's store that it
+has loaded, and waits there for the others, with a limit of its own (`wait_for_ranks`). Its heartbeat shows its
+progress.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from verl_patches.weights.source import open_source
 POLL_S = 0.5
 _SHOWN = 8  # ranks that a message names
 _HEAD = "output_layer."  # in the names of the head's parameters
-WAIT_S = 3600.0  # without recipe.timeouts.load_s
+WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
 
 def load_weights(
@@ -45,15 +46,15 @@ def load_weights(
     head: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; the bytes read.
+    """Fill parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; return bytes read.
 
-    `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: of `chunks`, with layers_per_stage; None:
-    the ranks of a pipeline ask each other (`layout_of_model`), a collective whose time-out names no rank. Values are
-    converted to each parameter's dtype; correction biases stay fp32, whatever a bf16 wrapper made of them. A value
-    model takes its head from a folder that has one, else it is drawn (`draw_head`). `head`: only the head is loaded.
-    `progress` gets the bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call
-    it, with the same `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after
-    `wait_s`. Raises ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
+    None takes it from `layout_of_model`, a collective whose timeout names no rank. Values are converted to each
+    parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
+    a folder that has one, otherwise it is drawn (`draw_head`). `head`: only the head is loaded. `progress` gets the
+    bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call it, with the same
+    `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after `wait_s`. Raises
+    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
     for chunk in unwrapped(chunks):
         keep_bias_fp32(chunk)
@@ -78,7 +79,7 @@ def load_weights(
 
 
 def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
-    """Return once every rank of torch.distributed is here; RecipeError after `limit_s`, with the ranks that are not.
+    """Wait until every rank of torch.distributed has called this; after `limit_s` RecipeError names the late ranks.
 
     Only operations that return at once are used: a store's own wait blocks every other thread of the process that uses
     the store, such as the watchdog of a process group.
@@ -103,7 +104,7 @@ def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
 
 
 def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> str:
-    """Why the weights of `others` cannot be copied to `chunks`, as text; empty where they can. `head`: heads too."""
+    """Return why the weights of `others` cannot be copied to `chunks`, "" where they can; `head`: include heads."""
     ours, theirs = (dict(_facts(model, head)) for model in (chunks, others))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
@@ -113,7 +114,7 @@ def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modu
 
 @torch.no_grad()
 def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> None:
-    """Fill `chunks` with the weights of `others`, of the same parameters (`difference`), which are on any device."""
+    """Copy the weights of `others`, which have the same parameters (`difference`), on any device, to `chunks`."""
     for (_, target), (_, value) in zip(_weights_of(chunks, head), _weights_of(others, head), strict=True):
         target.copy_(value)
 
@@ -123,7 +124,7 @@ def _facts(chunks: Sequence[torch.nn.Module], head: bool) -> Iterator[tuple[str,
 
 
 def _weights_of(chunks: Sequence[torch.nn.Module], head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name with the chunk's number, tensor) of everything that is loaded; correction biases in fp32."""
+    """Yield (name with the chunk's number, tensor) of all that is loaded; correction biases are in fp32."""
     for number, chunk in enumerate(unwrapped(chunks)):
         keep_bias_fp32(chunk)
         for name, tensor in named_weights(chunk):
@@ -134,11 +135,11 @@ def _weights_of(chunks: Sequence[torch.nn.Module], head: bool = True) -> Iterato
 def _regions(
     chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str, head: bool
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Each region that `chunks` hold, with the view of the live parameter that it is in; `head`: of the head alone.
+    """Return each region that `chunks` hold, with its view in the live parameter; `head`: those of the head alone.
 
-    A model of fewer layers than the folder's takes the first ones.
+    A model of fewer layers than the folder's takes the folder's first layers.
     """
-    assert layout.layers_per_stage is not None  # as load_weights requires
+    assert layout.layers_per_stage is not None  # load_weights requires it
     layers, of_folder = sum(layout.layers_per_stage), inventory.model.num_hidden_layers
     if layers > of_folder:
         raise ConfigError(f"weights: the model has {layers} layers, expected at most the folder's {of_folder}")
@@ -152,7 +153,7 @@ def _regions(
 def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     """Fill tensor `name` of a value head, which `folder` lacks: weight N(0, 1 / (H + 1)), as TRL draws it, and bias 0.
 
-    Equal on all ranks and in all runs. ConfigError for another tensor.
+    The values are equal on all ranks and in all runs. Raises ConfigError for another tensor.
     """
     if name not in (SCORE, SCORE_BIAS):
         raise ConfigError(f"weights: {folder} has no {name}: it is of a value model, expected a causal LM's")

@@ -1,25 +1,25 @@
-"""The format of checkpoints of training: safetensors files and a manifest.json.
+"""Define the format of training checkpoints: safetensors files and a manifest.json.
 
 A folder holds plain safetensors files, which any reader of that format opens, other files (config.json, a tokenizer),
-and manifest.json. The manifest says of each file its bytes, and of each tensor of it which part of which complete
-tensor it is; of a file without tensors the sha256:
+and manifest.json. The manifest has the bytes of each file, the sha256 of a file without tensors, and for each tensor of
+a file the part of the complete tensor that it is:
 
     key       name in the safetensors file, unique in that file
     region    rows (or columns) [start, stop) of the complete tensor `region.name` (a HF name), of shape `whole`
-    role      "weight", or what else of the same parameter, such as "main", "exp_avg", "exp_avg_sq"
+    role      "weight", or a state of the same parameter, such as "main", "exp_avg", "exp_avg_sq"
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
     columns   with `flat`: the region is flattened column by column, as MindSpeed stores stacked experts
     sha256    first 16 digits of the sha256 of the tensor's bytes, compared where the whole tensor is read
 
-HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
-and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
-of them, and it is what the weight sync and the loader already compute for a rank (reshard/train_tensors.py), so a
-folder written for one layout is read by another through `reshard/region.py` alone.
+The manifest has HF names and regions instead of Megatron's parameter names, which differ between Megatron's own
+modules, Transformer Engine and MindSpeed, join gate and up, stack experts and count layers from the stage's first. A
+region is the same for all of them, and the weight sync and the loader compute it for a rank anyway
+(reshard/train_tensors.py), so a folder written for one layout is read by another through `reshard/region.py` alone.
 
 Several processes write the files of a folder, each as NAME.partial, then fsync, rename; its entry goes to
 manifest.d/NAME.json. One process writes manifest.json by rename once all entries are there, and removes manifest.d/
-(writer.py): a folder is complete where its manifest stands. No torch here: tensors are bytes (reader.py reads them).
+(writer.py): a folder with a manifest is complete. This file does not import torch; reader.py reads tensors.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ from verl_patches.layout.model_folder import INDEX, read_json_object
 from verl_patches.reshard.region import Region
 from verl_patches.shared_files import PARTIAL
 
-DIGITS = 16  # of a tensor's digest in a manifest
-FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # 2 has fields more
+DIGITS = 16  # hex digits of a tensor's digest in a manifest
+FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # version 2 has additional fields
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
-TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron's own checkpoint (megatron.py)
+TRACKER = "latest_checkpointed_iteration.txt"  # file of Megatron's own checkpoint (megatron.py)
 CRITIC = "critic"  # folder of the critic's part of a checkpoint; the fact of that name is its manifest's identity
 WEIGHT = "weight"
 OF_RANK, OF_TRAINER = "rank_", "trainer."  # names of files of one rank of a checkpoint, and of its trainer, begin so
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
-_CHUNK_BYTES = 4 << 20  # that is read at a time for a checksum
+_CHUNK_BYTES = 4 << 20  # read at a time for a checksum
 _SMALL_BYTES = 64 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
 
 
 def tensors_of_rank(rank: int) -> str:
-    """Name of the file with a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"{OF_RANK}{rank:05d}.safetensors"
 
 
 def state_of_rank(rank: int) -> str:
-    """Name of the file with the rest of a rank's state."""
+    """Return the name of the file with the rest of a rank's state."""
     return f"{OF_RANK}{rank:05d}.json"
 
 
 def rank_files(world_size: int) -> list[str]:
-    """Names of the files of all ranks."""
+    """Return the names of the files of all ranks."""
     return [name(rank) for rank in range(world_size) for name in (tensors_of_rank, state_of_rank)]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file; the fields are explained above. At least one dimension (store a scalar as shape (1,))."""
+    """Describe one tensor of a file, of at least one dimension; the file's docstring explains the fields."""
 
     key: str
     dtype: str
@@ -87,7 +87,7 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes of the tensor in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -98,14 +98,14 @@ class TensorEntry:
 
 
 def whole_tensor(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT, name: str | None = None):
-    """The entry of a complete tensor; `name`: the parameter it belongs to, if not `key`."""
+    """Return the entry of a complete tensor; `name`: the parameter it belongs to, if not `key`."""
     shape = tuple(shape)
     return TensorEntry(key, dtype, shape, Region(name or key, 0, 0, shape[0]), shape, role)
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a folder: its name, bytes, tensors in the order of their bytes; without any the sha256 (hex)."""
+    """Describe one file: name, bytes, and its tensors in the order of their bytes, or the sha256 (hex) without them."""
 
     name: str
     size_bytes: int
@@ -115,11 +115,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds.
+    """Describe the contents of a folder.
 
-    `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`. `dtype`: what weights are stored
-    in. `identity`: unlike that of every other checkpoint. `expected`: names of all files. `facts`: further values of
-    the writer, with the `step`.
+    `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`. `dtype`: that of stored weights.
+    `identity`: unique for each checkpoint. `expected`: names of all files. `facts`: further values of the writer, with
+    the `step`.
     """
 
     model: ModelShape
@@ -132,16 +132,17 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the files that are known."""
+        """Return the bytes of the files that have an entry."""
         return sum(file.size_bytes for file in self.files)
 
 
 class StoredPart(NamedTuple):
-    """Where a region of a tensor is: `offset` is that of its first byte in `file`, and its rows follow each other.
+    """Locate a region of a tensor: `offset` is that of its first byte in `file`, and its rows follow each other.
 
-    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: of the record of a zip that
-    `offset` counts from, None for the file. `line`: None, or the elements of each of the lines that begin at `offset`,
-    one for each column of the region: its rows are the elements from `first` on of each line (a stack of experts).
+    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: offset of the header of a zip's
+    record that `offset` counts from, None for the file. `line`: None, or the number of elements of each line from
+    `offset` on, one line for each column of the region: its rows are the elements from `first` on of each line (a stack
+    of experts).
     """
 
     file: str
@@ -154,7 +155,7 @@ class StoredPart(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """Where a flat range of a region is that the optimizer has of a parameter."""
+    """Locate a flat range of a region of an optimizer's state."""
 
     file: str
     offset: int
@@ -162,7 +163,7 @@ class StoredState(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """One part of a tensor of dtype `dtype` and shape `whole`, as a folder says; `part.region` names the tensor."""
+    """Describe a stored part of a tensor of dtype `dtype` and shape `whole`; `part.region` names the tensor."""
 
     part: StoredPart
     dtype: str
@@ -170,7 +171,7 @@ class Stored(NamedTuple):
 
 
 def model_digest(model: ModelShape) -> str:
-    """Hex digest of the sizes of a model."""
+    """Return the hex digest of the sizes of a model."""
     return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
 
 
@@ -178,13 +179,13 @@ def model_digest(model: ModelShape) -> str:
 
 
 def content_digest(content: dict[str, Any]) -> str:
-    """Hex digest of what manifest.json says, but for the digest itself; spaces and order of keys do not count."""
+    """Return the hex digest of manifest.json without its digest; spaces and the order of keys do not count."""
     text = json.dumps({k: v for k, v in content.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_json(manifest: Manifest) -> str:
-    """The text of manifest.json, with its digest."""
+    """Return the text of manifest.json, with its digest."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -192,18 +193,18 @@ def to_json(manifest: Manifest) -> str:
         **{name: getattr(manifest, name) for name in ("layout", "dtype", "identity", "facts")},
         "files": [file_fields(file) for file in manifest.files],
     }
-    content = json.loads(json.dumps(content))  # keys as they are read back: text, in the digest's order
+    content = json.loads(json.dumps(content))  # as it will be read back, with keys as text, for the digest
     return json.dumps({**content, "digest": content_digest(content)}) + "\n"
 
 
 def file_fields(file: FileEntry) -> dict[str, Any]:
-    """One entry as JSON has it."""
+    """Return one entry as a dict for JSON."""
     tensors = [_tensor_fields(tensor) for tensor in file.tensors]
     return {"name": file.name, "bytes": file.size_bytes, "sha256": file.sha256, "tensors": tensors}
 
 
 def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
-    """What is as for a complete weight of its own name is left out."""
+    """Return a tensor's entry for JSON without the values that a complete weight of that name has."""
     region = tensor.region
     content: dict[str, Any] = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
     if region.name != tensor.key:
@@ -228,12 +229,12 @@ def _file_of(found: dict[str, Any]) -> FileEntry:
 
 
 def has_manifest(folder: str | Path) -> bool:
-    """Whether the folder is a complete checkpoint."""
+    """Return whether the folder is a complete checkpoint."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Files that are copied beside new weights: the tokenizer, generation_config.json, the model's own Python files."""
+    """Return files to copy beside new weights: tokenizer, generation_config.json, the model's own Python files."""
     made = {"config.json", INDEX, MANIFEST, TRACKER}
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
     own = (".", OF_RANK, OF_TRAINER)
@@ -241,7 +242,7 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a folder; ConfigError where there is none, it is not of this format, or of another step."""
+    """Return the manifest of a folder; raises ConfigError if it is absent, of another format, or of another step."""
     path = Path(folder) / MANIFEST
     if not path.exists():
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a complete checkpoint of training")
@@ -276,18 +277,18 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def holds_critic_alone(manifest: Manifest) -> bool:
-    """Whether this is a checkpoint of a run that trained a value model alone: all its weights are in critic/."""
+    """Return whether a checkpoint is of a run that trained a value model alone, with all weights in critic/."""
     roles = {tensor.role for file in manifest.files for tensor in file.tensors}
     return CRITIC in manifest.facts and WEIGHT not in roles
 
 
 def recorded(folder: Path) -> list[str]:
-    """Names of the files that a folder which is being written has entries of."""
+    """Return the names of the files that have an entry in a folder that is being written."""
     return sorted(path.name.removesuffix(".json") for path in (folder / ENTRIES).glob("*.json"))
 
 
 def read_record(folder: Path, name: str) -> FileEntry:
-    """The entry of one of them."""
+    """Return the entry of file `name` in a folder that is being written."""
     return _file_of(read_json_object(folder / ENTRIES / f"{name}.json"))
 
 
@@ -295,14 +296,14 @@ def read_record(folder: Path, name: str) -> FileEntry:
 
 
 def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """`tensors` with the largest elements first, in which order every tensor of a file is aligned."""
+    """Return `tensors` with the largest elements first; in this order every tensor of a file is aligned."""
     return sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
 
 
 def header_of(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> bytes:
-    """The head of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
+    """Return the header of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
 
-    ConfigError for a tensor that is not aligned.
+    Raises ConfigError for a tensor that is not aligned.
     """
     if not tensors:
         return b""
@@ -323,7 +324,7 @@ def header_of(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> by
 
 
 def require_file(folder: str | Path, entry: FileEntry) -> None:
-    """ConfigError unless the file is there with its size, and begins with the header of its tensors."""
+    """Raise ConfigError unless the file exists, has its size, and begins with the header of its tensors."""
     path, head = Path(folder) / entry.name, header_of(entry.tensors, entry.name)
     found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
     if found != f"{entry.size_bytes} bytes":
@@ -334,7 +335,7 @@ def require_file(folder: str | Path, entry: FileEntry) -> None:
 
 
 def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int], None] = lambda _: None) -> list[str]:
-    """The faults of one file against its entry; reads all of it. `progress`: bytes read."""
+    """Return the faults of one file against its entry, by reading all of it; `progress` gets the bytes read."""
     try:
         require_file(folder, entry)
     except ConfigError as error:
@@ -357,7 +358,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
 
 
 def folder_problems(folder: str | Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None):
-    """All faults of a complete folder, as a list of texts: damaged or missing files, and files nobody recorded."""
+    """Return all faults of a complete folder as texts: damaged or missing files, and files without an entry."""
     found = [problem for entry in manifest.files for problem in file_problems(folder, entry, progress)]
     known = {entry.name for entry in manifest.files} | {MANIFEST}
     for path in sorted(Path(folder).iterdir()):

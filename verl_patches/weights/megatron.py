@@ -1,18 +1,18 @@
-"""Megatron's own checkpoint of a model's weights: which file holds what, and how a file is read.
+"""Find the weights in a Megatron checkpoint: which file holds which part, read without running its pickles.
 
     latest_checkpointed_iteration.txt                         the iteration's number, written last
     iter_0000001/mp_rank_TT[_PPP[_EEE]]/model_optim_rng.pt    one file for each place in Megatron's TP, PP and EP groups
-    config.json, tokenizer.json, ...                          of the HF model; Megatron does not look at them
+    config.json, tokenizer.json, ...                          of the HF model; Megatron does not read them
 
 A file is torch.save's zip of {"model": {parameter: tensor}, "checkpoint_version": 3.0, "iteration": 1}, with model0,
 model1, ... of virtual stages. Names of folders follow `get_checkpoint_name` in megatron/training/checkpointing.py
-(core_r0.8.0): PPP and EEE stand where there is more than one. With moe_tp_extend_ep MindSpeed's EP counts groups of TP
-ranks: at TP4 EP8 a layout says ep=32, and the file TT, EEE holds chunk EEE * TP + TT of the experts. Ours hold two
-texts more, "layout" and "conversion", and torch.load(weights_only=True) reads them.
+(core_r0.8.0): PPP and EEE are in a name where there is more than one. With moe_tp_extend_ep MindSpeed's EP counts
+groups of TP ranks: at TP4 EP8 a layout says ep=32, and the file TT, EEE holds chunk EEE * TP + TT of the experts. Files
+written by this repository hold two texts more, "layout" and "conversion", and torch.load(weights_only=True) reads them.
 
-Files of others, as MindSpeed-LLM's converter and Megatron's training write them, hold a defaultdict, arguments and
-generators. They are read without running anything that a pickle names (`Unpickler`): tensors become places in the file,
-which the reader of all weights then reads (reader.py).
+Files written by MindSpeed-LLM's converter and by Megatron's training hold a defaultdict, arguments and generators. They
+are read without running anything that a pickle names (`Unpickler`): tensors become places in the file, which
+reader.py then reads.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _MTP, _MTP_NORM, _EXTRA = "mtp_layers.", "final_layernorm.weight", "_extra_state
 
 
 def rank_files(layout: ParallelLayout, library: str) -> dict[str, int]:
-    """{file of Megatron's checkpoint, below the iteration's folder: the first rank whose parameters it holds}.
+    """Return {file in an iteration's folder: the first rank whose parameters it holds}.
 
-    ConfigError for a layout that MindSpeed cannot have, and where two ranks of one name hold different experts.
+    Raises ConfigError for a layout that MindSpeed cannot have, and where two ranks with the same file hold different
+    experts.
     """
     whole = library == "mindspeed" and layout.tp > 1 and layout.etp == 1
     if library == "mindspeed" and (layout.ep % layout.tp if whole else layout.etp != layout.tp):
@@ -71,7 +72,7 @@ def rank_files(layout: ParallelLayout, library: str) -> dict[str, int]:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor of a pickle: elements from `offset` on of the zip's record `record`."""
+    """Locate a tensor of a pickle: elements from `offset` on of the zip's record `record`."""
 
     record: str
     dtype: str
@@ -81,13 +82,13 @@ class SavedTensor(NamedTuple):
 
 
 class Inert:
-    """Stand for an object of any class that is not built: it takes what a pickle gives it, and does nothing."""
+    """Stand in for an object of any class that is not built: it accepts all a pickle gives it, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any):
-        """Take the arguments of any class."""
+        """Accept the arguments of any class."""
 
     def ignore(self, *_: Any, **__: Any) -> Inert:
-        """Take a state, or items of a list, a set or a mapping; stand for the result of a call."""
+        """Accept a state, or items of a list, a set or a mapping, and stand in for the result of a call."""
         return self
 
     __call__ = __setstate__ = __setitem__ = append = extend = add = ignore
@@ -105,15 +106,15 @@ _STORAGES = {
 class Unpickler(pickle.Unpickler):
     """Build dict, OrderedDict, defaultdict and argparse.Namespace, and a SavedTensor for each tensor.
 
-    Every other class or function that the pickle names is Inert, so that nothing of it is imported or called.
+    Every other class or function that the pickle names becomes Inert, so that it is neither imported nor called.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for `module`.`name`."""
+        """Return the class or function that stands in for `module`.`name`."""
         if module == "torch" and name in _STORAGES:
             return type(name, (Inert,), {"dtype": _STORAGES[name]})
         if (module, name) == ("argparse", "Namespace"):
-            return type(name, (argparse.Namespace,), {})  # a new class: a pickle may set attributes of what it is given
+            return type(name, (argparse.Namespace,), {})  # a new class, because a pickle may set its attributes
         built = {
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
             ("torch._utils", "_rebuild_parameter"): self._parameter,
@@ -139,7 +140,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class RankFile(NamedTuple):
-    """What a file holds: tensors of each model chunk, all other entries, and the zip's records by name."""
+    """Hold the contents of a file: tensors of each model chunk, all other entries, and the zip's records by name."""
 
     chunks: list[dict[str, SavedTensor]]
     more: dict[str, Any]
@@ -147,7 +148,7 @@ class RankFile(NamedTuple):
 
 
 def read_rank_file(path: Path) -> RankFile:
-    """Read which tensors a file holds; ConfigError for one that is not whole, and for models that are no tensors."""
+    """Return the contents of a file; raises ConfigError if it is not whole, or a model's entry is not a tensor."""
     try:
         with zipfile.ZipFile(path) as file:
             records = {info.filename.partition("/")[2]: info for info in file.infolist()}
@@ -176,7 +177,7 @@ def read_rank_file(path: Path) -> RankFile:
 
 
 def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[str, zipfile.ZipInfo]) -> None:
-    """ConfigError unless the tensor's elements follow each other, and all of them are in its record."""
+    """Raise ConfigError unless the tensor is contiguous, and all of it is in its record."""
     contiguous = [math.prod(tensor.shape[n + 1 :]) for n in range(len(tensor.shape))]
     there = records[tensor.record].file_size if tensor.record in records else 0
     needed = (tensor.offset + math.prod(tensor.shape)) * ITEM_BYTES.get(tensor.dtype, 0)
@@ -191,7 +192,7 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 
 
 class Checkpoint(NamedTuple):
-    """What a Megatron folder holds: `stored` as open_source takes it; `identity`: of what its files are."""
+    """Hold the contents of a Megatron folder: `stored` parts for open_source; `identity` has its files' CRCs."""
 
     layout: ParallelLayout
     stored: list[Stored]
@@ -200,9 +201,10 @@ class Checkpoint(NamedTuple):
 
 
 def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) -> Checkpoint:
-    """Read which file of a folder holds which part of which HF tensor, from the heads of all its files.
+    """Return which file of a folder holds which part of which HF tensor, by reading the heads of all its files.
 
-    `expert_split`: how experts were split, for a folder that does not say (`_layout_of`). ConfigError as open_source.
+    `expert_split`: how experts were split, for a folder that does not record it (`_layout_of`). Raises ConfigError as
+    open_source does.
     """
     from verl_patches.reshard.train_tensors import views_of  # imports torch
 
@@ -242,9 +244,9 @@ def _iteration(folder: Path) -> Path:
 
 
 def _of_model(chunk: Mapping[str, SavedTensor], left_out: set[str]) -> dict[str, SavedTensor]:
-    """Return the tensors of the layers that count, numbered without gaps.
+    """Return the tensors of a chunk without those of MTP, with layers numbered without gaps.
 
-    MindSpeed leaves numbers out (noop_layers), and names the last norm in another way beside layers of MTP.
+    MindSpeed leaves numbers out (noop_layers), and names the last norm differently beside layers of MTP.
     """
     left_out |= {name for name in chunk if name.startswith(_MTP)}
     chunk = {name: tensor for name, tensor in chunk.items() if name not in left_out}
@@ -263,7 +265,7 @@ def _layers(chunk: Mapping[str, Any]) -> list[int]:
 
 
 def _like(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> Any:
-    """Return a tensor without data of this shape, in the dtype that the model has of it."""
+    """Return a meta tensor of the saved shape, in the dtype that the model has for it."""
     import torch
 
     from verl_patches.reshard.train_tensors import storage_of
@@ -285,7 +287,7 @@ def _part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
 
 
 def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:
-    """Return the layout of a folder that states none, as MindSpeed-LLM writes it.
+    """Return the layout of a folder that does not record it, as MindSpeed-LLM writes it.
 
     A second number is a stage, or an expert group where every file has the embedding and the head. Whole experts and
     cut ones have equal shapes: `split`, or the arguments of the training that wrote the folder, tell them apart.
@@ -330,7 +332,7 @@ def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split:
 
 
 def folder_problems(folder: Path) -> Iterator[str]:
-    """Yield the first record of each file whose bytes have not the CRC-32 that the zip has of them."""
+    """Yield the first record of each file whose bytes do not have the CRC-32 that the zip records."""
     for path in sorted(_iteration(folder).glob(f"mp_rank_*/{FILE}")):
         with zipfile.ZipFile(path) as file:
             if bad := file.testzip():

@@ -1,7 +1,8 @@
-"""What a conversion reads and writes, file by file: plain data from a source, a layout and a dtype. No torch.
+"""Plan which files a conversion of weights reads and writes, from a source, a layout and a dtype, without torch.
 
 Files of a HF folder hold tensors in the inventory's order, up to a size. Those of Megatron's checkpoint (megatron.py)
-hold the parameters of one place in its groups each; tensors outside routed experts are in several, as Megatron has it.
+hold the parameters of one place in its groups each; tensors outside routed experts are in several files, as Megatron
+has them.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from verl_patches.weights.source import (
 
 DTYPES = ("bf16", "fp8", "keep")
 LIBRARIES = {"a3": "mindspeed", "pypi": "megatron-local"}  # line -> key of layout.sharding.LIBRARIES
-FILE_BYTES = 4_300_000_000  # of a HF file, as DeepSeek's
-MOST_PROCESSES = 8  # that write files at the same time, on as many cores
-# modelled: bytes read + written a second by a node, from a slow shared file system to a local NVMe disk
+FILE_BYTES = 4_300_000_000  # of a HF file, as DeepSeek's are
+MOST_PROCESSES = 8  # most processes that write files at the same time, on as many cores
+# modelled: bytes read + written a second by a node, with a slow shared file system and with a local NVMe disk
 RATES = (0.3e9, 2.0e9)
-_PROCESS_BYTES = 500_000_000  # of a process with torch and the buffers of its reader
+_PROCESS_BYTES = 500_000_000  # memory of a process with torch and the buffers of its reader
 
 
 class OutFile(NamedTuple):
-    """One file to write. Of HF: its tensors in the order of their bytes. Of Megatron: the rank whose parameters it has.
+    """Describe a file to write: of HF by its tensors in the order of their bytes, of Megatron by the rank it holds.
 
-    `read_bytes`: of the source, with scales. `size_bytes`: of the file, without a few of its header or zip.
+    `read_bytes`: bytes of the source, with scales. `size_bytes`: bytes of the file, without a few of its header or zip.
     """
 
     name: str
@@ -58,11 +59,12 @@ class OutFile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConversionPlan:
-    """A conversion. `texts`: small files with new content, by name; the last one is written last of all files.
+    """Describe a conversion of weights.
 
-    `layout`: of Megatron's checkpoint, None for a HF folder. `library`: a key of layout.sharding.LIBRARIES.
-    `inventory`: in the dtypes that Megatron's parameters get. `copies`: names of files copied as they are. `identity`:
-    digest of all that the folder is made from, which each file of weights has.
+    `layout`: that of Megatron's checkpoint, None for a HF folder. `library`: a key of layout.sharding.LIBRARIES.
+    `inventory`: in the dtypes that Megatron's parameters get. `texts`: {name: content} of small files with new content;
+    the last one is written after all other files. `copies`: names of files copied as they are. `identity`: digest of
+    all that the folder is made from, which each file of weights records.
     """
 
     source: Source
@@ -77,7 +79,7 @@ class ConversionPlan:
 
     @property
     def kind(self) -> str:
-        """What is written: "hf" or "megatron"."""
+        """Return the kind of folder that is written: "hf" or "megatron"."""
         return "megatron" if self.layout else "hf"
 
 
@@ -88,11 +90,12 @@ def plan_conversion(
     file_bytes: int = FILE_BYTES,
     line: str = "a3",
 ) -> ConversionPlan:
-    """The plan from `source` to Megatron's checkpoint of `layout`, or to a HF folder with files of up to `file_bytes`.
+    """Return the plan from `source` to a Megatron checkpoint of `layout`, or to a HF folder with `layout` None.
 
-    `dtype`: "bf16", "fp8" (HF only) or "keep"; None is bf16 for a source in FP8, else keep. A HF folder's correction
-    bias keeps its dtype, Megatron's is in fp32. `line`: whose Megatron has the parameters. Raises ConfigError for a
-    layout that the model does not fit, and for a dtype that does not go together with source or target.
+    `dtype`: "bf16", "fp8" (HF only) or "keep"; None is bf16 for a source in FP8, else keep. `file_bytes`: most bytes of
+    a file of a HF folder. A HF folder's correction bias keeps its dtype, Megatron's is in fp32. `line`: the line whose
+    Megatron reads the checkpoint. Raises ConfigError for a layout that the model does not fit, and for a dtype that
+    does not suit source or target.
     """
     dtype = dtype or ("bf16" if source.block else "keep")
     _check_dtype(source, layout, dtype)
@@ -135,14 +138,14 @@ def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> N
 
 
 def _stored(parameter: Parameter, tensor: SourceTensor, dtype: str) -> str:
-    """The dtype in which `tensor` is written to a HF folder."""
+    """Return the dtype in which `tensor` is written to a HF folder."""
     if dtype == "keep" or parameter.kind == "router_bias":
         return tensor.dtype
     return FP8 if dtype == "fp8" and parameter.kind in FP8_KINDS else "BF16"
 
 
 def _scale_bytes(source: Source, tensor: SourceTensor) -> int:
-    """Bytes of the FP8 scales of a source tensor."""
+    """Return the bytes of the FP8 scales of a source tensor."""
     rows, columns = scale_shape(tensor.shape, source.block) if tensor.scale and source.block else (0, 0)
     return rows * columns * ITEM_BYTES["F32"]
 
@@ -182,7 +185,7 @@ def _megatron_files(source: Source, inventory: Inventory, layout: ParallelLayout
 
 
 def _config(source: Source, dtype: str) -> dict[str, Any]:
-    """config.json of what is written: FP8 as it is stored, and no layers for multi-token prediction, left out here."""
+    """Return config.json of the written folder: with FP8 as stored, and without the MTP layers, which are left out."""
     config = {key: value for key, value in source.config.items() if key != QUANTIZATION}
     if config.get(MTP_LAYERS):
         config[MTP_LAYERS] = 0
@@ -198,7 +201,7 @@ def _index(files: Sequence[OutFile]) -> str:
 
 
 def process_bytes(plan: ConversionPlan) -> int:
-    """Modelled peak memory of one process: Megatron's largest file, or two copies of the largest HF tensor."""
+    """Return the modelled peak memory of one process: Megatron's largest file, or twice the largest HF tensor."""
     if plan.layout is not None:
         return _PROCESS_BYTES + max(file.size_bytes for file in plan.files)
     widest = max(parameter.count * 4 for parameter in plan.inventory.parameters)
@@ -206,13 +209,13 @@ def process_bytes(plan: ConversionPlan) -> int:
 
 
 def processes_of(plan: ConversionPlan) -> int:
-    """How many files are written at a time: one for each core of this process, as many as there is free memory for."""
+    """Return how many files are written at a time: one for each core of this process, limited by free memory."""
     most = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(plan.files))
     return max(1, min(most, psutil.virtual_memory().available // process_bytes(plan)))
 
 
 def costs(plan: ConversionPlan) -> dict[str, Any]:
-    """Bytes, host memory and seconds. Seconds and memory are modelled: RATES, a process's parameters and itself."""
+    """Return bytes, host memory and seconds of a conversion; memory and seconds (RATES) are modelled."""
     read, written = sum(file.read_bytes for file in plan.files), sum(file.size_bytes for file in plan.files)
     return {
         "weight_files": len(plan.files),

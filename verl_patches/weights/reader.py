@@ -1,8 +1,8 @@
-"""Read tensors of a folder of weights; every tensor is read here, whatever wrote it: HF, Megatron or a checkpoint.
+"""Read tensors of a folder of weights of any kind: HF, Megatron or a training checkpoint.
 
-By pread, because host memory then does not depend on tensors or files, and a file that is cut off meanwhile is an error
-with a name, not a bus error: weights are read through one buffer of BAND_BYTES, and for FP8 twice that for the decoded
-band (a row of more bytes than the buffer makes it longer).
+Bytes are read by pread, because host memory then does not depend on tensors or files, and a file that is cut off
+meanwhile is an error with a name, not a bus error. Weights are read through one buffer of BAND_BYTES, and for FP8 twice
+that for the decoded band (a row of more bytes than the buffer makes it longer).
 
 FP8 is decoded to bf16, as DeepSeek's own converter does, so a folder in FP8 and its conversion to bf16 give equal
 parameters in any dtype.
@@ -27,10 +27,10 @@ from verl_patches.weights import fp8
 from verl_patches.weights.manifest import DIGITS, ITEM_BYTES, MANIFEST, StoredPart, StoredState, TensorEntry
 from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
-BAND_BYTES = 4 << 20  # of stored values that are read at once
-_LEAST_BYTES = 1024  # columns of fewer bytes a row are not read one by one: whole rows are
-_REGIONS = 4  # of states that are kept for who reads next of them
-_ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, bytes of its name, of what follows the name
+BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
+_LEAST_BYTES = 1024  # where the columns have fewer bytes a row, whole rows are read
+_REGIONS = 4  # number of regions of states that are cached for the next reads
+_ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, lengths of name and extra field
 COPY_AGAIN = (
     "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
 )
@@ -43,13 +43,13 @@ DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}  # torch's dtype 
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor as `NewFile.write` takes them; a view if it is contiguous and on the CPU."""
+    """Return the bytes of a tensor for `NewFile.write`; a view if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
 
 def require_finite(value: torch.Tensor, name: str) -> None:
-    """RecipeError where a floating tensor holds NaN or infinity; the least and the largest value are NaN if any is."""
+    """Raise RecipeError where a floating tensor holds NaN or infinity; its extremes are NaN if any value is."""
     if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():
         return
     raise RecipeError(
@@ -59,10 +59,11 @@ def require_finite(value: torch.Tensor, name: str) -> None:
 
 
 class _Window(NamedTuple):
-    """What a stored part and a region of one tensor share; a tensor [R] is taken for [R, 1].
+    """Describe the overlap of a stored part and a region of one tensor; a tensor [R] is taken for [R, 1].
 
-    rows, columns: in the part. `read`: (rows, columns) that are read for them. `width`: all columns of the part.
-    row, column: where the region has the first of them. `digest`: of the bytes of the part, where they are compared.
+    rows, columns: the overlap in the part. `read`: (rows, columns) that are read for it. `width`: all columns of the
+    part. row, column: the overlap's first place in the region. `digest`: that of the part's bytes, where they are
+    compared.
     """
 
     part: StoredPart
@@ -76,12 +77,12 @@ class _Window(NamedTuple):
 
 
 class WeightReader:
-    """Weights of `source`, and the optimizer's states of a checkpoint; a context manager: files stay open inside.
+    """Read weights of `source`, and optimizer states of a checkpoint; a context manager inside which files stay open.
 
     `progress` gets the bytes of each read. `sequential`: files are read from start to end. `verify`: stored tensors
     that are read whole are compared with the digests of a manifest; `widen`: all are read whole for that. Raises
     RecipeError for bytes of another digest, where a file has become shorter since `source` was opened, for NaN in FP8,
-    and for scales that no finite values have.
+    and for scales that finite values cannot have.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class WeightReader:
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._data_of = functools.lru_cache(maxsize=None)(self._record_data)
-        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the tensor that was read last
+        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the last tensor read
         self._state_region = functools.lru_cache(maxsize=_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:
@@ -114,14 +115,14 @@ class WeightReader:
     # ---- weights
 
     def position(self, region: Region) -> tuple[str, int]:
-        """(file, offset) of the first part of the region: in this order files are read from start to end."""
+        """Return (file, offset) of the region's first part, a sort key by which files are read from start to end."""
         tensor = self.source.tensors[region.name]
         window = next(self._windows(tensor, region))
         start = window.part.offset + window.rows.start * window.width * ITEM_BYTES[tensor.dtype]
         return window.part.file, start + (window.part.header or 0)
 
     def copy(self, region: Region, target: torch.Tensor) -> None:
-        """Fill `target`, which has the region's shape, in its own dtype on its own device; it may be strided.
+        """Fill `target`, of the region's shape and any dtype and device, with the region; `target` may be strided.
 
         FP8 is decoded. Raises RecipeError for NaN and infinity.
         """
@@ -144,7 +145,7 @@ class WeightReader:
             self._compare(window.part.file, window.part.region, window.part.sha256, window.digest)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor; FP8 is decoded to bf16, else it has the stored dtype."""
+        """Return a whole tensor in the stored dtype, or in bf16 if it is stored in FP8."""
         tensor = self.source.tensors[name]
         dtype = torch.bfloat16 if tensor.scale else TORCH_DTYPES[tensor.dtype]
         value = torch.empty(tensor.shape, dtype=dtype)
@@ -170,7 +171,7 @@ class WeightReader:
             yield _Window(part, rows, columns, (read_rows, read), width, *at, digest)
 
     def _bands(self, tensor: SourceTensor, window: _Window) -> Iterator[range]:
-        """The rows of a window in bands; for FP8 each begins with a block, or lies in one."""
+        """Yield the rows of a window in bands; for FP8 each band begins with a block, or lies in one."""
         rows, columns = window.read
         if window.part.line:
             yield rows
@@ -196,7 +197,7 @@ class WeightReader:
         return scales
 
     def _values(self, tensor: SourceTensor, window: _Window, rows: range, scales: torch.Tensor | None) -> torch.Tensor:
-        """[rows, columns] of a window, FP8 decoded to bf16, else a view of the bytes that are read."""
+        """Return [rows, columns] of a window: FP8 decoded to bf16, otherwise a view of the bytes that are read."""
         part, columns = window.part, window.read[1]
         if part.line:
             lines = self._lines(part, window.columns, tensor.dtype)
@@ -215,7 +216,7 @@ class WeightReader:
         return value[:, first : first + len(window.columns)]
 
     def _read(self, window: _Window, rows: range, view: memoryview) -> None:
-        """Fill `view` with `rows` of the columns that a window reads, as they are stored."""
+        """Fill `view` with the stored bytes of `rows` of the columns that a window reads."""
         length, part, columns = len(view) // len(rows), window.part, window.read[1]
         item = length // len(columns)
         row, at = window.width * item, part.offset + rows.start * window.width * item + columns.start * item
@@ -229,7 +230,7 @@ class WeightReader:
             window.digest.update(view)
 
     def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
-        """Lines `wanted` of a stack of experts [lines, line]; gate and up, which share them, read them once."""
+        """Return lines `wanted` of a stack of experts [lines, line]; gate and up share them and read them once."""
         place = part.file, part.offset + (part.header or 0)
         kept, lines = self._stacks.get(place, (None, torch.empty(0)))
         if kept != wanted:
@@ -240,7 +241,7 @@ class WeightReader:
         return lines
 
     def _compare(self, file: str, what: Any, expected: str | None, digest: Any) -> None:
-        """RecipeError unless the bytes of `what` have the digest of the manifest; None was not read whole."""
+        """Raise RecipeError unless the bytes of `what` have the manifest's digest; None means not read whole."""
         found = None if digest is None else digest.hexdigest()[:DIGITS]
         if found not in (None, expected):
             raise RecipeError(
@@ -251,11 +252,11 @@ class WeightReader:
     # ---- states of an optimizer
 
     def has(self, role: str) -> bool:
-        """Whether there are states of this role."""
+        """Return whether there are states of this role."""
         return any(held == role for held, _ in self.source.states)
 
     def state(self, wanted: TensorEntry) -> torch.Tensor:
-        """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
+        """Return the elements [n] of a flat range, from ranges of the same region or of all regions that overlap it."""
         start, stop = wanted.first, wanted.first + wanted.shape[0]
         states = [
             each
@@ -274,7 +275,7 @@ class WeightReader:
         return found
 
     def _read_state_region(self, region: Region, role: str) -> torch.Tensor:
-        """A region of states in HF's orientation, joined from flat ranges of all regions that overlap it."""
+        """Return a region of states in HF's orientation, joined from flat ranges of all regions that overlap it."""
         held = self._states(role, region.name)
         whole = held[0].entry.whole
         wanted, left = _sides(region, whole), math.prod(region.shape_in(whole))
@@ -297,7 +298,7 @@ class WeightReader:
         return out.view(region.shape_in(whole))
 
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a region from flat ranges of it."""
+        """Return elements [start, stop) of a region from flat ranges of it."""
         pieces, reached = [], start
         for stored in sorted(states, key=lambda each: each.entry.first):
             first = stored.entry.first
@@ -315,7 +316,7 @@ class WeightReader:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _range(self, stored: StoredState, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flat range; the whole of it is read where its digest is compared."""
+        """Return elements [start, stop) of a flat range, which is read whole where its digest is compared."""
         entry = stored.entry
         whole = self.verify and entry.sha256 is not None and (self.widen or (start, stop) == (0, entry.shape[0]))
         low, high = (0, entry.shape[0]) if whole else (start, stop)
@@ -329,7 +330,7 @@ class WeightReader:
     # ---- bytes
 
     def _read_into(self, view: memoryview, file: str, offset: int, header: int | None = None) -> None:
-        """Fill `view` with the bytes of `file` from `offset` on, in the record of a zip if `header` is its place."""
+        """Fill `view` with the bytes of `file` from `offset` on; with `header` it counts in that zip record."""
         done, offset = 0, offset + (0 if header is None else self._data_of(file, header))
         while done < len(view):
             count = os.preadv(self._handle(file), [view[done:]], offset + done)
@@ -342,7 +343,7 @@ class WeightReader:
         self.progress(len(view))
 
     def _record_data(self, file: str, header: int) -> int:
-        """Where the data of a zip's record begins: its own header says how long it is."""
+        """Return the offset of the data of a zip's record, by the length of its own header."""
         mark, name, more = _ZIP_HEADER.unpack(os.pread(self._handle(file), _ZIP_HEADER.size, header))
         if mark != b"PK\3\4":
             raise RecipeError(f"{self.source.folder / file}: has changed since the start; check it and start again")
@@ -358,19 +359,19 @@ class WeightReader:
 
 
 def _sides(region: Region, shape: Sequence[int]) -> list[range]:
-    """The rows and the columns of a region of a tensor of `shape`."""
+    """Return the rows and the columns of a region of a tensor of `shape`."""
     sides = [range(shape[0]), range(math.prod(shape[1:]))]
     sides[region.axis] = range(region.start, region.stop)
     return sides
 
 
 def _place(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy `value` to `target` [R, C], either of which may be transposed: several times as fast as one copy."""
+    """Copy `value` to `target` [R, C] several times as fast as one copy would where either is transposed."""
     if target.stride(0) < target.stride(1):
         target, value = target.t(), value.t()
     target.copy_(value.contiguous())
 
 
 def _inside(part: range, whole: range) -> slice:
-    """Where `part` is in `whole`."""
+    """Return the slice of `part` in `whole`."""
     return slice(part.start - whole.start, part.stop - whole.start)

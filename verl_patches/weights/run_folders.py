@@ -1,19 +1,20 @@
-"""The folders of a run: each start makes a new one, NAME/0001, NAME/0002, ..., which is never renamed, moved or shared.
+"""Manage the folders of a run: each start makes one of its own, NAME/0001, NAME/0002, ..., which is never renamed.
 
-    NAME/0002/start.json    {run, start, from}; from: the start and the step that this one goes on after, or null
+    NAME/0002/start.json    {run, start, from}; from: the start and the step that this one continues, or null
               config.yaml, summary.json, metrics.jsonl, rollouts/, ...    outputs of this start alone
               checkpoints/global_step_N
     NAME/latest             a link to the newest start
     NAME/.lock              held while a start is live
 
-A start and those that it came from are a chain, which is the run: of an ancestor only the steps up to the one that was
-gone on after belong to it. A chain is made of names, so a folder NAME can be copied or moved whole. Where checkpoints
-lie elsewhere, in DIR, DIR/NAME has the same starts with the same record, and NAME/0002/start.json says where.
+A folder of a start is not moved or shared either. A start and its ancestors are a chain, which is the run; an ancestor
+contributes only its steps up to the one that the next start continues. A chain is made of names, so a folder NAME can
+be copied or moved whole. Where checkpoints lie elsewhere, in DIR, DIR/NAME has the same starts with the same record,
+and NAME/0002/start.json says where.
 
-A folder global_step_N is a checkpoint where its manifest.json stands, which a save writes last and a removal removes
-first; nothing takes one without it. A save that was killed leaves such a folder; the chain's next save removes it.
+A folder global_step_N is a checkpoint if it has a manifest.json, which a save writes last and a removal removes first;
+folders without it are ignored. A save that was killed leaves such a folder; the chain's next save removes it.
 
-No torch and no configuration: launcher, controller and readers ask the same functions.
+Launcher, controller and readers call the same functions, which need neither torch nor a configuration.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run.
+    """Describe one start of a run.
 
-    parent: name of the start of the same run that it goes on from, and the step after which it does; None for a start
-    at step 1 and for one from a checkpoint of another run. source: the path of that checkpoint. saves_in: the folder of
-    the start that has its checkpoints, where that is another one.
+    parent: (name, step) of the start of the same run that it continues, and the last step taken from it; None for a
+    start at step 1 and for one from a checkpoint of another run. source: the path of that checkpoint. saves_in: the
+    start's folder for checkpoints, where that is another one.
     """
 
     folder: Path
@@ -62,17 +63,17 @@ class Start:
 
 @dataclass(frozen=True)
 class Link:
-    """A folder of a chain, of a start or of its checkpoints, and its last step that belongs to it; None for no end."""
+    """Name a folder of a chain (a start's or its checkpoints') and its last step in the chain, None without an end."""
 
     folder: Path
     last: int | None = None
 
     def holds(self, step: int) -> bool:
-        """Return whether what this folder has of the step belongs to the chain."""
+        """Return whether this folder's output of the step belongs to the chain."""
         return self.last is None or step <= self.last
 
     def up_to(self, step: int) -> Link:
-        """Return the link of a chain that goes on after `step` of this one."""
+        """Return the link of a chain that continues after `step` of this one."""
         return Link(self.folder, step if self.last is None else min(step, self.last))
 
 
@@ -83,9 +84,9 @@ def checkpoints_home(home: Path, default_local_dir: str) -> Path:
 
 
 def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: str | None) -> str:
-    """Make the folder of a new start in each of `homes`, the last one that of its checkpoints, and return its name.
+    """Make the folder of a new start in each of `homes`, and return its name; the last home is that of checkpoints.
 
-    The number is the next one over all of them. OSError where a folder cannot be made.
+    The number is the next one over all homes. Raises OSError where a folder cannot be made.
     """
     numbers = [int(path.name) for home in homes for path in _numbered(home)]
     number = max(numbers, default=0) + 1
@@ -103,13 +104,13 @@ def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: st
         if home != homes[-1]:
             record["saves_in"] = str(homes[-1] / name)
         write_whole(home / name / START, json.dumps(record) + "\n", durable=True)
-        with suppress(OSError), replacing(home / LATEST) as link:  # a file system without links
+        with suppress(OSError), replacing(home / LATEST) as link:  # some file systems have no links
             link.symlink_to(name)
     return name
 
 
 def read_start(folder: Path) -> Start | None:
-    """Return the start whose folder this is, None for any other folder; ConfigError for a damaged record."""
+    """Return the start of this folder, None for any other folder; a damaged record raises ConfigError."""
     path = folder / START
     try:
         found = json.loads(path.read_text())
@@ -128,7 +129,7 @@ def read_start(folder: Path) -> Start | None:
 
 
 def start_in(folder: Path) -> Start:
-    """Return the start whose folder this is; ConfigError for any other folder, and for a damaged record."""
+    """Return the start of this folder; any other folder, and a damaged record, raises ConfigError."""
     if (start := read_start(folder)) is None:
         raise ConfigError(f"{folder}: expected the folder of a start, with {START}, found none; name another run")
     return start
@@ -152,17 +153,17 @@ def chain_of(start: Start) -> list[Link]:
 
 
 def steps_in_chain(start: Start, files_of: Callable[[Path], Iterable[tuple[int, Any]]]) -> dict[int, Any]:
-    """Return {step: what `files_of` finds for it in a start's folder} over the chain of `start`, in order of steps."""
+    """Return {step: result of `files_of` in a start's folder} over the chain of `start`, in order of steps."""
     links = chain_of(start)
     found = {step: each for link in links for step, each in files_of(link.folder) if link.holds(step)}
     return dict(sorted(found.items()))
 
 
 def find_start(given: Path, root: Path, or_else: str = "") -> Path:
-    """Return the folder of the start that a user names; of a run that is its newest.
+    """Return the folder of the start that a user names; a run stands for its newest start.
 
-    given: a run, NAME below `root` or a path of its folder; a start, NAME/0001 or a path. ConfigError for anything
-    else; or_else: what else the caller takes, for the error.
+    given: a run, as NAME below `root` or the path of its folder, or a start, as NAME/0001 or a path. Raises ConfigError
+    for anything else; or_else: what else the caller accepts, for the error.
     """
     try:
         for place in (given, root / given):
@@ -200,7 +201,7 @@ def step_of(path: Path) -> int:
 
 
 def saves_of_steps(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (step, folder global_step_N) of all of them in `folder`, complete or not."""
+    """Yield (step, path) of all folders global_step_N in `folder`, complete or not."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if SAVED.fullmatch(path.name) and path.is_dir():
             yield step_of(path), path
@@ -213,10 +214,10 @@ def complete_in(folder: Path) -> Iterator[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class Chain:
-    """The checkpoints that belong to a run.
+    """Hold the checkpoints that belong to a run.
 
-    links: folders that hold checkpoints, oldest first; under the launcher those of a start's chain, else
-    trainer.default_local_dir alone. others: starts of that name outside of it.
+    links: folders that hold checkpoints, oldest first; under the launcher those of a start's chain, otherwise
+    trainer.default_local_dir alone. others: starts of the same run outside of the chain.
     """
 
     links: tuple[Link, ...]
@@ -228,13 +229,13 @@ class Chain:
         return dict(sorted(found.items()))
 
     def up_to(self, step: int) -> Chain:
-        """Return the chain of a start that goes on after `step` of this one."""
+        """Return the chain of a start that continues after `step` of this one."""
         return Chain(tuple(link.up_to(step) for link in self.links), self.others)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, None without one.
 
-        ConfigError where it is damaged, with what to go on from instead.
+        Raises ConfigError where it is damaged, with the checkpoint to continue from instead.
         """
         if not (found := self.checkpoints()):
             return None
@@ -247,7 +248,7 @@ class Chain:
         return path
 
     def instead_of(self, path: Path) -> str:
-        """Return what to go on from where the checkpoint `path` cannot be used: the next older whole one."""
+        """Return a text that names the next older whole checkpoint to continue from if `path` cannot be used."""
         for step, older in sorted(self.checkpoints().items(), reverse=True):
             if step < step_of(path):
                 with suppress(ConfigError):
@@ -256,9 +257,9 @@ class Chain:
         return "  no older one of this run is whole; to start anew: trainer.resume_mode=disable"
 
     def remove_oldest(self, keep: int | None, written: Path) -> None:
-        """Remove what killed saves left, and all but the newest `keep` checkpoints; `written` is kept in any case.
+        """Remove what killed saves left, and all but the newest `keep` checkpoints; `written` is always kept.
 
-        None of those that a start outside the chain began from is removed.
+        Checkpoints from which a start outside of the chain began are kept too.
         """
         for link in self.links:
             for _, path in saves_of_steps(link.folder):
@@ -272,7 +273,7 @@ class Chain:
                 remove(found[step])
 
     def bytes_of_others(self) -> dict[str, int]:
-        """Return {start: bytes of its checkpoints that do not belong to the chain}, of starts that hold any."""
+        """Return {start: bytes of its checkpoints outside of the chain}, for starts that have any."""
         own, sizes = set(self.checkpoints().values()), {}
         folders = [*(link.folder for link in self.links), *(start.folder / CHECKPOINTS for start in self.others)]
         for folder in folders:
@@ -283,7 +284,7 @@ class Chain:
 
 
 def chain_of_start(start: Start) -> Chain:
-    """Return the checkpoints of the chain that ends with `start`, also where they lie in another folder."""
+    """Return the checkpoints of the chain that ends with `start`, also if they lie in another folder."""
     start = (start.saves_in and read_start(start.saves_in)) or start
     links = chain_of(start)
     inside = {link.folder for link in links}
@@ -292,13 +293,13 @@ def chain_of_start(start: Start) -> Chain:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: what is left of it where this is killed is no checkpoint."""
+    """Remove a checkpoint, its manifest first, so that an interrupted removal does not leave a checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
 def resume_from(path: Path | str) -> str:
-    """Return the overrides that go on from a checkpoint."""
+    """Return the overrides that continue from a checkpoint."""
     return f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
 
 
@@ -313,31 +314,31 @@ def size_bytes(folder: Path) -> int:
 
 
 def value_model_in(folder: str | Path) -> Path:
-    """Return where the weights of a value model are: critic/ of a checkpoint, else `folder` itself."""
+    """Return the folder of a value model's weights: critic/ of a checkpoint, otherwise `folder` itself."""
     critic = Path(folder, CRITIC)
     return critic if critic.is_dir() else Path(folder)
 
 
-# ---- what can be resumed from: each rule once, for the launcher, the controller and the readers
+# ---- rules for resuming, shared by the launcher, the controller and the readers
 
 
 def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
-    """Return the checkpoint of trainer.resume_mode=resume_path, None in other modes; ConfigError without a path."""
+    """Return the checkpoint of trainer.resume_mode=resume_path, None in other modes; no path raises ConfigError."""
     if resume_mode != "resume_path":
         return None
     if not resume_from_path or not isinstance(resume_from_path, str):
         raise ConfigError(RESUME_NEEDS)
     path = Path(resume_from_path).absolute()
     start = path.parents[1]
-    if start.is_symlink():  # NAME/latest, which the start that resumes changes
+    if start.is_symlink():  # NAME/latest, which the resuming start will change
         path = start.with_name(os.readlink(start)) / path.relative_to(start)
     return path
 
 
 def require_whole(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint; ConfigError unless its files have the manifest's sizes and tensors.
+    """Return the manifest of a checkpoint; raises ConfigError unless its files have the manifest's sizes and tensors.
 
-    Reads headers. Bytes of tensors are compared when workers read them (worker/checkpoint.py).
+    Only headers are read. Bytes of tensors are compared when workers read them (worker/checkpoint.py).
     """
     manifest = read_manifest(folder)
     manifests = {folder: manifest}
@@ -350,7 +351,7 @@ def require_whole(folder: Path) -> Manifest:
 
 
 def require_steps_left(folder: Path, step: int, total: int | None, key: str) -> None:
-    """ConfigError where a run's total of steps, which `key` gives, is reached with the checkpoint."""
+    """Raise ConfigError if the checkpoint has reached a run's total of steps, which is set by `key`."""
     if total is not None and step >= total:
         raise ConfigError(
             f"{folder}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
@@ -360,9 +361,9 @@ def require_steps_left(folder: Path, step: int, total: int | None, key: str) -> 
 
 
 def data_facts(train_files: str | Sequence[str] | None) -> dict[str, Any]:
-    """Return {files, rows, sha256} of a run's data: the number of rows (parquet) and the digest of all bytes, in order.
+    """Return {files, rows, sha256} of a run's data: the number of parquet rows and the digest of all bytes in order.
 
-    Files that are not on this machine's disks are left out; without any the digest is None.
+    Files that are not on this machine's disks are left out; without files the digest is None.
     """
     from pyarrow import parquet
 
@@ -379,7 +380,7 @@ def data_facts(train_files: str | Sequence[str] | None) -> dict[str, Any]:
 
 
 def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], allowed: bool) -> None:
-    """ConfigError where the run's data, `data_facts`, are not those of the checkpoint, unless that is `allowed`."""
+    """Raise ConfigError if the run's data (`data_facts`) differ from the checkpoint's, unless that is `allowed`."""
     before = manifest.facts.get("data") or {}
     unknown = not before or before["sha256"] is None or now["sha256"] is None
     if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):

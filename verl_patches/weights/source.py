@@ -1,10 +1,10 @@
-"""What a conversion reads: every tensor of a folder of weights, with the bytes of its parts, checked before it starts.
+"""Find and check every tensor of a folder of weights, with the places of its parts, before the weights are read.
 
 A folder is a HF model folder (bf16, fp16, fp32, or FP8 with block scales), Megatron's own checkpoint (megatron.py), or
 a checkpoint of training (manifest.py), which has states of the optimizer too. Only headers, indices and a few KB of
-each file are read here; digests that a manifest has of tensors are compared where the bytes are read (reader.py).
-Tensors of layers that config.json does not count (multi-token prediction) are left out. A folder with `score.weight`
-[1, H] is of a value model, which has that in the place of lm_head.weight. No torch, but for Megatron's.
+each file are read here; a manifest's digests of tensors are compared where the bytes are read (reader.py). Tensors of
+layers that config.json does not count (multi-token prediction) are left out. A folder with `score.weight` [1, H] is of
+a value model, which has it in place of lm_head.weight. torch is imported for Megatron's checkpoints only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from verl_patches.weights.megatron import read_folder
 
 FP8 = "F8_E4M3"
 FLOATS = ("F32", "BF16", "F16")
-FP8_KINDS = frozenset(  # stored in FP8 by DeepSeek: linear layers but the router and the head
+FP8_KINDS = frozenset(  # stored in FP8 by DeepSeek: linear layers except the router and the head
     {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj"}
     | {
         f"{part}_{piece}"
@@ -69,13 +69,13 @@ QUANTIZATION_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": [*BLOCK],
 }
-_SAMPLE_BYTES = 4096  # of the start and the end of each file's tensors, for its identity
+_SAMPLE_BYTES = 4096  # read at the start and the end of each file's tensors, for its identity
 SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN = 3
 
 
 class SourceTensor(NamedTuple):
-    """One complete tensor: its parts cover it once, in order of their start; `scale`: the FP8 scales', if it has."""
+    """Describe one complete tensor: its parts cover it once, in order of their start; `scale`: its FP8 scales."""
 
     name: str
     dtype: str
@@ -85,23 +85,24 @@ class SourceTensor(NamedTuple):
 
     @property
     def stored(self) -> tuple[StoredPart, ...]:
-        """Its parts, and its scales."""
+        """Return the tensor's parts, and its scales if it has them."""
         return (*self.parts, self.scale) if self.scale else self.parts
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the values, without scales."""
+        """Return the bytes of the values, without scales."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """All tensors of a folder, by HF name, in the inventory's order.
+    """Hold all tensors of a folder, by HF name, in the inventory's order.
 
     `kind`: "hf", "megatron" or "checkpoint". `config`: config.json as it is. `block`: the FP8 block, None without FP8.
-    `left_out`: names of tensors beyond the counted layers. `identity`: digest of what the files are, from their sizes,
-    headers and a sample of their bytes, from CRCs of zips, or that of a manifest. `files`: the manifest's.
-    `layout`: text of what a Megatron folder was split by. `states`: of the optimizer, by role and HF name.
+    `left_out`: names of tensors beyond the counted layers. `identity`: digest that tells folders apart, from the files'
+    sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity of a manifest. `files`: the
+    manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the optimizer, by role and HF
+    name.
     """
 
     folder: Path
@@ -118,19 +119,19 @@ class Source:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the block scales of a weight of `shape`."""
+    """Return the shape of the block scales of a weight of `shape`."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def scale_name(name: str) -> str:
-    """Name of the block scales of the weight `name`."""
+    """Return the name of the block scales of the weight `name`."""
     return name.removesuffix("weight") + SCALE
 
 
 def open_source(folder: str | Path, only_plan: bool = False, expert_split: str | None = None) -> Source:
-    """Read and check what `folder` holds. With `only_plan` a HF folder may be config.json and the index alone.
+    """Return the checked tensors of `folder`; with `only_plan` a HF folder may be config.json and the index alone.
 
-    `expert_split`: recipe.train.expert_split, for a Megatron folder that does not say how it holds experts.
+    `expert_split`: recipe.train.expert_split, for a Megatron folder that does not record how it splits experts.
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
     not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a
@@ -179,7 +180,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         del by_name[name]
     if SCORE in by_name:
         inventory = build_inventory(model, value=True)
-        if SCORE_BIAS not in by_name:  # as in HF's ...ForSequenceClassification
+        if SCORE_BIAS not in by_name:  # HF's ...ForSequenceClassification has no bias
             inventory = replace(inventory, outer=tuple(each for each in inventory.outer if each.name != SCORE_BIAS))
     tensors = _tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
@@ -192,7 +193,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
 def _tensors(
     folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[Stored]]
 ) -> dict[str, SourceTensor]:
-    """The inventory's tensors, each from its `stored` parts; ConfigError for what is not as config.json says."""
+    """Return the inventory's tensors, each from its `stored` parts; a conflict with config.json raises ConfigError."""
     scales = {name for name in stored if name.endswith(SCALE)}
     _check_names(folder, inventory, stored.keys() - scales)
     tensors = {}
@@ -216,7 +217,7 @@ def _tensors(
 
 
 def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[str], stored: list[Stored]):
-    """The tensor of these parts; ConfigError unless they are of one of `dtypes`, of `shape`, and cover it once."""
+    """Return the tensor of these parts; raises ConfigError unless they have a right dtype and cover `shape` once."""
     dtype = stored[0].dtype
     for each in stored:
         if (each.dtype, each.whole) != (dtype, shape) or dtype not in dtypes:
@@ -232,11 +233,11 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[st
     return SourceTensor(name, dtype, shape, tuple(parts))
 
 
-# ---- what a folder says of its tensors
+# ---- stored parts, as a folder describes them
 
 
 def _of_manifest(folder: Path, manifest: Manifest) -> tuple[list[Stored], dict[tuple[str, str], list[StoredState]]]:
-    """Return the parts of weights, and the flat ranges of all else."""
+    """Return the parts of weights, and the flat ranges of optimizer states."""
     weights: list[Stored] = []
     states: dict[tuple[str, str], list[StoredState]] = {}
     for file in (file for file in manifest.files if file.tensors):
@@ -262,7 +263,7 @@ def _of_headers(headers: Iterable[_Header]) -> Iterator[Stored]:
 
 
 def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[Stored]:
-    """To plan with before the files are there: dtypes and shapes as config.json gives them; offsets are not known."""
+    """Yield parts to plan with before the files are there: dtypes and shapes by config.json, offsets unknown."""
     for name, file in index.items():
         parameter = inventory.by_name.get(name.replace(SCALE, "weight"))
         dtype, shape = ("F32", (1,)) if parameter is None else (SAFETENSORS_NAMES[parameter.dtype], parameter.shape)
@@ -273,7 +274,7 @@ def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, 
 
 
 class _Header:
-    """The header of one safetensors file."""
+    """Hold the header of one safetensors file."""
 
     def __init__(self, path: Path):
         self.path, self.tensors = path, safetensors_header(path)
@@ -281,11 +282,11 @@ class _Header:
         self.start = path.stat().st_size - self.data_bytes
 
     def offset(self, name: str) -> int:
-        """Of the tensor's first byte in the file."""
+        """Return the offset of the tensor's first byte in the file."""
         return self.start + self.tensors[name]["data_offsets"][0]
 
     def identity(self) -> Any:
-        """Header and bytes of the start and the end of the tensors: other weights of the same model have others."""
+        """Return header and first and last bytes of the tensors, which differ for other weights of the same model."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             first = file.read(_SAMPLE_BYTES)
@@ -294,7 +295,7 @@ class _Header:
 
 
 def _block_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The FP8 block of config.json; None if it names none. ConfigError for another quantization."""
+    """Return the FP8 block of config.json, None if it has none; another quantization raises ConfigError."""
     found = config.get(QUANTIZATION)
     if found is None:
         return None
@@ -339,7 +340,7 @@ def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:
 
 
 def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterable[_Header]) -> None:
-    """ConfigError for a tensor in two files, or in another one than the index says."""
+    """Raise ConfigError for a tensor that is in two files, or in a file that the index does not give."""
     where: dict[str, str] = {}
     for header in headers:
         for name in header.tensors:
@@ -375,7 +376,7 @@ def _check_names(folder: Path, inventory: Inventory, found: Iterable[str]) -> No
 
 
 def _check_scale(folder: Path, name: str, block: tuple[int, int] | None, is_there: bool) -> None:
-    """ConfigError unless the block of the FP8 weight `name` is known, and its scales are there."""
+    """Raise ConfigError unless the block of the FP8 weight `name` is known, and its scales are there."""
     if block is None:
         raise ConfigError(
             f"{folder / 'config.json'}: no {QUANTIZATION}, but {name} is stored in FP8; expected "

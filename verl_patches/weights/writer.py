@@ -1,4 +1,4 @@
-"""Write files of weights in one pass each, and a folder of them as a checkpoint (format: manifest.py). No torch."""
+"""Write files of weights in one pass each, and a folder of them as a checkpoint (manifest.py), without torch."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ AGAIN = "Free space and run the same command again: finished files are kept"
 
 
 def write_text(path: Path, text: str | bytes, durable: bool = True) -> None:
-    """`write_whole`; RecipeError that names the file where the disk is full."""
+    """Write a file by `write_whole`; a full disk raises RecipeError that names the file."""
     with writing(path, AGAIN):
         write_whole(path, text, durable)
 
 
 class NewFile:
-    """A file that is written under another name, `partial`, and gets its own by `finish`.
+    """Write a file under another name, `partial`, until `finish` gives it its own name.
 
-    A context manager; left without `finish`, also by an exception, it removes what it wrote. Raises RecipeError for a
-    full disk and where another process writes the same file.
+    It is a context manager; left without `finish`, also by an exception, it removes the partial file. Raises
+    RecipeError for a full disk and where another process writes the same file.
     """
 
     def __init__(self, path: Path):
@@ -84,7 +84,7 @@ def write_tensors(
 ) -> FileEntry:
     """Write and record a file of tensors, in the order of their bytes (`in_data_order`).
 
-    `contents`: buffers with a tensor's bytes, in order. A thread hashes each while it is written.
+    `contents` yields buffers with a tensor's bytes, in order. A thread hashes each buffer while it is written.
     """
     path, head, found = Path(folder) / name, header_of(tensors, name), []
     with NewFile(path) as file, ThreadPoolExecutor(1) as thread:
@@ -95,7 +95,7 @@ def write_tensors(
                 view = memoryview(data).cast("B")
                 hashed = thread.submit(digest.update, view)
                 file.write(view)
-                hashed.result()  # what is yielded next may be in the same memory
+                hashed.result()  # the next buffer may be in the same memory
                 size += len(view)
             if size != tensor.size_bytes:
                 raise RecipeError(f"{path}: {tensor.key}: expected {tensor.size_bytes} bytes, found {size}")
@@ -106,7 +106,7 @@ def write_tensors(
 
 
 def write_bytes(folder: str | Path, name: str, content: bytes) -> FileEntry:
-    """Write and record any other file."""
+    """Write and record a file without tensors."""
     write_text(Path(folder) / name, content)
     return _record(folder, FileEntry(name, len(content), hashlib.sha256(content).hexdigest()))
 
@@ -120,13 +120,13 @@ def _record(folder: str | Path, entry: FileEntry) -> FileEntry:
 
 
 def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
-    """Write `manifest` with the entries of its files into `folder`, and return it; None while some lack."""
+    """Write `manifest` with the entries of its files into `folder` and return it, or None while entries are missing."""
     if set(manifest.expected) - set(recorded(folder)):
         return None
     manifest = replace(manifest, files=tuple(read_record(folder, name) for name in manifest.expected))
     sync(folder)  # the names of all files, before the manifest that needs them
     write_text(folder / MANIFEST, to_json(manifest))
     shutil.rmtree(folder / ENTRIES, ignore_errors=True)
-    for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
+    for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # left by a process that was killed
         left.unlink(missing_ok=True)
     return manifest
