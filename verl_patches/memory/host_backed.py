@@ -326,7 +326,7 @@ class OptimizerOffloadState:
         if known is None:
             self.storages[name] = HostBackedStorage(f"{self.group}, {name}", tensor)
         elif not known.offloaded and storage._cdata != known.storage._cdata and storage.nbytes() == known.size_bytes:
-            self.storages[name] = HostBackedStorage(known.name, tensor)  # a checkpoint was loaded
+            self.storages[name] = HostBackedStorage(known.name, tensor)  # loading a checkpoint replaced it
             self.storages[name].host = known.host
         else:
             known.check(tensor)

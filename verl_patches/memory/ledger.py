@@ -190,7 +190,7 @@ def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] |
     return {
         "peak_bytes": max((phase["peak_bytes"] for phase in phases.values()), default=0),
         "phases": phases,
-        # a wrong table violates in every phase of every rank: the first ones are enough
+        # a wrong schedule gives violations in every phase of every rank, of which the first ones are enough
         "violations": {"count": len(violations), "first": violations[:20]},
     }
 

@@ -36,7 +36,7 @@ MEMORY_GROUPS = {
     "critic_window": "the piece of the critic's optimizer that is on the device during a swapped step",
     "reward_params": "parameters of the reward model that scores; each has a host copy of its own",
 }
-OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases
+OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases of runs that sample responses
 
 
 class TrainedGroups(NamedTuple):

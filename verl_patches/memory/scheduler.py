@@ -25,7 +25,7 @@ class Scheduler:
         self.ledger: Ledger | None = None
         self._handlers: dict[str, Any] = {}
         self._open: str | None = None
-        self._resident: set[str] = set()  # groups on the device; empty at step start
+        self._resident: set[str] = set()  # groups on the device; empty when a step begins
 
     def add(self, handlers: Mapping[str, Any]) -> None:
         """Add offload handlers by memory group (memory/offload.py); a handler has a method for each verb of its group.

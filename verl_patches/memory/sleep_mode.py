@@ -50,7 +50,7 @@ class SleepMode:
     `loaded`: weights are valid before the first sync, or no sync reports that it wrote them (`weights_written`).
     """
 
-    _asleep: Collection[str]  # of TAGS
+    _asleep: Collection[str]  # those of TAGS that are asleep
 
     def __init__(self, loaded: bool):
         self._weights_stay, self._lost = loaded, False
@@ -115,9 +115,9 @@ class ResizeSleepMode(SleepMode):
                 "finish or abort them first"
             )
         done = engine.reset_prefix_cache()
-        if done is None:  # engine V1 drops its block pool's answer
+        if done is None:  # engine V1 does not return its block pool's result
             pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-            done = pool.num_gpu_blocks - pool.get_num_free_blocks() == 1  # the null block
+            done = pool.num_gpu_blocks - pool.get_num_free_blocks() == 1  # only the null block is in use
         if not done:
             raise RecipeError(
                 "rollout: vLLM cannot reset its prefix cache before sleep: some blocks are in use, expected none "
@@ -237,7 +237,7 @@ def dropped(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[N
 
 def _snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
     module = torch.get_device_module(device.type)
-    module.synchronize()  # vLLM unmaps without waiting; the copy that would have waited is left out
+    module.synchronize()  # vLLM unmaps without waiting for the device; its copy, which would have waited, is left out
     return module.memory_snapshot()
 
 

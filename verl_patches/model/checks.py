@@ -23,7 +23,7 @@ _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_mode
 _RECOMPUTED = "granularity", "method", "num_layers"
 
 
-_HF_NUMBERS = {  # keys of config.json that training reads beside the sizes of layout/inventory.py
+_HF_NUMBERS = {  # keys of config.json that training reads in addition to the sizes of layout/inventory.py
     "rope_theta": Positive,
     "rms_norm_eps": Positive,
     "max_position_embeddings": Count,

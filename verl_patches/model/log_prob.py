@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 8 << 20  # of fp32 logits on this rank
-_PASS = "_vocab_parallel_pass"  # attribute of logits between the calls for entropy and for log-probs
+CHUNK_BYTES = 8 << 20  # bytes of a chunk of this rank's logits in fp32
+_PASS = "_vocab_parallel_pass"  # attribute of logits that keeps a pass from the entropy's call to the log-probs'
 
 
 @dataclass
@@ -70,7 +70,7 @@ def vocab_parallel_log_probs_from_logits(logits: torch.Tensor, labels: torch.Ten
 
 def _pass_over(logits: torch.Tensor, with_entropy: bool) -> tuple[_Rows, torch.Tensor | None, torch.Tensor]:
     """Return (rows, entropy, link); the last two are differentiable, with the shape of `logits` but its last axis."""
-    logits = logits.contiguous()  # as Megatron's are; the gradient is written through a flat view
+    logits = logits.contiguous()  # Megatron's are; the gradient is written through a flat view
     rows = _read(logits.detach().flatten(0, -2), with_entropy)
     return rows, *_Node.apply(logits, rows)
 
@@ -108,7 +108,7 @@ def _read(logits: torch.Tensor, with_entropy: bool) -> _Rows:
 
     group = parallel_state.get_tensor_model_parallel_group()
     largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    sums = largest.new_zeros(2 if with_entropy else 1, len(logits))  # of exp(x), x * exp(x); x = logit - largest
+    sums = largest.new_zeros(2 if with_entropy else 1, len(logits))  # sums of exp(x), x * exp(x); x = logit - largest
     for rows in _chunks(logits):
         largest[rows] = logits[rows].amax(dim=-1)
         _sum_chunk(logits[rows], largest[rows, None], sums[:, rows])

@@ -62,7 +62,7 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
             file.chmod(0o644)
         try:
             os.replace(building, folder)
-        except OSError:  # another process was faster
+        except OSError:  # another process has made the folder meanwhile
             return _reuse(folder, recipe)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -100,7 +100,7 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_In
     """Yield the intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
     parameter = train[0].parameter
     axes = {shard.axis for shard in (*train, *rollout) if shard.axis is not None}
-    assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
+    assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # all libraries share the table AXES
     axis = axes.pop() if axes else 0
     held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))
     cuts = sorted({0, parameter.shape[axis]}.union(*held, *needed))

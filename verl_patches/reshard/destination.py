@@ -50,7 +50,7 @@ from verl_patches.memory.live_memory import (
 )
 from verl_patches.reshard.region import Region
 
-_SHOWN = 5  # problems that a message lists
+_SHOWN = 5  # number of problems that a message lists
 _aten = torch.ops.aten
 
 
@@ -164,7 +164,7 @@ class Trace(TorchDispatchMode):
             return self._refuse(origin, "copy_ of a tensor that is none of the weights")
         if (source.dtype, target.dtype) != (origin.dtype, self._live[storage_id(target)]):
             return self._refuse(origin, "copy_ between views of another dtype")
-        spread = source.expand(target.shape)  # raises where copy_ would
+        spread = source.expand(target.shape)  # raises for shapes for which copy_ would
         if spread.numel() != source.numel():
             return self._refuse(origin, "copy_ repeats elements")
         self.copies.append(Copy(origin.name, spread, target))

@@ -38,7 +38,7 @@ from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather,
 from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes
 from verl_patches.reshard.train_tensors import TrainTensor
 
-FLAGS = 2  # collectives of one number in each sync
+FLAGS = 2  # number of collectives of one number in each sync
 _SIDES = (0, 1)  # send and receive, the indices of BucketPlan
 
 

@@ -50,7 +50,7 @@ class Topology:
 
 
 NEARNESS = ("itself", "card", "node", "across")  # the same die, card or node, or another node
-AHEAD = 0.05  # of the stage's mean: how far a near sender may be ahead of the block's other holders
+AHEAD = 0.05  # share of the stage's mean by which a near sender may be ahead of the block's other holders
 Routes = list[dict[int, list[int]]]  # by sender: receiver -> numbers of blocks, in wire order
 
 
@@ -224,7 +224,7 @@ class _Packer:
         """Return (row after the last that fits into `room`, bytes of the rows from `start` to it)."""
         stop, size, first = start, 0, 0
         for rows, row in self.rows[number]:
-            left = first + rows - stop  # of this region
+            left = first + rows - stop  # rows of this region that are left
             first += rows
             if left <= 0:
                 continue

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from verl_patches.errors import RecipeError
 
-_SHOWN, _OF_A_RANK = 8, 3  # problems that a message lists
+_SHOWN, _OF_A_RANK = 8, 3  # numbers of problems that a message lists in all, and of one rank
 
 
 class RankError(RecipeError):

@@ -131,7 +131,7 @@ class Verifier:
             rows = torch.tensor([[copy.number] * 2 for copy in copies])
             values = torch.tensor([copy[2:] for copy in copies])
             low.scatter_reduce_(0, rows, values, "amin")
-            high.scatter_reduce_(0, rows, ~values, "amin")  # so that one MIN finds the largest too
+            high.scatter_reduce_(0, rows, ~values, "amin")  # inverted, so that one MIN finds the largest too
         both = torch.stack([low, high]).to(self.device)
         dist.all_reduce(both, dist.ReduceOp.MIN)
         low, high = both.cpu()
@@ -167,7 +167,7 @@ def _text(copy: _Copy) -> str:
     return f"checksum {copy.checksum & (1 << 64) - 1:016x}" + (f" with {copy.nan} NaN" if copy.nan else "")
 
 
-_CHUNK = 1 << 22  # elements at a time: int64 copies stay below 100 MB
+_CHUNK = 1 << 22  # elements summed at a time, so that int64 copies stay below 100 MB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd constants; products wrap around at 64 bits
 

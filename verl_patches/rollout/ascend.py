@@ -51,7 +51,7 @@ def write_decode_kv(forward: Callable) -> Callable:
 
 def _is_mixed(impl: Any, attn_metadata: Any) -> bool:
     """Return whether a batch that does not run as decodes alone has tokens that count as decodes."""
-    if attn_metadata is None or not impl.torchair_graph_enabled:  # None: a profiling run
+    if attn_metadata is None or not impl.torchair_graph_enabled:  # None in a profiling run
         return False
     states = type(attn_metadata.attn_state)
     return attn_metadata.num_decodes > 0 and attn_metadata.attn_state not in (states.DecodeOnly, states.SpecDecoding)

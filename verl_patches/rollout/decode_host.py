@@ -142,7 +142,7 @@ def same_as_before(schedule: Callable) -> Callable:
             computed = request.num_computed_tokens
             self._cached_reqs_data[data.req_id].popleft()  # update_from_output puts the same object back
             place = computed % cache.block_size
-            at_end = place == 0 or (cache.enable_caching and place + 1 == cache.block_size)  # full: it is cached
+            at_end = place == 0 or (cache.enable_caching and place + 1 == cache.block_size)  # a full one is cached
             data.new_block_ids = cache.allocate_slots(request, 1).get_block_ids() if at_end else ([],)
             data.new_token_ids, data.num_computed_tokens = [request.all_token_ids[computed]], computed
             request.num_computed_tokens = computed + 1

@@ -183,13 +183,13 @@ def _hold_address() -> tuple[str, int]:
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
     family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # chooses a route, sends nothing
+        probe.connect(address)  # UDP: this chooses a route and sends nothing
         ip = probe.getsockname()[0]
     both = socket.has_dualstack_ipv6()
     port = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if both:
         port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    port.bind(("", 0))  # all addresses, as TCPStore listens
+    port.bind(("", 0))  # TCPStore listens on all addresses too
     held_ports.value.append(port)
     return ip, port.getsockname()[1]

@@ -158,7 +158,7 @@ def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: i
 
 def _place(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray | None:
     """Return each request's receiver; `needs` are its blocks; rank r takes at most room[r] requests, free[r] blocks."""
-    if (free >= room * needs.max()).all(where=room > 0):  # any order fits
+    if (free >= room * needs.max()).all(where=room > 0):  # they fit in any order
         return np.repeat(np.arange(len(room)), room)[: len(needs)]
     order = np.argsort(-needs, kind="stable").tolist()
     placed = _greedy(needs.tolist(), order, room.tolist(), free.tolist())

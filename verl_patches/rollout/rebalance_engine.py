@@ -31,7 +31,7 @@ from verl_patches.rollout.decode_host import LAST
 from verl_patches.rollout.rebalance import FIXED, NONE, Cost, MovePlan, RequestMove, State, plan
 from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
 
-_FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; lengths begin at the last
+_FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; all columns from _LENGTHS on are lengths
 COUNTS = ("requests", "bytes", "seconds")
 
 
@@ -92,7 +92,7 @@ class Rebalancer:
     # -- the engine's loop ---------------------------------------------------------------------------------------------
 
     def has_unfinished(self) -> bool:
-        """Return whether any rank of the DP group must go on, be it for a last exchange that returns results."""
+        """Return whether any rank of the DP group must continue, if only for the last exchange of results."""
         from vllm.config import ParallelConfig
 
         holds = self._holds_requests()
@@ -102,7 +102,7 @@ class Rebalancer:
             unfinished = self.engine.has_unfinished_requests_dp(holds)
         if unfinished:
             return True
-        self.returning = self.abroad  # equal on all ranks
+        self.returning = self.abroad  # it is equal on all ranks
         return self.returning
 
     def step(self, upstream: Callable[[Any], list[Any]]) -> list[Any]:
@@ -373,7 +373,7 @@ class Rebalancer:
 
 
 def _block_bytes(cache: torch.Tensor) -> int:
-    return cache.nbytes // len(cache)  # an engine that sleeps has no cache[0]
+    return cache.nbytes // len(cache)  # not cache[0].nbytes: a sleeping engine has no cache[0]
 
 
 def _movable(request: Any) -> bool:

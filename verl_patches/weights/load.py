@@ -31,8 +31,8 @@ from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 POLL_S = 0.5
-_SHOWN = 8  # ranks that a message names
-_HEAD = "output_layer."  # in the names of the head's parameters
+_SHOWN = 8  # number of ranks that a message names
+_HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
 

@@ -45,9 +45,9 @@ FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # version 2 has addit
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 TRACKER = "latest_checkpointed_iteration.txt"  # file of Megatron's own checkpoint (megatron.py)
-CRITIC = "critic"  # folder of the critic's part of a checkpoint; the fact of that name is its manifest's identity
+CRITIC = "critic"  # folder of the critic's part of a checkpoint, and the fact that holds the identity of its manifest
 WEIGHT = "weight"
-OF_RANK, OF_TRAINER = "rank_", "trainer."  # names of files of one rank of a checkpoint, and of its trainer, begin so
+OF_RANK, OF_TRAINER = "rank_", "trainer."  # prefixes of names of files of one rank of a checkpoint, and of its trainer
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
@@ -73,7 +73,10 @@ def rank_files(world_size: int) -> list[str]:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Describe one tensor of a file, of at least one dimension; the file's docstring explains the fields."""
+    """Describe one tensor of a file; this module's docstring explains the fields.
+
+    A tensor has at least one dimension: a scalar is stored with shape (1,).
+    """
 
     key: str
     dtype: str

@@ -192,7 +192,7 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 
 
 class Checkpoint(NamedTuple):
-    """Hold the contents of a Megatron folder: `stored` parts for open_source; `identity` has its files' CRCs."""
+    """Hold the contents of a Megatron folder: `stored` parts for open_source; `identity`: records and their CRCs."""
 
     layout: ParallelLayout
     stored: list[Stored]
@@ -221,7 +221,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
     for what, unlike in (("missing", expected.keys() - files), (f"not of layout {layout}", files.keys() - expected)):
         if unlike:
             raise ConfigError(f"{place}: {len(unlike)} files are {what}, as {min(unlike)}; copy or convert them again")
-    found: dict[Any, Stored] = {}  # by region: replicas of a tensor are in many files
+    found: dict[Any, Stored] = {}  # keyed by region, because replicas of a tensor are in many files
     left_out: set[str] = set()
     for name, rank in expected.items():
         chunks = [_of_model(chunk, left_out) for chunk in files[name].chunks]

@@ -163,7 +163,7 @@ def _hf_files(source: Source, dtype: str, file_bytes: int) -> Iterator[OutFile]:
     for number, parameters in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         stored = {p.name: _stored(p, source.tensors[p.name], dtype) for p in parameters}
-        order = sorted(parameters, key=lambda p: -ITEM_BYTES[stored[p.name]])  # aligned, see in_data_order
+        order = sorted(parameters, key=lambda p: -ITEM_BYTES[stored[p.name]])  # so all are aligned, as by in_data_order
         entries = [whole_tensor(p.name, stored[p.name], p.shape) for p in order]
         # scales are known only after their weights, so they are last; header_of refuses them where they are not aligned
         weights = [entry for entry in entries if entry.dtype == FP8]

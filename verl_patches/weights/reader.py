@@ -100,7 +100,7 @@ class WeightReader:
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._data_of = functools.lru_cache(maxsize=None)(self._record_data)
-        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the last tensor read
+        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the last tensor
         self._state_region = functools.lru_cache(maxsize=_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:

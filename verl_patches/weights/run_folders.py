@@ -45,7 +45,7 @@ _BLOCK_BYTES = 4 << 20
 class Start:
     """Describe one start of a run.
 
-    parent: (name, step) of the start of the same run that it continues, and the last step taken from it; None for a
+    parent: (name, step), the start of the same run that it continues and the step after which it does; None for a
     start at step 1 and for one from a checkpoint of another run. source: the path of that checkpoint. saves_in: the
     start's folder for checkpoints, where that is another one.
     """
@@ -97,7 +97,7 @@ def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: st
             for home in homes:
                 (home / name).mkdir(parents=True)
             break
-        except FileExistsError:  # taken by another process meanwhile
+        except FileExistsError:  # another process has taken it meanwhile
             number += 1
     for home in homes:
         record = {"run": home.name, "start": name, "from": origin}

@@ -203,7 +203,7 @@ def _tensors(
         if tensor.dtype == FP8:
             name = scale_name(parameter.name)
             _check_scale(folder, parameter.name, block, name in scales)
-            assert block is not None  # _check_scale
+            assert block is not None  # _check_scale refuses None
             scale = _tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
             tensor = tensor._replace(scale=scale.parts[0])
             scales.discard(name)

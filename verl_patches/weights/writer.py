@@ -124,7 +124,7 @@ def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
     if set(manifest.expected) - set(recorded(folder)):
         return None
     manifest = replace(manifest, files=tuple(read_record(folder, name) for name in manifest.expected))
-    sync(folder)  # the names of all files, before the manifest that needs them
+    sync(folder)  # makes the names of all files durable before the manifest that needs them
     write_text(folder / MANIFEST, to_json(manifest))
     shutil.rmtree(folder / ENTRIES, ignore_errors=True)
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # left by a process that was killed

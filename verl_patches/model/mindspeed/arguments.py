@@ -72,10 +72,10 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 }
 # keys of config.json without effect on the training computation
 IGNORED = frozenset({
-    "_name_or_path", "architectures", "auto_map", "torch_dtype", "transformers_version",  # of transformers
-    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",  # of generation, which is vLLM's
-    "aux_loss_alpha", "seq_aux",  # of balancing: MODEL_FIXED says why there is none
-    "ep_size", "pretraining_tp",  # of layouts, which are verl's and recipe.train's
+    "_name_or_path", "architectures", "auto_map", "torch_dtype", "transformers_version",  # keys of transformers
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",  # keys of generation, which vLLM does
+    "aux_loss_alpha", "seq_aux",  # keys of balancing, which MODEL_FIXED switches off
+    "ep_size", "pretraining_tp",  # keys of layouts, which verl and recipe.train give
     "head_dim", "qk_head_dim",  # transformers derives them from the sizes above
 })  # fmt: skip
 MODEL_FIXED = (
@@ -272,7 +272,7 @@ def _schedule(style: str, get: Get) -> list[str]:
     warmup = warmup if warmup is not None and warmup >= 0 else int(ratio * max(steps, 0))
     if steps > 0 and warmup >= steps:
         raise ConfigError(f"{warmup} warm-up steps leave nothing of {steps}")
-    total = max(steps, warmup + 1)  # -1 until verl's trainer knows it
+    total = max(steps, warmup + 1)  # steps is -1 until verl's trainer sets it
     minimum = lr * (get("actor.optim.min_lr_ratio") or 0.0)
     words = f"--lr-warmup-iters {warmup} --min-lr {minimum!r} --train-iters {total} --lr-decay-iters {total}"
     return ["--lr-decay-style", style, *words.split()]
@@ -290,7 +290,7 @@ def _length(responses: int, get: Get) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    return None if value in (None, "None") else value  # verl's file has the string None for null
+    return None if value in (None, "None") else value  # verl's configuration file has the string None for null
 
 
 _PHASES = "verl moves it between phases (verl/workers/megatron_workers.py)"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_LENGTHS = "verl_patches_lengths"  # attribute of cu_seqlens
+_LENGTHS = "verl_patches_lengths"  # attribute of cu_seqlens that caches its Lengths
 _ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 
 
@@ -180,7 +180,7 @@ def _keep_fp32(router: torch.nn.Module) -> None:
         apply_of_module(fn, recurse)
         for name, before in before_cast.items():
             now = router._buffers[name]
-            router._buffers[name] = before.to(now.device)  # moved, not rounded
+            router._buffers[name] = before.to(now.device)  # moved but not rounded to bf16
         return router
 
     router._apply = _apply
