@@ -1,11 +1,12 @@
 """Move running requests, with their KV blocks, between the data-parallel (DP) engines of one vLLM V1 instance.
 
 Every `every` engine steps all ranks of the instance exchange requests, at the same step, as they decode in lock step:
-1. One all-gather of a row of fixed size a rank: the lengths of its requests, its free KV blocks, whether it failed. 2.
-All compute the same plan (rebalance.py). 3. Bytes (rebalance_wire.py): tokens and log-probs that were generated for
-requests of other ranks, and moving requests. 4. KV blocks, one all-to-all for each tensor of the cache. Where 1 finds
-nothing to move or to return, the exchange ends. The ranks of a tensor-parallel group hold the same requests; each
-exchanges with the ranks of its own DP group.
+1. One all-gather of a row of fixed size a rank: the lengths of its requests, its free KV blocks, whether it failed.
+2. All compute the same plan (rebalance.py).
+3. Bytes (rebalance_wire.py): tokens and log-probs that were generated for requests of other ranks, and moving requests.
+4. KV blocks, one all-to-all for each tensor of the cache.
+Where 1 finds nothing to move or to return, the exchange ends. The ranks of a tensor-parallel group hold the same
+requests; each exchanges with the ranks of its own DP group.
 
 A request has its entry in the output processor of its origin, the rank that verl gave it to, with the tokens and
 log-probs so far; that rank returns the request as if it had generated all of it. The request's random generator moves

@@ -45,7 +45,7 @@ def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
 
 
 def get_gpt_decoder_block_spec(*args: Any, **kwargs: Any) -> Any:
-    """Refuse verl's models other than DeepSeek-V3, which alone call this function."""
+    """Refuse verl's models other than DeepSeek-V3; no other code calls this function."""
     raise NotImplementedError("Megatron core_r0.8.0 has no get_gpt_decoder_block_spec; line a3 runs DeepSeek-V3 only")
 
 

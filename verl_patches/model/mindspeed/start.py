@@ -175,7 +175,7 @@ def _requested(words: list[str], args: Namespace) -> dict[str, Any]:
 
 
 def _mindspeed_rules(args: Namespace) -> None:
-    """Run MindSpeed's validator, which MindSpeed-LLM does not call; arguments of its parser alone have defaults."""
+    """Run MindSpeed's validator, which MindSpeed-LLM does not call; arguments that only it knows have defaults."""
     from mindspeed import arguments
     from mindspeed_llm.tasks.megatron_adaptor import MegatronAdaptation
 
