@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryLedgerError(RecipeError):
-    """Report a memory group that is on the device, or is not, contrary to the schedule."""
+    """Report a memory group that is on the device against the schedule, or is missing there."""
 
 
 @dataclass

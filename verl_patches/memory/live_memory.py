@@ -60,7 +60,7 @@ def private_format(tensor: torch.Tensor) -> int | None:
 
 
 def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return a sentence for each of `tensors` with elements that are never written, or written more than once.
+    """Return a sentence for each fault of `tensors`: elements that are never written, or written more than once.
 
     `writes`: (name of the written data, view of a storage). No data is read, so meta tensors serve too; the cost grows
     with the contiguous runs of the views, not with their elements.

@@ -75,7 +75,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """List the phases of a step, which begins with no group on the device but those that never move."""
+    """List the phases of a step, which begins with no group on the device except those that never move."""
 
     name: str
     phases: tuple[Phase, ...]
