@@ -4,15 +4,15 @@ A plan is plain data, equal on every rank that has the same lengths. A sample is
 generated (the responses of one prompt are adjacent). After rollout, ranks hold contiguous shares in rank order. A GRPO
 group may be split over replicas, as the trainer computes advantages by sample.
 
-Replicas that share an expert group exchange tokens in every layer, so the n-th micro batches of the group take as
-long as the longest of them. The cost of a group's update is therefore the sum, over micro batches, of the most tokens
-on any of its replicas; the cost of an update is the highest of all groups. Samples are sorted by length and cut into
-slots of one sample per replica of a group. For one group and micro batches of one sample this is optimal, for any cost
-that rises with length: over D replicas the k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot
-of any assignment is at least as long as the (k*D+1)-th longest sample, and here it is exactly that long. Several groups
-get equally many slots; the longest slot goes to the group with the fewest tokens so far. Within a slot, the longest
-sample goes to the replica with the fewest tokens in this micro batch, then in all. The longest micro batches run first,
-so that a lack of memory shows at once.
+Replicas that share an expert group exchange tokens in every layer, so each of them needs as long for its n-th micro
+batch as the one whose n-th is the longest. The cost of a group's update is therefore the sum, over n, of the most
+tokens on any of its replicas; the cost of an update is the highest of all groups. Samples are sorted by length and cut
+into slots, which have one sample for each replica of a group and are as long as their longest. For one group and micro
+batches of one sample this is optimal, for any cost that rises with length: over D replicas the k*D+1 longest samples
+need k+1 slots or more, so in any assignment the (k+1)-th longest slot is at least as long as the (k*D+1)-th longest
+sample, and here it is exactly that long. Several groups get equally many slots; the longest slot goes to the group with
+the fewest tokens so far. Within a slot, the longest sample goes to the replica with the fewest tokens in this micro
+batch, then in all. The longest micro batches run first, so that a lack of memory shows at once.
 
 Gradients do not depend on the plan with row update.sample_weights (micro_batches.py). Without it verl's Megatron actor
 averages the loss of each micro batch by itself, and Megatron divides by their number: with loss_agg_mode token-mean
@@ -39,7 +39,10 @@ Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 
 def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
-    """Return micro batches in verl's order; `share` has the samples of one mini batch by replica, in their order."""
+    """Return micro batches in verl's order of samples; `share`: [replica] -> samples of one mini batch.
+
+    Raises ConfigError for a size that does not divide the shares.
+    """
     size = micro_batch_size
     if len(share[0]) % size:
         raise ConfigError(
@@ -52,7 +55,7 @@ def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
 def balanced(
     share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, sharing: int | None = None
 ) -> Replicas:
-    """Return micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError like `arrival`.
+    """Return micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as in `arrival`.
 
     `lengths`: tokens by sample. `sharing`: replicas of an expert group, by default all.
     """
@@ -71,11 +74,11 @@ def packed(
     balance: bool = True,
     sharing: int | None = None,
 ) -> Replicas:
-    """Return micro batches of at most `token_budget` tokens and any number of samples, equally many on each replica.
+    """Return micro batches of at most `token_budget` tokens, equally many of them on each replica.
 
-    With `balance` slots are packed for all replicas of an expert group together, by the longest sample of each slot;
-    otherwise each replica packs its own share. `sharing` as in `balanced`. Raises ConfigError for a sample longer than
-    the budget.
+    They have any number of samples. With `balance` whole slots are packed, for all replicas of an expert group at once,
+    as if all samples of a slot were as long as its longest; otherwise each replica packs its own share. `sharing` as in
+    `balanced`. Raises ConfigError for a sample longer than the budget.
     """
     own = [list(samples) for samples in share]
     longest = max((lengths[sample] for samples in own for sample in samples), default=0)
@@ -111,7 +114,7 @@ def _cut(values: Sequence, size: int) -> list:
 
 
 def _slots(share: Sequence[Samples], lengths: Sequence[int], sharing: int) -> list[list[list[int]]]:
-    """Return [expert group] -> its slots of `sharing` samples; slots and samples of a slot are sorted longest first."""
+    """Return [expert group] -> its slots of `sharing` samples; slots, and samples in each, have the longest first."""
     order = sorted((sample for samples in share for sample in samples), key=lambda sample: -lengths[sample])
     slots = _cut(order, sharing)
     rounds = _cut(range(len(slots)), len(share) // sharing)  # each round gives one slot to each group
@@ -120,7 +123,7 @@ def _slots(share: Sequence[Samples], lengths: Sequence[int], sharing: int) -> li
 
 
 def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
-    """Return the samples by replica, one of each slot; `batches`: [micro batch][slot] -> samples, longest first."""
+    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> its samples, longest first."""
     replicas = range(len(batches[0][0]))
     dealt: Replicas = [[] for _ in replicas]
     totals = [0 for _ in replicas]
@@ -250,6 +253,6 @@ def train_replicas(train: ParallelLayout) -> list[int]:
 
 
 def replicas_of_expert_group(train: ParallelLayout) -> int:
-    """Return how many neighbouring DP ranks hold each other's experts; both views number ranks from the same one."""
+    """Return how many adjacent train replicas share an expert group; replicas and groups are counted from rank 0."""
     replica = train.tp * train.cp
     return math.lcm(replica, train.etp * train.ep) // replica

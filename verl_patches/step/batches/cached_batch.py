@@ -104,13 +104,13 @@ class CachedBatch:
         return DataProto(batch=batch.select())
 
     def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
-        """Exchange responses so that this rank has those of `samples`; return the bytes. config: actor_rollout_ref."""
+        """Exchange responses so that this rank has those of `samples`; config: verl's section actor_rollout_ref."""
         rank, actor = dist.get_rank(), config.actor
         prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
         budget = token_budget(config, "update")
         packs = budget is not None and placement.balance
-        size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
+        size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs them later
         self.placement, self.tokens, sharing = placement, tokens, replicas_of_expert_group(train)
         self.plan = plan_batch(
             train_replicas(train),
@@ -142,7 +142,7 @@ class CachedBatch:
         return to_padded(self.cache.get(name, self.samples), self.placement.widths[1])
 
     def splits(self, config: Any, stage: str) -> PlannedSplits | None:
-        """Return the plan's micro batches of a `stage` of limits.py; None if verl makes them."""
+        """Return the plan's micro batches for `stage`, a key of limits.DYNAMIC; None if verl makes them."""
         if not self.placement.balance:
             return None
         return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
@@ -150,7 +150,7 @@ class CachedBatch:
     def keep_log_probs(
         self, name: str, found: DataProto, mask: torch.Tensor, send_back: bool
     ) -> payloads.LogProbs | None:
-        """Put column `name` of verl's answer `found` into the cache; return the trainer's part on the metrics rank."""
+        """Put column `name` of verl's `found` into the cache; on the metrics rank return what the trainer needs."""
         ragged = from_padded(found.batch[name].to(mask.device), mask)
         self.cache.put(name, self.samples, ragged)
         entropys = found.batch.get("entropys")

@@ -27,10 +27,10 @@ _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}
 
 @dataclass
 class CachedStep:
-    """Hold the settings of a run and the state of its current step; the groups of actor and reference share one.
+    """Hold the settings of a run and the state of its step; the worker groups of actor and reference share one.
 
-    `send_back`: whether the trainer needs log-probs (algorithm.use_kl_in_reward). `lengths`: of the step's responses,
-    by sample. `reports`: of its exchange.
+    `send_back`: whether the trainer needs log-probs (algorithm.use_kl_in_reward). `lengths`: tokens of
+    the step's responses, by sample. `reports`: one of each rank, about the exchange in place_cached.
     """
 
     pad_id: int
@@ -109,7 +109,7 @@ class CachedStep:
         return payloads.Advantages(values.numpy(), per_token, dict(batch.meta_info))
 
     def report(self) -> dict[str, float] | None:
-        """Return the largest ExchangeReport of this step's ranks, name by name; None before the first step."""
+        """Return each number of ExchangeReport, the largest of this step's ranks; None before the first step."""
         ranks = [asdict(report) for report in self.reports]
         return {name: max(of_rank[name] for of_rank in ranks) for name in ranks[0]} if ranks else None
 

@@ -4,7 +4,7 @@ A prompt whose responses all have the same reward gives no gradient: it is left 
 the batch of the step is full. The rest of the last drawn batch is dropped, so a resumed run needs only the data
 loader's own state.
 
-    fit() of both pins                           here
+    fit() of both verl versions                  here
     for batch_dict in self.train_dataloader      __iter__: verl's loader, without end; only the columns of the rollout
     generate_sequences(gen_batch), in timer gen  draw_kept: draws, generates, scores
     batch.repeat(n).union(responses)             responses of kept prompts, with all other columns of these prompts
@@ -67,7 +67,7 @@ class KeptGroups:
         return batch
 
     def draw_kept(self, prompts: DataProto) -> DataProto:
-        """Return responses with differing rewards, of len(`prompts`) prompts; KeepGroupsError after max_batches."""
+        """Return the responses of len(`prompts`) kept prompts; KeepGroupsError if max_batches batches have fewer."""
         size, batch, most = len(prompts), self._given, self._section.max_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
         rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of each prompt with different rewards

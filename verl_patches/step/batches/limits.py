@@ -31,11 +31,11 @@ ID_BYTES = 3  # bytes of a response's token id sent to the trainer: enough for a
 def trainer_bytes(
     prompts: int, samples: int, prompt_tokens: float, response_tokens: float, *, send_back: bool, per_token: bool
 ) -> dict[str, dict[str, int]]:
-    """Return {stage: {"column dtype": bytes}} that the trainer sends in a step, once to all workers, or receives.
+    """Return {stage: {"column dtype": bytes}} of what the trainer receives, or sends, counted once for all workers.
 
-    `prompt_tokens`: of the prompts, each once; `response_tokens`: of all samples. `send_back`: KL in the reward.
-    `per_token`: advantages differ within a sample. Not counted: meta_info, one number by rank, and the overhead
-    of Ray and pickle.
+    Arguments are of one step. `prompt_tokens`: each prompt once; `response_tokens`: of all samples. `send_back`: KL in
+    the reward. `per_token`: advantages differ within a sample. Not counted: meta_info, one number by rank, and the
+    overhead of Ray and pickle.
     """
     values = {"values float32": 4 * round(response_tokens)} if send_back else {}
     return {

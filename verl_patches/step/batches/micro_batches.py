@@ -1,4 +1,4 @@
-"""Make micro batches of a token budget: dynamic ones on line a3, and with the tensor cache the plan's on both lines.
+"""Make micro batches of a token budget: by verl's packing on line a3; with the tensor cache, by the plan on both lines.
 
 verl's Megatron actor of 54c9b736 takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor read
 budget keys, which line a3 uses too: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
@@ -11,10 +11,10 @@ loss_agg_mode=token-mean it is the gradient of the sum over response tokens, div
 batch on all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl
 averages each micro batch by itself and gives all of them equal weight, at both pins (core_algos.agg_loss).
 
-    packing            wraps the actor's pass: puts log-probs back into the order of the batch
-    by_tokens          wraps the split into micro batches
+    packing            wraps the actor's pass over a batch: puts its log-probs back into the order of the batch
+    by_tokens          wraps the split into micro batches: splits by tokens inside `packing`
     in_mini_batch      wraps the iterator over micro batches: counts samples and tokens of their mini batch
-    by_mini_batch      wraps the aggregation of a micro batch's loss
+    by_mini_batch      wraps the aggregation of a micro batch's loss: divides by those counts
     as_planned         wraps verl's packing: uses the micro batches of the plan
 """
 
@@ -42,8 +42,8 @@ MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is spl
 class Stage:
     """Describe how one stage of a worker makes its micro batches; with the defaults, as verl does.
 
-    budget: tokens of a micro batch, if rows of line a3 pack them; planned: the plan's micro batches, if verl asks for
-    dynamic ones; update: the update of actor or critic; packing: that of the actor's pass in progress.
+    budget: most tokens of a micro batch, if `packing` splits (line a3). planned: the plan's micro batches, for
+    `as_planned`. update: counts of the update, if actor or critic has one now. packing: set during the actor's pass.
     """
 
     budget: int | None = None
@@ -251,9 +251,9 @@ def planned_splits(
 def as_planned(rearrange_micro_batches: Callable) -> Callable:
     """Wrap verl's rearrange_micro_batches: return (micro batches, rows) by the plan of the stage.
 
-    verl packs the samples of each rank separately, into as many micro batches as the rank with the most tokens needs at
-    least (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two replicas
-    differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    verl packs the samples of each rank separately, all ranks into ceil(tokens / budget) micro batches of the rank with
+    the most tokens (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
+    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
     """
 
     @functools.wraps(rearrange_micro_batches)

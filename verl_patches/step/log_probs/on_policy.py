@@ -24,8 +24,8 @@ _RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 class Correction:
     """Hold recipe.rollout_correction with weights, rejection or both on.
 
-    level: whose ratio weights a token, token or sequence; cap: the highest weight. reject: the quantity that rejects a
-    sequence, seq_sum_k1 or seq_mean_k1; bounds: lowest and highest pi_rollout / pi_actor of an accepted sequence.
+    level: token or sequence, whose ratio is a token's weight; cap: the highest weight. reject: seq_sum_k1 or
+    seq_mean_k1, by which a sequence is rejected; bounds: lowest and highest pi_rollout / pi_actor of an accepted one.
     """
 
     level: str | None
@@ -48,7 +48,7 @@ def correction_of(section: Any) -> Correction | None:
 
 
 def ratio_bounds(text: str | None) -> tuple[float, float]:
-    """Return (lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for others, like "12" (YAML's 1_2)."""
+    """Return (0.5, 2.0) of "0.5_2.0" or of its short form "2.0"; ConfigError for others, like 12 (YAML's 1_2)."""
     try:
         numbers = [float(number) for number in str(text).split("_")]
         low, high = numbers if len(numbers) == 2 else (1 / numbers[0], *numbers)
@@ -72,7 +72,7 @@ def on_policy_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def needs_old_log_probs(run: RunSpec) -> bool:
-    """Return whether the update needs separate old log-probs: weights change in it, or KL is in the reward."""
+    """Return whether old log-probs must precede the update: it has several optimizer steps, or the reward has KL."""
     actor = run.verl.actor_rollout_ref.actor
     several = actor.ppo_mini_batch_size != run.verl.data.train_batch_size or actor.ppo_epochs != 1
     return bool(several or run.verl.algorithm.use_kl_in_reward)

@@ -50,11 +50,11 @@ class OnPolicyUpdate:
         self.skip, self.correction, self.has_rollout, self.reached = skip, correction, False, False
         self.by_sequence = by_sequence
         self.seen: list[tuple[torch.Tensor, ...]] = []
-        self.sums: dict[str, float] = {}  # sum and number of the update's log-probs, without vLLM's
+        self.sums: dict[str, float] = {}  # sum and number of the update's log-probs, if vLLM has none
 
     @classmethod
     def of(cls, run: RunSpec) -> OnPolicyUpdate | None:
-        """Return the update that a run sets; None for verl's own. On fixed data `skip` is exact, with a ratio of 1."""
+        """Return the update that a run sets; None for verl's own. On fixed data `skip` is on: the ratio is then 1."""
         recipe = run.recipe
         skip = recipe.train.skip_old_log_prob or not run.samples
         correction = correction_of(recipe.rollout_correction)
@@ -63,10 +63,10 @@ class OnPolicyUpdate:
 
     @contextmanager
     def around(self, batch: Any) -> Iterator[None]:
-        """Run verl's update of `batch` inside; LogProbError without rollout log-probs, RecipeError if not reached.
+        """Run verl's update of `batch` inside; LogProbError if a correction lacks vLLM's log-probs.
 
         verl's actor selects old_log_probs by name. If the pass is skipped and vLLM has none, as on fixed data, the
-        column is zeros, which `loss_on_policy` replaces; an update that does not reach it ends the run.
+        column is zeros, which `loss_on_policy` replaces. RecipeError if the update did not call `loss_on_policy`.
         """
         self.has_rollout = _ROLLOUT in batch.keys()
         if self.correction and not self.has_rollout:

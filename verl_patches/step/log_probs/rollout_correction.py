@@ -5,7 +5,7 @@ token's ratio is pi_actor / pi_rollout, before the update; k1, the quantity for 
 of pi_rollout / pi_actor. Unlike there, a rejected sequence still counts in the loss's mean and in the KL loss, and adds
 nothing to the policy gradient: in both pins the actor's mask comes from the attention mask alone.
 
-A weight w >= 0 multiplies the advantage. PPO's loss of a token, max(-r A, -clip(r) A) with lower bound -c A for A < 0,
+A weight w >= 0 multiplies the advantage. PPO's loss of a token, max(-r A, -clip(r) A) and for A < 0 at most -c A,
 is linear in a positive factor of A, so w A gives exactly w times the loss.
 """
 
@@ -29,7 +29,7 @@ Moments = dict[str, dict[str, float]]
 
 
 class LogProbError(RuntimeError):
-    """Report that a sampled token's log-prob is NaN or infinite."""
+    """Report that a sampled token's log-prob is NaN or infinite, or that vLLM's are missing."""
 
 
 class Weighed(NamedTuple):

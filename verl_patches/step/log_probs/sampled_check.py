@@ -5,8 +5,8 @@
 
 trainer/worker_group.py makes the calls: begin_rollout with the request, then end_rollout and the actor's
 compute_log_prob after the step's rollout. There is no second weight sync, and the step's responses, rewards and update
-are those of a run without the check. The actor's pass is verl's own, whose logits neither pin divides by a temperature
-(MegatronPPOActor).
+are those of a run without the check. The actor's pass is verl's own, which divides its logits by no temperature
+(MegatronPPOActor of both verl versions).
 """
 
 from __future__ import annotations

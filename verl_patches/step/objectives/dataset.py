@@ -1,7 +1,7 @@
 """Read fixed responses as a dataset of verl: presets name this file and one of its classes in data.custom_cls.
 
-A row has the prompt as verl's own dataset makes it, and `tools_kwargs`, arguments of one row's rollout, which fit()
-hands to generate_sequences: here token ids of the responses, and other data that the objective needs
+A row has the prompt as verl's own dataset makes it, and `tools_kwargs`. That is verl's column for a row's tools, which
+fit() hands to generate_sequences; here it has the token ids of the responses, and other data that the objective needs
 (step/objectives/advantages.py). step/objectives/settings.py lists the columns of each objective. All rows are read at
 the start, so that a wrong one ends the run before workers start.
 """

@@ -1,1 +1,1 @@
-"""Record and replay a rollout's responses and the pass's routed experts, and measure expert load."""
+"""Record and replay responses of a rollout and experts that routers chose, and measure expert load."""

@@ -3,7 +3,7 @@
 Every rank counts the tokens that it sends, once the router's choice is final: in training after the router, in
 rollout where vllm-ascend passes expert ids to its exchange. A histogram of each call is added on the device, without
 waiting; one all-reduce a step sums them. Rollout is counted outside graphs only: prompts, and decode steps with
-enforce_eager. Sums are over a step, so an expert's changes between calls are not visible.
+enforce_eager. Sums are over a step, so changes of the load between calls are not visible.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ rollout_load: Current[tuple[ExpertLoad, dict[int, int]] | None] = Current(None)
 
 
 def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
-    """Count tokens after each router of Megatron's chunks, whose experts `ranks` share; None without experts.
+    """Return a load that counts tokens after each router of `chunks`, experts split over `ranks`; None without experts.
 
     Pipeline ranks without a router count nothing, but take part in `take`.
     """
@@ -81,7 +81,7 @@ def _count_routed(load: ExpertLoad, router: Any, inputs: Any, output: tuple) -> 
 
 
 def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
-    """Count tokens that vllm-ascend's `model` sends to its experts (rows rollout.count_*); None without experts."""
+    """Return a load of what vllm-ascend's `model` sends to experts (rows rollout.count_*); None without experts."""
     layers = [module for module in model.modules() if hasattr(module, "w13_weight")]
     if not layers:
         return None
@@ -92,7 +92,7 @@ def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
 
 
 def count_experts(original: Callable) -> Callable:
-    """Wrap vllm-ascend's fused_experts and its two exchanges, which get ids after balanced routing: count tokens."""
+    """Wrap one of vllm-ascend's three fused_experts functions: count tokens by the ids after balanced routing."""
 
     @functools.wraps(original)
     def experts(
