@@ -75,7 +75,7 @@ from verl_patches.weights.writer import complete_as, write_bytes
 log = logging.getLogger(__name__)
 
 STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
-_POLL_S, _GRACE_S = (0.1, 5.0), 30.0
+_POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # between looks for all ranks' files (from, to), and at whether they still grow
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
 _NOT_COMPARED = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
@@ -85,7 +85,7 @@ class Checkpoints:
     """Save and load the checkpoints of one run of verl's `trainer`."""
 
     def __init__(self, trainer: Any, say: Callable[..., None]):
-        """Take `say`: say(text) shows a line; say(text, step) one about the step that the run goes on after."""
+        """Take `say`: say(text) shows a line; say(text, step) also records `step` as the one that is resumed from."""
         config = trainer.config
         self._say, self.trainer, self.config = say, trainer, config
         self.run = run_of(config)
@@ -264,7 +264,7 @@ class Checkpoints:
         return {**contents, "config.json": json.dumps(self._config(), indent=2).encode()}
 
     def _trainer_files(self) -> dict[str, bytes]:
-        """Return the files of data position and generators: JSON with null for each tensor, and the tensors by path."""
+        """Return the files of data position and generators: JSON, null in place of tensors, and the tensors."""
         state, tensors = data_state(self.trainer.train_dataloader)
         text = json.dumps({"dataloader": state, "generators": generators(), "kl_coef": self._kl and self._kl.value})
         return {STATE: text.encode(), TENSORS: safetensors.torch.save(tensors)}
@@ -412,7 +412,7 @@ class RandomSampler(torch.utils.data.RandomSampler):
         """Let the next pass continue where `state_dict` was taken; if that pass was complete, begin a new one."""
         self.generator.set_state(state["generator"])
         self._begun, self._drawn = None, state["drawn"]
-        if self._drawn == len(self):  # that pass was complete
+        if self._drawn == len(self):  # that pass was complete: draw it, for the generator
             collections.deque(super().__iter__(), 0)
             self._drawn = 0
 

@@ -119,9 +119,9 @@ def _start_failure() -> str | None:
 def _failed_before_ready(cause: Any, started: int) -> str | None:
     """Return the message of a death in the set-up hook, at loading of the class or in __init__; None for others.
 
-    cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 if the actor was never ready. Ray does not report a
-    verl class that cannot be loaded as a failed creation: Ray's placeholder class fails in __new__, which verl's Worker
-    defines, and Ray may mark the actor ready some milliseconds before it is dead.
+    cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 if the actor was never ready. If a class of
+    verl cannot be loaded, Ray does not report a failed creation: it makes a placeholder class, which fails in verl's
+    Worker.__new__, and may mark the actor ready some milliseconds before it is dead.
     """
     from ray.exceptions import RayError
 

@@ -107,7 +107,7 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
 def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return {phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
 
-    rollout includes ReMax's greedy responses. validate, where the step validates, is part of the whole step but of no
+    rollout includes ReMax's greedy responses. validate, if the step has one, is part of `step` but of no other
     phase. reshard and offload are those of the slowest worker. offload happens inside reshard, rollout, log-prob, ref
     and update, and is not subtracted from them.
     """
@@ -153,7 +153,8 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the totals of a step's weight syncs, from every worker's reports; None if verl's own path did them.
 
     Bytes are per rank, as maximum and mean over ranks, summed over the step's syncs (a validation syncs too).
-    Collectives and seconds are summed as well; `peak_extra_bytes` is the highest of any rank.
+    Collectives and seconds are summed as well; `peak_extra_bytes` is the highest of any rank. verified, learnt: whether
+    a sync was verified, or learnt its map (reshard/weight_sync.py).
     """
     every = [report for reports in workers for report in reports]
     if not every:
@@ -277,7 +278,7 @@ def start_of_workers(
 class Rates:
     """Compute the throughput and MFU of a run's steps; layout/flops.py defines MFU.
 
-    `passes`: {phase: forward passes that count}. `peak_flops_per_s`: None for a device without a known peak.
+    `passes`: {phase: its model FLOPs, in forward passes}. `peak_flops_per_s`: None for a device without a known peak.
     """
 
     def __init__(self, run: RunSpec, ref: bool):
