@@ -2,5 +2,6 @@
 
 from typing import Any
 
-# base of classes that a subclass row puts over upstream's: mypy takes names that they do not define for upstream's
+# base of our classes that a row combines with an upstream class: type(name, (ours, upstream), ...). As Any it lets mypy
+# accept upstream's methods and attributes in them.
 Upstream: Any = object

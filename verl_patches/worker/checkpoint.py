@@ -1,4 +1,4 @@
-"""Save and load one worker's part of a checkpoint: copied to the host while the trainer waits, written during the run.
+"""Save and load one rank's part of a checkpoint: copied to the host while the trainer waits, written during the run.
 
     save    waits for the previous part, updates the host copies, and writes them in a thread
     wait    waits for the part in writing: before an update, which changes the copied tensors, before a save, at the end
@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 
 
 class TrainingWorker(Upstream):
-    """Share the methods of verl's actor and critic with a `recipe:`. A feature that is off in a worker is None."""
+    """Define what our workers of actor and critic have in common. A feature that is off in a worker is None."""
 
     checkpoint: WorkerCheckpoint | None = None
     trained: Trained | None = None
 
     def start_checkpoint(self) -> None:
-        """Make the worker's checkpoint by parts, if row checkpoint.parts is on."""
+        """Make `checkpoint`, which saves and loads this rank's part, if row checkpoint.parts is on."""
         if is_on("checkpoint.parts"):
             self.checkpoint = WorkerCheckpoint(self)
 
@@ -91,7 +91,7 @@ class TrainingWorker(Upstream):
 
 
 class WorkerCheckpoint:
-    """Save and load the model that `worker`, verl's actor or critic with a `recipe:`, trains."""
+    """Save and load this rank's part of the model that `worker`, a TrainingWorker, trains."""
 
     def __init__(self, worker: Any):
         self.worker, self.recipe = worker, worker.recipe
@@ -101,7 +101,7 @@ class WorkerCheckpoint:
         self._loads = 0
 
     def state(self) -> TrainState:
-        """Return the train state of this rank, mapped once."""
+        """Return the train state of this rank, made once."""
         if self._state is None:
             trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
             value = trained.groups == CRITIC
@@ -163,7 +163,7 @@ class WorkerCheckpoint:
     def _contents(
         self, pieces: list[StoredTensor], storages: Mapping[int, HostBackedStorage]
     ) -> Callable[[StoredTensor], Iterator[torch.Tensor]]:
-        """Return a function for `write_rank`; copy now the tensors that are not on the host yet."""
+        """Return the function by which `write_rank` gets a piece's tensors; copy now those that are not on the host."""
         on_host = _mindspeeds_host_states(self.worker.trained.optimizer)
         copies = {
             piece.entry.key: [place.of(piece.base).detach().to("cpu", copy=True) for place in piece.places]
@@ -187,7 +187,7 @@ class WorkerCheckpoint:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Load parameters that verl itself has offloaded onto the device inside the context (row memory.order off)."""
+        """Inside the context have parameters on the device that verl itself offloads (with row memory.order off)."""
         if self.worker.memory.scheduled or not self.worker._is_offload_param:
             yield
             return

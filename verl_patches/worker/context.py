@@ -23,8 +23,8 @@ class WorkerContext:
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of a profiled step; None in
-    other steps. `schedule`, `stays`: from schedule.py, for all workers of the process, which verl makes before one of
-    them builds a model; None before. `step_guards`: of the trained models, in the order in which they are built.
+    other steps. `schedule`, `stays` (memory groups that are never moved): from memory/schedule.py, set by the workers'
+    constructors, all of which verl calls before a model is built. `step_guards`: of trained models, in building order.
     """
 
     schedule: Schedule | None = None
@@ -45,7 +45,7 @@ class WorkerContext:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run a call of verl's worker in a phase of our schedule; do nothing without a scheduler.
+        """Run a call of verl's worker in phase `name`; without a scheduler the phase moves no memory.
 
         After an error the phase stays open, and the next phase ends it.
         """
@@ -64,7 +64,7 @@ class WorkerContext:
             self.profiler.begin(phase)
 
     def raise_peak(self, extra_bytes: int = 0) -> None:
-        """Raise the ledger's peak of this phase to the bytes held now plus `extra_bytes` of temporary memory."""
+        """Raise the ledger's peak of this phase to the bytes held now plus `extra_bytes`, if that is higher."""
         if self.ledger is not None:
             self.ledger.raise_peak(extra_bytes)
 

@@ -114,7 +114,8 @@ class WorkerMemory:
             ledger.register(group, self._bytes_of(tensors), full_bytes=full)
         states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
-        # A swapped step has at most `full` in its window; where the ledger checks, at a phase's start, it is empty.
+        # With swap_optimizer only a window of the states, `full` at most, is on the device, and only during a step; the
+        # ledger checks at a phase's start, when the window is empty.
         holds, empty = groups.optimizer, groups.window
         if self.recipe.train.swap_optimizer:
             holds, empty = empty, holds
@@ -166,7 +167,7 @@ def _buffer_bytes(worker: Any) -> int:
 def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
     """Return {memory group: function that returns its bytes on the device} of the engine `llm`.
 
-    A function returns 0 while vLLM's own sleep mode has unmapped the memory, as tensors still point to it.
+    A function returns 0 while vLLM's own sleep mode has unmapped the memory, although tensors still point to it.
     """
 
     def held(tag: str) -> int:

@@ -2,7 +2,7 @@
 
 verl builds critic, reference, reward models and actor in one process, in this order on both lines
 (`RayPPOTrainer.init_workers`), with one layout; each calls `load_megatron_gptmodel_weights`. Only the first of them
-reads the folder; the others copy its parameters, except the heads between critic and others. Nothing writes those
+reads the folder; the others copy its parameters, except the head if one of the two is the critic. Nothing writes those
 parameters before all models are built, so the copies equal a read bit for bit. A reward model has its own folder.
 """
 
@@ -162,7 +162,7 @@ def deepseekv3_generator(per_tensor_generator: Callable) -> Callable:
 
 
 def weight_converters() -> dict[Any, Callable]:
-    """Return the entry for verl's MODEL_WEIGHT_CONVERTER_REGISTRY; `gathered_weights` does not use it."""
+    """Return the entry that verl looks up in MODEL_WEIGHT_CONVERTER_REGISTRY; `gathered_weights` does not use it."""
     from verl.models.mcore.registry import SupportedModel
 
     return {SupportedModel.DEEPSEEK_V3: lambda hf_config, mcore_config: None}

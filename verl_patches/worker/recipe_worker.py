@@ -140,7 +140,7 @@ class RecipeWorker(TrainingWorker):
     def prove_patches(self) -> dict[str, Any]:
         """Return digest and intent of the patches, the states of all rows, and `error`: None if all rows are active.
 
-        cpu_s: CPU seconds of this process so far, which are those of its start.
+        digest, intent: of patching/engine.py. cpu_s: CPU seconds of this process so far, which are those of its start.
 
         The call is not blocking: the controller gets one reference per worker and can name a worker without a proof.
         """
@@ -221,7 +221,7 @@ class RecipeWorker(TrainingWorker):
         return output
 
     def _token_budget(self, stage: str) -> int | None:
-        """Return line a3's tokens of a dynamic micro batch in `stage` (step/batches/micro_batches.py), else None."""
+        """Return the budget of `stage` if our rows make micro batches (step/batches/micro_batches.py), else None."""
         ours = is_on("update.dynamic_batches")
         a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has its own dynamic batches
         budget = token_budget(self.config, stage) if a3 else None

@@ -21,7 +21,7 @@ class RecipeShardingManager(Upstream):
     """Override methods of verl's MegatronVLLMShardingManager (row update.sharding_manager).
 
     The worker sets `settings` and `sync_enabled` (recipe.weight_sync.enabled) in `_build_rollout`; without settings the
-    sync is verl's own. If `sync_enabled` is false only the first entry syncs: a control run that learns without sync.
+    sync is verl's own. If `sync_enabled` is false only the first entry syncs: a control run, whose rollout stays old.
     Between `keep_awake` and `end_rollout` the engine does not sleep; `awake`: it has the weights of the step.
     """
 

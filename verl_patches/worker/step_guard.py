@@ -1,4 +1,4 @@
-"""Skip optimizer steps whose gradients are NaN or infinite, on all ranks alike, and report where they come from.
+"""Skip optimizer steps whose gradients are NaN or infinite, on all ranks alike, and report their origin.
 
 At both pins Megatron steps with such gradients in fp32 and bf16: only a loss scaler, which fp16 has, checks them, so
 one NaN reaches every weight of the model (core_r0.8.0 and 0.12.2, optimizer.py, `prepare_grads`). verl raises a bare

@@ -36,7 +36,7 @@ from verl_patches.worker.models import ARCHITECTURE, prepare_training
 
 
 def _take_own_stage(config: Any) -> None:
-    """Replace a list of recomputed layers by stage in `config` by this rank's own number (line a3)."""
+    """Replace a list in `config`, of each stage's number of recomputed layers, by this stage's number (line a3)."""
     if is_on("update.engine_start"):
         from verl_patches.model.mindspeed.start import recompute_own_stage
 
@@ -146,7 +146,7 @@ class RecipeRewardModelWorker(Upstream):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` [B, M] fp32: each model's head output at the last token of the response.
 
-        algo=rm trains that output as the value behind the end token (RewardData).
+        algo=rm trains the head so that this is the score of a response (RewardData of step/objectives/dataset.py).
         """
         scores = []
         for model in self.reward_models:
