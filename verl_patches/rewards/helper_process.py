@@ -44,7 +44,7 @@ class HelperProcess:
         """Return the function's result, or raise CallError; replace a lost process once."""
         with self._lock:
             for _ in range(2):
-                process, self._process = self._process or self._start(), None  # an interrupted call leaves no reply
+                process, self._process = self._process or self._start(), None  # put back after a reply
                 reply = _reply(process, arguments, cpu_limit_s)
                 if reply is not None:
                     self._process = process

@@ -137,8 +137,8 @@ def failed(part: Part, error: Exception, place: str) -> RewardError:
 def load_parts(original: Callable) -> Callable:
     """Wrap verl's load_reward_manager: return a RewardManager with the parts of the configuration.
 
-    The parts do not come from `run_of`: verl 0.4.0's main loads rewards before it makes the trainer, which without the
-    launcher writes the facts of the run (import_alone.py).
+    The parts do not come from `run_of`: without the launcher its facts are written when the trainer is made
+    (import_alone.py), and verl 0.4.0's main loads rewards before that.
     """
 
     @functools.wraps(original)
@@ -151,7 +151,7 @@ def load_parts(original: Callable) -> Callable:
 
 
 def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
-    from verl.trainer.ppo.reward import get_custom_reward_fn  # its import applies this row
+    from verl.trainer.ppo.reward import get_custom_reward_fn  # not at the top: this import applies our row
 
     entry, options = part.entry, {}
     if entry.name == "reward_model":

@@ -4,7 +4,7 @@ Deviates from common rewards, which search the whole response: only the content 
 string in the reasoning, in an earlier box or in an unclosed box earns nothing.
 
 A correct answer earns 1.0. A wrong answer in the right form earns `format_weight`, anything else earns nothing. The
-form's share is small because GRPO divides by the spread inside a group: if no response of a group is correct, the form
+form's share may be small, as GRPO divides by the spread inside a group: if no response of a group is correct, the form
 alone decides the advantages, however small its weight; a weight of 0 switches that off.
 """
 
@@ -23,7 +23,7 @@ from verl_patches.rewards.helper_process import CallError, HelperProcess
 TAIL_CHARS = 65_536  # a box further from the end than this is not an answer; it also bounds the time
 MAX_ANSWER_CHARS = 512
 _log = logging.getLogger(__name__)
-_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is text, and so is "\\" before a word
+_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # "\{" is text, and "\\boxed{" opens no box
 
 
 def compute_score(

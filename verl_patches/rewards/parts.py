@@ -17,7 +17,7 @@ from verl_patches.recipe import TAKES, Part, Reward
 from verl_patches.values import types_of, unknown_key, value_faults
 
 SHORT_FORM = "custom_reward_function"
-METRIC = "reward/"  # prefix of a part's label: its scores in verl's extra information, and its mean among the metrics
+METRIC = "reward/"  # METRIC + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
 RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
 
 
