@@ -189,7 +189,7 @@ def report_command(
     folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
     if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(f"report: --output {path}: expected a file for Markdown, such as report.md; give another")
+        raise ConfigError(f"report: {path} is no file for Markdown; give another file with --output, such as report.md")
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare(summaries), report.names_of(summaries)
     try:

@@ -161,8 +161,9 @@ def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
     done = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "new" / "x.md")])
     assert done.exit_code == 0 and "tokens/s/rank" in done.stdout and (tmp_path / "new" / "x.md").is_file()
     assert not (folder / "report.md").exists()
-    done = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path)])
-    assert isinstance(done.exception, ConfigError) and "give another file with --output" in str(done.exception)
+    for taken in (tmp_path, tmp_path / "picture.png"):
+        done = CliRunner().invoke(app, ["report", str(folder), "-o", str(taken)])
+        assert isinstance(done.exception, ConfigError) and "give another file with --output" in str(done.exception)
 
 
 @pytest.mark.parametrize(
