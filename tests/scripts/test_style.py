@@ -10,6 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
+# a capital or a quoted name at the beginning, no preposition, question word or error, and an end
+SENTENCE = re.compile(
+    r"(?!(?:Of|What|Whose|Whether|Where|With|As|By|In|On|From|To|\w*Error|Row provider)\b)[A-Z`].*[.:]`?$"
+)
 
 
 def sources(*folders: str) -> list[Path]:
@@ -54,6 +58,23 @@ def test_files_and_functions_stay_small():
     functions = {str(f.relative_to(ROOT)): found for f in files if (found := long_functions(f.read_text()))}
     assert not functions
     assert long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)  # the check can fail
+
+
+def fragments(text: str) -> list[str]:
+    """Return the first sentences of docstrings that do not begin as one, or do not end."""
+    defined = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documents = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, defined)]
+    firsts = [" ".join(document.split("\n\n")[0].split()) for document in documents if document]
+    return [first for first in firsts if not SENTENCE.match(first)]
+
+
+def test_docstrings_begin_with_a_sentence():
+    found = {
+        str(file.relative_to(ROOT)): wrong for file in sources("verl_patches") if (wrong := fragments(file.read_text()))
+    }
+    assert not found
+    for first in ("Of a step.", "ConfigError where it is not.", "{name: bytes} of a rank.", "Return it"):  # the control
+        assert fragments(f'def f():\n    """{first}"""')
 
 
 def test_nothing_names_the_machine_it_was_written_on():

@@ -104,7 +104,7 @@ def fingerprint_command(
 
 
 def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:
-    """What of the pins is on this machine: packages, commits, Ascend software, environment variables."""
+    """Show which pins are on this machine: packages, commits, Ascend software, environment variables."""
     report = compare(line, trees=trees_of(upstream))
     if upstream is not None and report.line != LINE:
         raise ConfigError(f"--upstream contains line {LINE}, but --line is {report.line}: give --line {LINE}")

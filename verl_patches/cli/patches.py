@@ -61,7 +61,7 @@ def status_command(
     switches: Switch = None,
     as_json: Json = False,
 ) -> None:
-    """With RUN what that run does now; else the rows of the catalogue and their states, of a recorded run with --run.
+    """Show what RUN does now; without it the rows of the catalogue and their states, of a recorded run with --run.
 
     Without a run nothing is applied: a row is "waiting" where a run with these switches would apply it, else "off".
     """
