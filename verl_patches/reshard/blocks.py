@@ -1,9 +1,10 @@
 """Group regions that the same ranks hold in training and the same ranks need in rollout into blocks, sent as one.
 
-Both sides cut a tensor along the same axis (layout/sharding.py), at rows that need not be multiples of each other:
-vLLM pads the vocabulary. All cuts together give elementary intervals, which no side cuts further. Tensors of one layer
-(or one expert) whose intervals are held and needed by the same ranks share a block per interval, so that 256 ranks of
-DeepSeek-V3 make some 16,000 blocks instead of 45,395 tensors x intervals. Does not import torch.
+Training and rollout cut a tensor along the same axis (layout/sharding.py), but not always at common rows, as vLLM pads
+the vocabulary. The cuts of both sides together divide a tensor into elementary intervals, which no rank's shard divides
+further. Tensors of one layer (or one expert) whose intervals are held and needed by the same ranks share one block for
+each interval. So DeepSeek-V3 on 256 ranks has some 16,000 blocks, not one for each interval of each of its 45,395
+tensors. Does not import torch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Block(NamedTuple):
 
 
 class _Interval(NamedTuple):
-    """Describe rows [start, stop) along `axis`; `indices`: the tp (etp) indices that hold and that need them."""
+    """Describe rows [start, stop) along `axis`; `indices`: those that hold them in training, and need them in rollout.
+
+    An index is a rank's tp index, for routed experts its etp index.
+    """
 
     axis: int
     start: int

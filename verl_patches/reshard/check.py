@@ -2,8 +2,8 @@
 
 `check_plan` uses the layouts alone, independently of how the plan was made. It proves that each rank's rollout shards
 are covered exactly once by what it copies and receives; that what it copies and sends lies in its training shards; that
-buckets stay within their bytes; and that both ends of every segment name the same regions in the same order. It follows
-that the plan writes every rollout element once, from the right training element.
+buckets stay within their bytes; and that sender and receiver of every segment (what one rank sends another in a bucket)
+name the same regions in the same order. So the plan writes every rollout element once, from the right training element.
 
 `figures` and `path_of` describe a plan: bytes against their bounds, the busiest ranks, the path of one parameter.
 """
@@ -113,8 +113,8 @@ def _list(regions: Iterable[Region]) -> str:
 def figures(plan: ReshardPlan) -> dict[str, Any]:
     """Return the costs of a plan as plain data, in bytes unless the name says otherwise.
 
-    `imbalance` is max / mean of the bytes that ranks send. It has a bound: a training stage must send what only it
-    holds, so the busiest rank of a stage sends at least the stage's mean.
+    `imbalance` is max / mean of the bytes that ranks send. `imbalance_bound` is the least that any plan can reach: only
+    the ranks of a training stage can send its layers, so the busiest of them sends at least their mean.
     """
     over_bound = [r / b for r, b in zip(plan.received_bytes, plan.lower_bound_bytes, strict=True) if b]
     stages = [_stage(plan, stage) for stage in range(plan.train.pp)]

@@ -17,7 +17,7 @@ Layouts that an engine gives its parameters after loading:
   quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). The query of the format through
   torch_npu cannot be tried without an NPU.
 
-The trace feeds meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor have their
+The trace feeds meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor know their
 offset and strides, so that a copy_ shows which elements go where. Writes to live tensors are recorded and not executed;
 all other operations run. Operations on a weight between the checkpoint and its copy_:
 
@@ -72,7 +72,7 @@ class Constant(NamedTuple):
 class _Origin(NamedTuple):
     name: str
     reason: str | None  # why it cannot be followed; None: the storage has the HF tensor's elements, in its order
-    dtype: torch.dtype  # the storage's; the offset of a view as another dtype counts in other units
+    dtype: torch.dtype  # of the storage; a view as another dtype would count its offset in elements of another size
 
 
 class Trace(TorchDispatchMode):
@@ -125,7 +125,7 @@ class Trace(TorchDispatchMode):
         return result
 
     def _same_elements(self, source: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
-        """Return a copy of `source` whose storage has the same elements at the same places, as views need it."""
+        """Return `source` in `dtype`, in a storage with the same places, so that its views can still be located."""
         if dtype == source.dtype:
             return _aten.alias.default(source)
         count = source.untyped_storage().nbytes() // source.element_size()

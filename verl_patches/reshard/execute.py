@@ -8,8 +8,9 @@ no names. Bucket k + 1 is packed while bucket k is exchanged, and k is unpacked 
 
 So there are two buffers to send from and two to receive into, never more than 4 * bucket_bytes in all; their memory
 is taken from torch's allocator during a sync only. Collectives: one all_to_all_single of bytes for each bucket, and an
-all-reduce of one number before and after them, by which an error of one rank stops all. A work handle's wait() orders
-the exchange before what this stream does next, on any device, so nothing else is synchronised.
+all-reduce of one number before the first and after the last bucket, by which an error of one rank stops all ranks.
+wait() of a work handle orders the exchange before what this stream does next, on any device; there is no other
+synchronisation.
 
 A bucket has one segment for each peer, by rank. A segment has the planned regions in order, each in the training
 inventory's dtype and from a multiple of 16 bytes on.
@@ -38,7 +39,7 @@ from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather,
 from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes
 from verl_patches.reshard.train_tensors import TrainTensor
 
-FLAGS = 2  # number of collectives of one number in each sync
+FLAGS = 2  # number of all-reduces in each sync by which ranks tell each other of an error
 _SIDES = (0, 1)  # send and receive, the indices of BucketPlan
 
 

@@ -1,4 +1,4 @@
-"""Map names of DeepSeek-V3 parameters in Megatron and MindSpeed-LLM to HF kinds, and read a chunk's weights.
+"""Map names of DeepSeek-V3 parameters in Megatron and MindSpeed-LLM to kinds of HF tensors, and read a chunk's weights.
 
 Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer Engine's,
 which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only. `te_name`
@@ -42,7 +42,7 @@ _FROM_TE = (
     (r"(.*)\.mlp\.linear_fc1\.layer_norm_weight", r"{0}.pre_mlp_layernorm.weight"),  # dense layers
 )
 _ATTENTION, _EXPERTS = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp.experts."
-# kind -> MindSpeed's name in one pipeline stage; q_proj is absent, as q is always low-rank (mindspeed/arguments.py)
+# kind -> MindSpeed's name, with the local layer; q_proj is absent, as q is always low-rank (mindspeed/arguments.py)
 MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind != "q_proj"} | {
     "q_a_proj": _ATTENTION + "linear_qkv.weight",
     "kv_a_proj": _ATTENTION + "linear_qkv.weight",

@@ -6,8 +6,8 @@ in training already, so it receives exactly its lower bound: what it needs minus
 
 Senders: each rank that needs a block gets it from one of the ranks that hold it. Blocks with one holder are assigned
 first, then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that
-sends least so far. A near sender is skipped where it is over its stage's mean and more than AHEAD of the mean above the
-least-loaded holder of the block.
+sends least so far. A near holder is passed over if it would then send more than its stage's mean, and already sends
+more than the block's least-loaded holder plus AHEAD of that mean.
 
 Buckets: each is one collective, in which each rank sends and receives at most `bucket_bytes`. A bucket is filled sender
 by sender, those with most left first, each towards the receivers with most left. So every bucket mixes all pipeline
@@ -127,7 +127,7 @@ class _Router:
         self.routes[sender][receiver].append(number)
 
 
-CUT = 16
+CUT = 16  # a region is cut only for room of at least 1/CUT of a bucket
 
 
 class Piece(NamedTuple):
@@ -172,7 +172,7 @@ class _Packer:
         self.end = [sum(rows for rows, _ in block) for block in self.rows]
         self.least = -(-bucket_bytes // CUT)  # a rank with less room than this gets no more of the bucket
         sizes = [block.wire_bytes for block in blocks]
-        # numbers of the blocks left of each pair, last first, and the row at which its first block continues
+        # by sender: receiver -> numbers of the blocks left, the next one last; `begun`: the next one's first row left
         self.queues = [{receiver: numbers[::-1] for receiver, numbers in pairs.items()} for pairs in routes]
         self.begun: dict[tuple[int, int], int] = {}
         self.to_send, self.to_receive = [0] * len(routes), [0] * len(routes)

@@ -44,7 +44,10 @@ _STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 
 
 class Storage(NamedTuple):
-    """Describe a parameter's contents: kinds joined along rows, local layer, local expert (None: none or all), how."""
+    """Describe a parameter's contents: HF kinds joined along rows, local layer, local expert (None: none or all).
+
+    `how`: PLAIN, or the stack of experts as which the parameter holds them: UP_STACK or DOWN_STACK.
+    """
 
     kinds: tuple[str, ...]
     layer: int | None
@@ -52,7 +55,7 @@ class Storage(NamedTuple):
     how: str
 
     def shape(self, joined: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return the parameter's shape from that of its joined HF tensors (of one of `count` experts if stacked)."""
+        """Return the parameter's shape; `joined`: that of its joined HF tensors (stacked: of one expert of `count`)."""
         if self.how == PLAIN:
             return tuple(joined)
         rows, columns = joined
@@ -121,7 +124,10 @@ def train_tensors(
 def inventory_and_library(
     chunks: Sequence[torch.nn.Module], hf_config: Any, line: str, value: bool = False
 ) -> tuple[Inventory, str]:
-    """Return the inventory of `hf_config` in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
+    """Return the inventory of `hf_config` in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES.
+
+    `value`: it is a value model (`build_inventory`).
+    """
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     model = replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype)
     return build_inventory(model, value), library_of(chunks, line)
@@ -220,7 +226,7 @@ def _shard_views(
 
 
 def _global_id(ids: range, number: int | None) -> int | None:
-    """Return the layer or expert at local `number`; past the local ones it is an id that this rank does not hold."""
+    """Return the layer or expert at local `number`, or where there is none an id that `_held_shard` will refuse."""
     if number is None:
         return None
     return ids[number] if number < len(ids) else ids.stop + number - len(ids)
@@ -257,7 +263,7 @@ def _layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int)
 
 def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """Return the model chunks without Megatron's wrappers (DDP, Float16Module)."""
-    from verl.utils.megatron_utils import unwrap_model  # imported here, as patches are applied while it is half built
+    from verl.utils.megatron_utils import unwrap_model  # not at the top: patches are applied while it is half imported
 
     return unwrap_model(list(chunks))
 

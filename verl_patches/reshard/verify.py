@@ -2,9 +2,10 @@
 
 This is for `recipe.reshard.verify`; it costs a pass over all weights. `Verifier` fills live memory with NaN before the
 sync. After it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its
-raw values at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all
-ranks compares them all. Checksums cannot show a map that reads and writes wrongly in the same way. For that `check_map`
-loads the contents of rollout memory once more with the engine's own load_weights, which must not change anything.
+raw values at every rank that trains it and at every rank that received it, in the rollout's dtype; one all-reduce (MIN)
+compares them all. The checksum reads rollout memory by the same `destinations` by which the sync wrote it, so it cannot
+show that these are wrong. For that `check_map` loads the contents of rollout memory once more with the engine's own
+load_weights, which must not change anything.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Verifier:
         return (low != ~high).any(dim=1).nonzero().flatten().tolist()
 
     def _raise_for(self, unequal: list[int], copies: list[_Copy]) -> None:
-        """Raise ReshardError for the regions `unequal`, which are the same on all ranks, so all of them gather."""
+        """Raise ReshardError for the regions `unequal`; all ranks have the same ones, so that all enter `gather`."""
         if not unequal:
             return
         by_rank = gather([copy for copy in copies if copy.number in unequal[:_SHOWN]])
@@ -210,9 +211,9 @@ def check_map(
 ) -> list[str]:
     """Load a model's contents, read by `destinations`, with its own load_weights, and return what changed.
 
-    Returns a sentence for each parameter that changed: its place in the map is wrong. A wrong place shows only if its
-    values differ from the right one's. load_weights must still work on the model; a wrong map changes its memory. Parts
-    that this rank does not hold are loaded as zeros, which load_weights ignores.
+    Returns a sentence for each parameter that changed, as its place in `destinations` is wrong; that shows only where
+    the values at the wrong and the right place differ. load_weights must still work on the model, whose memory it
+    changes where a place is wrong. Parts that this rank does not hold are zeros, which load_weights ignores.
     """
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """Sync the weights of one worker: the first sync maps training and rollout memory, and every sync runs the plan.
 
 This replaces verl's per-tensor generator and vLLM's load_weights (verl/workers/sharding_manager/megatron_vllm.py,
-`__enter__`). Both memories are mapped again where a tensor has got other memory.
+`__enter__`). Once a tensor of training or rollout lies in other memory, both are mapped again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_librar
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
-FLAGS = 2  # number of collectives of one number before those of the executor
+FLAGS = 2  # number of all-reduces before the executor's: the engine is ready (worker/sharding.py), the maps are valid
 
 
 @dataclass(frozen=True)
