@@ -122,7 +122,7 @@ class Walk(NamedTuple):
         return min(self.size, line * self.width + min(place, self.width))
 
     def places(self, start: int, stop: int, first: int) -> tuple[Place, ...]:
-        """Return places of elements [start, stop) of the region in a tensor that has the parameter from `first` on."""
+        """Return places of the region's elements [start, stop) in a tensor of the parameter's elements from `first`."""
         if self.step == self.width:
             return (Place((stop - start,), (1,), self.offset + start - first),)
         begin = min(stop, -(-start // self.width) * self.width)  # begin and end of the whole lines
@@ -321,7 +321,7 @@ def write_rank(
 
 
 def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Return faults of this rank's share of the files without tensors, whose bytes `load_state` does not compare."""
+    """Compare this rank's share of the files without tensors, which `load_state` does not read; return the faults."""
     files = [file for file in read_manifest(folder).files if not file.tensors]
     return [problem for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
 
@@ -389,7 +389,10 @@ def state_of(text: str) -> torch.Tensor:
 
 
 def step_counts(optimizer: Any) -> dict[str, Any]:
-    """Return {state: count in Adam's states (torch), group: count in its groups (apex, MindSpeed)}; None if absent."""
+    """Return Adam's step count: `state` in its states (torch's Adam), `group` in its groups (apex, MindSpeed).
+
+    The one that Adam does not have is None.
+    """
     counts: dict[str, Any] = {"state": None, "group": None}
     for shard in optimizer_shards(optimizer):
         inner = shard.optimizer.optimizer

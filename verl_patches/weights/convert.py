@@ -100,7 +100,7 @@ def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
 
 
 def _is_anothers(path: Path) -> bool:
-    """Return whether a file or folder is not one that a conversion leaves if it ends before its first whole file."""
+    """Return whether a file or folder is none of those that a conversion has made before its first file is whole."""
     return path.name != ITERATION and path.suffix != PARTIAL
 
 

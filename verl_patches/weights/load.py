@@ -4,9 +4,9 @@ verl 0.4.0 loads HF weights into Megatron for Llama and Qwen2 only (verl/models/
 the whole HF model on every rank. Here each rank reads only the regions that it trains, into the views of its parameters
 that a weight sync reads too (reshard/train_tensors.py), in the order in which they lie in the files.
 
-Ranks read at different speeds (disks, caches, the embedding's stage), and the first collective after loading would end
-in a connect or collective timeout that does not name a rank. So each rank notes in torch.distributed's store that it
-has loaded, and waits there for the others, with a limit of its own (`wait_for_ranks`). Its heartbeat shows its
+Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
+collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
+it has loaded, and waits there for the others, with a limit of its own (`wait_for_ranks`). Its heartbeat shows its
 progress.
 """
 

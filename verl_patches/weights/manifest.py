@@ -41,7 +41,7 @@ from verl_patches.reshard.region import Region
 from verl_patches.shared_files import PARTIAL
 
 DIGITS = 16  # hex digits of a tensor's digest in a manifest
-FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # version 2 has additional fields
+FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # READ: versions that can be read; 2 has additional fields
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 TRACKER = "latest_checkpointed_iteration.txt"  # file of Megatron's own checkpoint (megatron.py)
@@ -142,10 +142,10 @@ class Manifest:
 class StoredPart(NamedTuple):
     """Locate a region of a tensor: `offset` is that of its first byte in `file`, and its rows follow each other.
 
-    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: offset of the header of a zip's
-    record that `offset` counts from, None for the file. `line`: None, or the number of elements of each line from
-    `offset` on, one line for each column of the region: its rows are the elements from `first` on of each line (a stack
-    of experts).
+    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: None, or in a zip the offset of
+    the record's header; `offset` then counts from the record's data. `line`: None, or in a stack of experts, where the
+    region is stored column by column, the number of elements between two columns; `offset` is then that of the first
+    column's line, and the region's rows begin at element `first` of each line.
     """
 
     file: str
@@ -245,7 +245,10 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Return the manifest of a folder; raises ConfigError if it is absent, of another format, or of another step."""
+    """Return the manifest of a folder; raises ConfigError where it is absent, damaged, or of another format.
+
+    It is also raised where the step is not the one in the folder's name (global_step_N).
+    """
     path = Path(folder) / MANIFEST
     if not path.exists():
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a complete checkpoint of training")

@@ -289,8 +289,9 @@ def _part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
 def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:
     """Return the layout of a folder that does not record it, as MindSpeed-LLM writes it.
 
-    A second number is a stage, or an expert group where every file has the embedding and the head. Whole experts and
-    cut ones have equal shapes: `split`, or the arguments of the training that wrote the folder, tell them apart.
+    A name with two numbers does not tell what the second one is: an expert group if every file has the embedding and
+    the head, otherwise a stage. Whole experts and cut ones have equal shapes: `split`, or the arguments of the training
+    that wrote the folder, tell them apart.
     """
     if library != "mindspeed":
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Plan which files a conversion of weights reads and writes, from a source, a layout and a dtype, without torch.
 
-Files of a HF folder hold tensors in the inventory's order, up to a size. Those of Megatron's checkpoint (megatron.py)
-hold the parameters of one place in its groups each; tensors outside routed experts are in several files, as Megatron
-has them.
+Files of a HF folder hold tensors in the inventory's order, up to a size. Each file of Megatron's checkpoint
+(megatron.py) holds the parameters of one combination of TP, PP and EP ranks. So tensors outside routed experts are in
+several files, as when Megatron writes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verl_patches.weights.source import (
 
 DTYPES = ("bf16", "fp8", "keep")
 LIBRARIES = {"a3": "mindspeed", "pypi": "megatron-local"}  # line -> key of layout.sharding.LIBRARIES
-FILE_BYTES = 4_300_000_000  # of a HF file, as DeepSeek's are
+FILE_BYTES = 4_300_000_000  # most bytes of a file of a HF folder, about those of DeepSeek's own files
 MOST_PROCESSES = 8  # most processes that write files at the same time, on as many cores
 # modelled: bytes read + written a second by a node, with a slow shared file system and with a local NVMe disk
 RATES = (0.3e9, 2.0e9)
@@ -45,9 +45,10 @@ _PROCESS_BYTES = 500_000_000  # memory of a process with torch and the buffers o
 
 
 class OutFile(NamedTuple):
-    """Describe a file to write: of HF by its tensors in the order of their bytes, of Megatron by the rank it holds.
+    """Describe a file to write.
 
     `read_bytes`: bytes of the source, with scales. `size_bytes`: bytes of the file, without a few of its header or zip.
+    `tensors`: those of a HF file, in the order of their bytes. `rank`: the rank whose parameters a Megatron file holds.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Read tensors of a folder of weights of any kind: HF, Megatron or a training checkpoint.
 
-Bytes are read by pread, because host memory then does not depend on tensors or files, and a file that is cut off
-meanwhile is an error with a name, not a bus error. Weights are read through one buffer of BAND_BYTES, and for FP8 twice
-that for the decoded band (a row of more bytes than the buffer makes it longer).
+Bytes are read by pread and not by mmap, because host memory then does not grow with the tensors and files, and a file
+that is cut off meanwhile gives an error that names it, not a bus error. Weights are read through one buffer of
+BAND_BYTES, and for FP8 twice that for the decoded band (a row of more bytes than the buffer makes it longer).
 
 FP8 is decoded to bf16, as DeepSeek's own converter does, so a folder in FP8 and its conversion to bf16 give equal
 parameters in any dtype.
@@ -28,7 +28,7 @@ from verl_patches.weights.manifest import DIGITS, ITEM_BYTES, MANIFEST, StoredPa
 from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
 BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
-_LEAST_BYTES = 1024  # where the columns have fewer bytes a row, whole rows are read
+_LEAST_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
 _REGIONS = 4  # number of regions of states that are cached for the next reads
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, lengths of name and extra field
 COPY_AGAIN = (
@@ -49,8 +49,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def require_finite(value: torch.Tensor, name: str) -> None:
-    """Raise RecipeError where a floating tensor holds NaN or infinity; its extremes are NaN if any value is."""
-    if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():
+    """Raise RecipeError where a floating tensor holds NaN or infinity."""
+    if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():  # aminmax gives NaN if any value is NaN
         return
     raise RecipeError(
         f"{name}: holds NaN or infinity: the weights are damaged, or the run that wrote them was; download the folder "
@@ -61,9 +61,9 @@ def require_finite(value: torch.Tensor, name: str) -> None:
 class _Window(NamedTuple):
     """Describe the overlap of a stored part and a region of one tensor; a tensor [R] is taken for [R, 1].
 
-    rows, columns: the overlap in the part. `read`: (rows, columns) that are read for it. `width`: all columns of the
-    part. row, column: the overlap's first place in the region. `digest`: that of the part's bytes, where they are
-    compared.
+    `rows`, `columns`: those of the part that overlap. `read`: (rows, columns) of the part that are read for them.
+    `width`: number of all columns of the part. `row`, `column`: where the overlap begins in the region. `digest`: a
+    sha256 over the bytes read, where they are compared with the manifest's.
     """
 
     part: StoredPart
@@ -366,7 +366,7 @@ def _sides(region: Region, shape: Sequence[int]) -> list[range]:
 
 
 def _place(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy `value` to `target` [R, C] several times as fast as one copy would where either is transposed."""
+    """Copy `value` to `target` [R, C] in target's order of memory: where either is transposed, several times faster."""
     if target.stride(0) < target.stride(1):
         target, value = target.t(), value.t()
     target.copy_(value.contiguous())

@@ -6,10 +6,10 @@
     NAME/latest             a link to the newest start
     NAME/.lock              held while a start is live
 
-A folder of a start is not moved or shared either. A start and its ancestors are a chain, which is the run; an ancestor
-contributes only its steps up to the one that the next start continues. A chain is made of names, so a folder NAME can
-be copied or moved whole. Where checkpoints lie elsewhere, in DIR, DIR/NAME has the same starts with the same record,
-and NAME/0002/start.json says where.
+The folder of one start is not moved alone, nor shared with another start. A start and its ancestors are a chain, which
+is the run; an ancestor contributes only its steps up to the one that the next start continues. A record names its
+parent by the start's name and not by a path, so a folder NAME can be copied or moved whole. Where checkpoints lie
+elsewhere, in DIR, DIR/NAME has the same starts with the same record, and NAME/0002/start.json says where.
 
 A folder global_step_N is a checkpoint if it has a manifest.json, which a save writes last and a removal removes first;
 folders without it are ignored. A save that was killed leaves such a folder; the chain's next save removes it.
