@@ -130,7 +130,7 @@ def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
 
 
 def _on_device(storages: Iterable[HostBackedStorage]) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
-    """Return (storages on the device, those of them to which this call gave their host memory)."""
+    """Return (storages on the device, those of them that had no host memory); gives host memory to the latter."""
     here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
     fresh = [storage for storage in here if not storage.host]
     if fresh:
@@ -152,8 +152,8 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 def _make_host_memory(storages: list[HostBackedStorage]) -> None:
     """Allocate the host memory of `storages` in pieces: small storages share one, a large one takes several.
 
-    The memory is pinned unless the device is a CPU. On a CPU each storage has pieces of its own: nothing rounds them
-    up.
+    The memory is pinned unless the device is a CPU. Memory that is not pinned is not rounded up, so on a CPU each
+    storage has pieces of its own.
     """
     left = sum(_aligned(storage.size_bytes) for storage in storages)
     piece, used = _allocate(0, storages[0].device), 0
@@ -298,8 +298,8 @@ def offload_state_of_model(chunk: torch.nn.Module) -> ModelOffloadState:
 class OptimizerOffloadState:
     """Offload and load a DistributedOptimizer's fp32 main parameters and states, but not its step counts.
 
-    verl makes no other optimizer. fp32 parameters have no main copy: their shards are views of the model's. Adam makes
-    its states in the first step; they are added here when they are first seen. The optimizer may name its
+    verl makes no other optimizer. fp32 parameters have no main copy: their shards are views of the model's parameters.
+    Adam makes its states in the first step; each move adds those that are new. The optimizer may name its
     `memory_groups`; without them they are the actor's.
     """
 

@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class MemoryLedgerError(RecipeError):
-    """Report a memory group that is on the device against the schedule, or is missing there."""
+    """Report a memory group that is on the device though the schedule has it off the device, or the reverse."""
 
 
 @dataclass
 class _Entry:
     """Hold the state of one memory group; the first four fields are the arguments of `Ledger.register`.
 
-    `full_bytes` is None until the group was first measured on the device. `may_stay`: the group varies, and the
-    schedule has not released it since it was last expected on the device.
+    `full_bytes` is None until the group was first measured on the device. `may_stay`: for a group that varies, whether
+    it may be on the device, because the schedule has not released it since it was last expected there.
     """
 
     held_bytes: Callable[[], int]

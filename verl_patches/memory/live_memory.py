@@ -1,4 +1,4 @@
-"""Compare the memory of a vLLM model's tensors, check that writes cover it, and derive MLA's projections again."""
+"""Identify the memory of a vLLM model's tensors, check that writes cover it, and derive MLA's projections again."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple
 
 
 def _faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> Iterable[str]:
-    """Yield which element of `tensor` is written twice, by which writes, and how many elements are never written."""
+    """Yield a fault for elements of `tensor` that are written twice, and one for those that are never written."""
     own, written = _runs(tensor), np.concatenate([np.empty((0, 2), dtype=np.int64), *(runs for _, runs in writes)])
     bounds = np.unique(np.concatenate([own, written]))  # between two bounds no run begins or ends
     inside, depth = _depth(bounds, own) > 0, _depth(bounds, written)

@@ -87,7 +87,8 @@ class Schedule:
     def without(self, name: str) -> Schedule:
         """Return the schedule with a phase made rare, as old_log_prob is with recipe.train.skip_old_log_prob.
 
-        Some steps may still have the phase (for the truth check): it frees the groups that it loads when it ends.
+        Some steps may still have the phase, for the check of vLLM's log-probs (step/log_probs/truth_check.py). It frees
+        the groups that it loads when it ends, so that later phases are the same in steps without it.
         """
         row = self.phase(name)
         frees = (Move("free", move.group) for move in row.enter if move.verb in LOADS)
@@ -208,7 +209,8 @@ def simulate(
 
     `sizes`: bytes of each memory group on this rank; 0 or missing for a group that the rank does not have. `stays`:
     groups that never leave the device. `rare`: whether phases that only some steps have are included. Every phase must
-    hold the same groups in the first step as in later ones, so its `enter` moves name all groups that change.
+    hold the same groups in the first step, which begins with `stays` alone, as in later ones, so its `enter` moves must
+    load or release each group that may differ before it.
     """
     phases = [phase for phase in schedule.phases if rare or not phase.rare]
     moving = {group: size for group, size in sizes.items() if size and group not in stays}
@@ -331,7 +333,7 @@ def sleeps_by_vllm(rollout: Any, recipe: Recipe) -> bool:
 
 
 def direct_sync(rows: Collection[str]) -> bool:
-    """Return whether the resharder syncs weights; it proves that every weight is written, verl's own path does not."""
+    """Return whether our resharder syncs weights, which unlike verl's own path proves that every weight is written."""
     return "reshard.direct" in rows
 
 
@@ -346,7 +348,7 @@ def schedule_of(
 ) -> tuple[Schedule, frozenset[str]]:
     """Return (schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
 
-    critic: verl's section of that name in a run with a critic. one_memory: host and device share their memory (a CPU),
+    `critic`: verl's section of that name in a run with a critic. `one_memory`: device and host are one memory (a CPU),
     where vLLM's sleep does not move the rollout weights. Without row memory.order the schedule is verl's own.
 
     Groups whose offload switch in verl is off stay on the device; verl frees gradients with the parameters and never

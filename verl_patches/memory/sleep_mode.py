@@ -47,7 +47,8 @@ MAY_BE_MISSING = 0.05
 class SleepMode:
     """Track whether an engine's weights are loaded and valid.
 
-    `loaded`: weights are valid before the first sync, or no sync reports that it wrote them (`weights_written`).
+    `loaded`: sleep must keep the weights until a sync reports that it wrote them (`weights_written`), because the
+    engine has loaded valid ones, or because no sync will report it.
     """
 
     _asleep: Collection[str]  # those of TAGS that are asleep
@@ -165,14 +166,14 @@ def all_weights(model: torch.nn.Module) -> Tensors:
 
 
 _ALLOCATOR_MODULE = "vllm_ascend.device_allocator.camem"
-_DROPPED = "weights that the next sync writes"  # a tag: sleep copies only pieces with the tag `weights`
+_DROPPED = "weights that the next sync writes"  # our tag for pieces: sleep copies only those with vLLM's tag `weights`
 
 
 class CumemSleepMode(SleepMode):
     """Put one engine, `llm`, to sleep by vLLM's sleep mode, without its copy of weights that a weight sync writes.
 
-    Sleep and wake-up are idempotent. An engine with one tag awake is woken before it sleeps, because vLLM's executor
-    would ignore the call.
+    Sleep and wake-up are idempotent. An engine of which only one tag is awake is woken fully before it sleeps, because
+    vLLM's executor would ignore the call.
     """
 
     def __init__(self, llm: Any, loaded: bool = True):
