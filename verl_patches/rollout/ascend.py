@@ -7,23 +7,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-# keys of additional_config, which verl passes on unread: an argument of vLLM's LLM that verl sets too, and one of ours
+# keys of additional_config, which verl passes on unread. The first is an argument of vLLM's LLM that verl 54c9b736 sets
+# itself (rollout/engine.py), the second is recipe.rollout.ascend.vllm_sleep_mode
 PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
 
 
 def write_decode_kv(forward: Callable) -> Callable:
-    """Wrap AscendMLAImpl.forward so that with torchair decodes write KV in a batch of decodes and prefills too.
+    """Wrap AscendMLAImpl.forward so that with torchair also a batch of decodes and prefills writes its decodes' KV.
 
     With torchair enabled upstream's `vllm_ascend.attention.mla_v1.AscendMLAImpl.forward` projects and caches the tokens
     of prefills (exec_kv_prefill), and those of decodes in batches without prefills only (exec_kv). In a mixed batch the
-    decode tokens' slots keep old contents, which the next steps read. Here they are written before, by the pin's own
-    exec_kv_prefill, which takes any tokens. The batch holds decodes first: tokens [0, num_decode_tokens) of hidden
-    states and slot_mapping.
+    decode tokens' slots keep old contents, which the next steps read. The wrapper writes them before it calls upstream,
+    with the pin's own exec_kv_prefill, which takes any tokens. The batch holds decodes first: tokens
+    [0, num_decode_tokens) of hidden states and slot_mapping.
 
-    Prompts of one token, or with one token that is not in the prefix cache, count as decodes. In a batch of fresh
-    prompts (PrefillNoCache) upstream then writes the prefills' keys, which are cached already, a second time with the
-    slots of all tokens, one too many. Such a batch is computed as ChunkedPrefill, of which PrefillNoCache is
-    the case without earlier tokens.
+    Prompts of one token, or with one token that is not in the prefix cache, count as decodes. If a batch of fresh
+    prompts (PrefillNoCache) has any, upstream then writes the prefills' keys, which are cached already, a second time,
+    with the slots of all tokens, which are more than these keys. So the wrapper has such a batch computed as
+    ChunkedPrefill, of which PrefillNoCache is the case without earlier tokens.
     """
 
     @functools.wraps(forward)
@@ -125,13 +126,13 @@ def _in_streams(forward: Callable) -> Callable:
 
 
 def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
-    """Wrap LLMEngine.has_unfinished_requests_dp so that data-parallel (DP) ranks agree by their step's metadata.
+    """Wrap LLMEngine.has_unfinished_requests_dp so that data-parallel (DP) ranks agree by one all-reduce in a step.
 
     Upstream runs two all-reduces over the DP group in a step: whether a rank has requests, and the maximum of tokens,
     with_prefill and dbo (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_forward_metadata_across_dp). Here the
-    second is the only one. A rank with requests takes part with its tokens, in its step. A rank without requests takes
-    part before its step, with 0 tokens. The maximum is 0 where no rank has requests; otherwise the rank's dummy batch
-    runs with it.
+    second answers both. A rank with requests enters it in its step, with its tokens. A rank without requests enters it
+    before its step, here, with 0 tokens. The maximum is 0 if no rank has requests; otherwise the rank runs a dummy
+    batch with this maximum (`metadata_of_dummy_batch`).
     """
 
     @functools.wraps(has_unfinished_requests_dp)

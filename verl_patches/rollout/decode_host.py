@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-LAST = "last_step_of_the_same_requests"  # attribute of vLLM's Scheduler
+LAST = "last_step_of_the_same_requests"  # attribute of vLLM's Scheduler: its last output, if a next step may reuse it
 _HELD = "held_until_it_ends"  # attribute of vLLM's Request: (token, ids, log-probs, rank) of each step held back
 
 
@@ -18,10 +18,10 @@ def at_the_end(update_from_output: Callable) -> Callable:
     """Wrap Scheduler.update_from_output so that a request's tokens are all returned with its last one.
 
     vLLM makes an EngineCoreOutput and a dict of log-probs for each request in each step, although LLM.generate asks for
-    finished requests alone (RequestOutputKind.FINAL_ONLY). A token that does not end its request is appended to it here
-    and held back; upstream sees only requests that end. A request's next output has all tokens that were held back, as
-    with speculative decoding. Only requests without text, guided decoding or images are held back. All tokens are
-    returned in a step in which the attribute `outputs_each_step` of the scheduler is true.
+    finished requests alone (RequestOutputKind.FINAL_ONLY). Here a token that does not end its request is appended to
+    it and held back, and upstream's function sees only the requests that end. A request's next output has all tokens
+    that were held back, as with speculative decoding. Requests with text output, guided decoding or images are left to
+    upstream. All tokens are returned in a step in which the scheduler's attribute `outputs_each_step` is true.
     """
 
     @functools.wraps(update_from_output)
@@ -100,7 +100,7 @@ def _with_held(output: Any, held: list[tuple]) -> None:
 
 
 def log_probs_at_once(update: Callable) -> Callable:
-    """Wrap LogprobsProcessor._update_sample_logprobs so that log-probs of sampled tokens alone take one plain loop."""
+    """Wrap LogprobsProcessor._update_sample_logprobs: if only sampled tokens have log-probs, a plain loop adds them."""
     from vllm.sequence import Logprob
 
     @functools.wraps(update)
@@ -142,7 +142,8 @@ def same_as_before(schedule: Callable) -> Callable:
             computed = request.num_computed_tokens
             self._cached_reqs_data[data.req_id].popleft()  # update_from_output puts the same object back
             place = computed % cache.block_size
-            at_end = place == 0 or (cache.enable_caching and place + 1 == cache.block_size)  # a full one is cached
+            # vLLM allocates a block with its first token, and caches it with its last
+            at_end = place == 0 or (cache.enable_caching and place + 1 == cache.block_size)
             data.new_block_ids = cache.allocate_slots(request, 1).get_block_ids() if at_end else ([],)
             data.new_token_ids, data.num_computed_tokens = [request.all_token_ids[computed]], computed
             request.num_computed_tokens = computed + 1

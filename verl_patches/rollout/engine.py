@@ -176,8 +176,8 @@ def _hold_address() -> tuple[str, int]:
     """Return this host's address towards the launcher's master, and a port that this process keeps from others.
 
     The port is bound until the process ends, but not listened on, so the kernel never hands it out for port 0, and
-    vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. vLLM counts the port up for the engine's
-    worker too, but listens on the next one only where torch.distributed is not initialised
+    vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. Only this one port need be kept: for the
+    engine's worker vLLM takes the next port, but listens on it only where torch.distributed is not initialised
     (vllm.distributed.parallel_state.init_distributed_environment).
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))

@@ -1,8 +1,9 @@
 """Plan which running requests move between the data-parallel (DP) ranks of one vLLM instance, where that pays.
 
-All DP ranks of an instance decode in lock step, padded to the batch size of the largest one: the smallest graph batch
-size ("tier") that holds its requests. `plan` lowers that tier by moving requests from ranks above it (donors) to ranks
-below it (receivers). It is a pure function of numbers that every rank has gathered, so that all ranks compute the same.
+All DP ranks of an instance decode in lock step, padded to one batch size, the "tier": the smallest graph batch size
+that holds the requests of the fullest rank. `plan` chooses a lower tier and moves requests from ranks above it (donors)
+to ranks below it (receivers). It is a pure function of numbers that every rank has gathered, so that all ranks compute
+the same plan.
 
 It chooses, in this order:
 1. the smallest tier that can be reached and whose gain is above the cost of its moves (`Cost`);

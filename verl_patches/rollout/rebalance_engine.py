@@ -97,13 +97,13 @@ class Rebalancer:
         from vllm.config import ParallelConfig
 
         holds = self._holds_requests()
-        if self._is_exchange(self.steps + 1):  # after it requests may be on other ranks
+        if self._is_exchange(self.steps + 1):  # that exchange may bring requests to a rank that has none now
             unfinished = ParallelConfig.has_unfinished_dp(self.engine.dp_group, holds)
         else:
             unfinished = self.engine.has_unfinished_requests_dp(holds)
         if unfinished:
             return True
-        self.returning = self.abroad  # it is equal on all ranks
+        self.returning = self.abroad  # equal on all ranks; the next `step` is then an exchange alone
         return self.returning
 
     def step(self, upstream: Callable[[Any], list[Any]]) -> list[Any]:
@@ -159,7 +159,7 @@ class Rebalancer:
         rows = self._gather_rows()
         made = self._plan(rows)
         guests = bool(rows[:, _GUESTS].any())
-        self.abroad = guests or bool(made.moves)  # all may be back: then the last exchange finds nothing
+        self.abroad = guests or bool(made.moves)  # some may be away; if all are back, the last exchange finds nothing
         if not self.abroad:
             return []
         segments: list[bytes] = []
