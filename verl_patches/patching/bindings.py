@@ -45,7 +45,8 @@ class SourceFile:
     def may_import(self, module: str, name: str) -> bool:
         """Return False only if the file cannot have a from-import of `name` from `module`; the text is not parsed."""
         modules = (module.rpartition(".")[2].encode(), b"")
-        wanted = (name.encode(), b"*", b"#")  # a comment may hold the ")" at which _FROM's match ended
+        # "#": in parentheses, a ")" inside a comment may have ended _FROM's match early, so any name may follow
+        wanted = (name.encode(), b"*", b"#")
         return any(not self._imported[each].isdisjoint(wanted) for each in modules if each in self._imported)
 
     def _tree(self) -> ast.Module:

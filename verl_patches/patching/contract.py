@@ -259,7 +259,7 @@ class RowCheck:
 
 
 def names_a_module(target: str, root: Path | None) -> bool:
-    """Return whether an `import` statement of the module binds the name of "module:name", so that it is a module."""
+    """Return whether "module:name" is a module, because a top-level `import` statement of `module` binds `name`."""
     module, name = split(target)
     path = fp.source_file(module, root)
     imports = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.Import)] if path else ()

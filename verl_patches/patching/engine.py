@@ -1,5 +1,8 @@
 """Apply, revert, verify and explain the rows of the catalogue in one process.
 
+A row (spec.py) replaces one upstream object. The prelude (prelude_patch.py) makes the engine and calls `apply` before
+upstream is imported; a row is put in place once its target's module is imported (hooks.py).
+
 States of a row: off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. A row is
 active only if the object at its target `is` the one that the engine put there. Where upstream is not as reviewed, the
 row is drifted (another body) or unsupported (the place does not exist, or accepts calls that our replacement refuses),
@@ -164,7 +167,7 @@ class Engine:
             row.take_out()
 
     def _bind(self, row: Row, binding: str) -> None:
-        """Set a binding of a row to the uppermost row on its target, where it has the original or a row below that."""
+        """Set a binding that holds the target's original object, or that of a row on it, to the uppermost row's."""
         found = peek(binding)
         uppermost = self._uppermost(row.spec.target, found)
         if uppermost is not found:
@@ -231,7 +234,10 @@ class Engine:
         return ("overridden", covered) if covered else (row.state, row.reason)
 
     def _uppermost(self, target: str, found: Any) -> Any:
-        """Return the object of the uppermost row that was put over `found` at a target; `found` without such a row."""
+        """Return the object of the last of the rows on a target that replaced `found`, one over another.
+
+        It is `found` itself where no row did.
+        """
         over = {}
         for row in self._order:
             place = row.place if row.spec.target == target and row.spec.kind != "override" else None

@@ -1,7 +1,7 @@
 """Run hooks right after a module is imported completely; no other file writes to sys.modules.
 
-wrapt reports that a module's body has run, importlib's flag `_initializing` that its import has ended. Beyond wrapt:
-- the hooks of a module that is being imported while the prelude runs (which is inside it) wait for its end;
+wrapt tells when a module's body has run, importlib's flag `_initializing` when its import has ended. This file adds:
+- hooks of a module whose import is running while the prelude runs (inside that import) wait for the import's end;
 - a hook that raises is armed again, and the module is dropped, so that the next import fails too instead of returning
   the unpatched module. ImportError becomes HookError, because upstream swallows ImportError;
 - other threads see a module as unfinished until its hooks have run, and hooks run without a lock.

@@ -32,9 +32,10 @@ def _signature(of: Any, follow_wrapped: bool = True) -> Signature | None:
 
 
 def _faults(target: Signature, replacement: Signature, bound: bool) -> list[str]:
-    """Try all arguments by place, all by name, those without a default, and an extra one for *args and for **kwargs.
+    """Bind calls with all arguments by place, all by name, the required ones, and one more for *args and for **kwargs.
 
-    The values are the parameters' names, so that both of the first two calls must bind them alike.
+    Each argument's value is its parameter's name: a replacement with the parameters in another order binds the first
+    two calls differently.
     """
     wanted = list(target.parameters.values())
     by_place = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

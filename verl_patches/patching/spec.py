@@ -13,7 +13,7 @@ from verl_patches.errors import ConfigError
 
 ROLES = ("correctness", "feature", "speed", "observe")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
-LINES = ("pypi", "a3")
+LINES = ("pypi", "a3")  # sets of pinned upstream versions (upstream/pins.py)
 EMULATED = {"npu_emulated": "npu"}  # an emulating platform has the rows of the emulated one too
 PLATFORMS = ("npu", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
@@ -30,9 +30,10 @@ class PatchSpec:
 
     `target` and `bindings` are "module:qualname"; a target "module" alone is a whole module that is missing here.
     An entry of `bindings` for one line only ends with "@line". `needs` names rows that must be on, and are applied
-    first. `provider` is "module:qualname" of ours and is imported only after the target's module. Its type depends on
-    `kind`: subclass: a class whose methods override those of the class `target` and call them by `super()`; override:
-    one of these methods, a feature with a switch of its own, which the method itself reads (`engine.is_on`); wrap:
+    first. `exit` says when the row can be deleted. `provider` is "module:qualname" of ours and is imported only after
+    the target's module. Its type depends on `kind`: subclass: a class whose methods override those of the class
+    `target` and call them by `super()`; override: one of these methods, with a row of its own so that it can be
+    switched off alone; the method itself asks `engine.is_on`; wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.

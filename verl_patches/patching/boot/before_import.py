@@ -35,9 +35,9 @@ class PreludeFinder:
         """Return the spec of an upstream module, with a loader that runs the prelude before the module's code.
 
         Returns None, so that other finders decide, in three cases: the prelude has run; VERL_PATCHES is not set and the
-        package is not verl (a process that imports only vLLM or Megatron is not a run of ours); this is the inner
-        search, as Python reads the `.pth` files of a venv twice and may call this twice for one import. The spec of a
-        namespace package has no loader and is returned unchanged.
+        package is not verl (a process that imports only vLLM or Megatron is not a run of ours); this is a search for
+        the same module inside our own search, as Python reads the `.pth` files of a venv twice, so that this finder may
+        be there twice. The spec of a namespace package has no loader and is returned unchanged.
         """
         search = (get_ident(), name)
         without_switches = VARIABLE not in os.environ and name.partition(".")[0] != "verl"
