@@ -54,7 +54,7 @@ def raise_on_any_rank(
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
-    """Return `value` of every rank; it is pickled, which is too slow for every sync."""
+    """Return `value` of every rank; it is pickled, which is too slow to do in every weight sync."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
