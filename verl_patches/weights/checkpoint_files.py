@@ -2,8 +2,8 @@
 
     global_step_N/manifest.json       format of weights/manifest.py; facts: step, run, start, line, data, recipe
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (TrainState)
-                  rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
-                  trainer.json        position in the data, sampler, the trainer's generators, an adaptive KL
+                  rank_R.json         states of random generators, step counts, learning-rate schedule of rank R
+                  trainer.json        position in the data, sampler, the trainer's generators, adaptive KL coefficient
                   trainer.safetensors tensors of trainer.json's contents (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
