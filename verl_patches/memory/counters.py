@@ -21,7 +21,7 @@ TALLY = ("copies", "copied_bytes", "host_allocations", "host_bytes")
 
 @dataclass
 class Counters:
-    """Hold counts of this process: sums by name of TALLY since its start, moves and seconds by phase until taken."""
+    """Hold counts of this process: sums by name of TALLY since its start; moves and seconds by phase until taken."""
 
     tally: Counter = field(default_factory=Counter)
     moves: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +86,7 @@ def not_counted() -> AbstractContextManager[Any]:
 
 
 def note_process_age(phase: str) -> None:
-    """Set `phase`, if it has no seconds yet, to the age of this process: start of interpreter and Ray, imports."""
+    """Set `phase`, if it has no seconds yet, to this process's age: what interpreter, Ray and imports took to start."""
     import psutil
 
     _counters.value.seconds.setdefault(phase, time.time() - psutil.Process().create_time())

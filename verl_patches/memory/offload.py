@@ -29,7 +29,7 @@ class _OfModel:
     def __init__(self, chunks: Sequence[torch.nn.Module]):
         self._chunks = chunks
 
-    def _states(self) -> list[ModelOffloadState]:  # made at the first move: a group that stays has no state
+    def _states(self) -> list[ModelOffloadState]:  # made at the first move, so a group that is never moved has none
         return [offload_state_of_model(chunk) for chunk in self._chunks]
 
 
