@@ -143,7 +143,10 @@ def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
 
 
 def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: int) -> np.ndarray | None:
-    """Return each request's receiver such that the fullest receiver has the fewest; None where they do not fit."""
+    """Return each request's receiver so that the fullest receiver ends with as few as can be; None if they do not fit.
+
+    A level is the number of requests up to which receivers are filled; the search is for the lowest one that works.
+    """
     room = np.bincount(loads[loads < tier], minlength=tier).cumsum().cumsum()  # [n]: places up to level n + 1
     level = low = 1 + int(np.searchsorted(room, len(needs)))  # tried first, as it mostly fits
     high, placed = tier, None

@@ -54,7 +54,7 @@ def step_with_rebalance(step: Callable) -> Callable:
 
 
 def unfinished_with_rebalance(has_unfinished_requests: Callable) -> Callable:
-    """Wrap LLMEngine.has_unfinished_requests so that ranks work on the requests that they hold."""
+    """Wrap LLMEngine.has_unfinished_requests to count the requests that a rank holds now, not those given to it."""
 
     @functools.wraps(has_unfinished_requests)
     def has_unfinished(self: Any) -> bool:
@@ -84,7 +84,7 @@ class Rebalancer:
         graphs = self.runner.torchair_graph_enabled
         self.tiers = sorted(self.runner.torchair_graph_batch_sizes) if graphs else list(range(1, self.most + 1))
         self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
-        self.guests: dict[str, Result] = {}  # local id -> what another rank's request has not got back
+        self.guests: dict[str, Result] = {}  # local id of another rank's request -> its results not yet sent back
         self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
@@ -335,7 +335,7 @@ class Rebalancer:
         for request in requests:
             id = request.request_id
             self.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
-            self.scheduler.finished_req_ids.discard(id)  # popped below: it may return under its id
+            self.scheduler.finished_req_ids.discard(id)  # the runner's state goes below; the request may return here
             self.runner.requests.pop(id)
             place = batch.remove_request(id)
             if place is not None:
