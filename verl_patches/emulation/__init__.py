@@ -1,10 +1,10 @@
-"""What takes the place of a device on platforms `cpu` and `npu_emulated`: test equipment, loaded on these alone.
+"""Emulate the accelerator on platforms `cpu` and `npu_emulated`: test equipment, loaded on these two alone.
 
-cpu/: torch.cuda's names, Megatron, vLLM and Ray without an accelerator. ascend/: torch_npu, apex, acl, torchair and
-MindSpeed's op builders in plain torch. npu/: a device that is only emulated, so that line a3 runs as on platform npu,
-whose rows are on too. op_schemas.py binds each reference to the schema of torch_npu's wheel and counts its calls. Every
-stand-in is a row (rows.py). `verl_patches.platform` loads this package by name; the functions below are its hooks. No
-torch is imported here.
+cpu/ makes torch.cuda's names, Megatron, vLLM and Ray work without an accelerator. ascend/ holds torch_npu, apex, acl,
+torchair and MindSpeed's op builders in plain torch. npu/ emulates a device, so that line a3 runs as on platform npu,
+whose patches are applied too. op_schemas.py binds each reference to the schema in torch_npu's wheel and counts its
+calls. Every stand-in is a row of the patch table (rows.py). `verl_patches.platform` loads this package by name and
+calls the functions below. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _EMULATED = "npu_emulated"
 
 
 def require(platform: str) -> None:
-    """ConfigError on npu_emulated where this machine has torch_npu or an Ascend device node; nothing is imported."""
+    """Raise ConfigError on npu_emulated if this machine has torch_npu or an Ascend device node; import nothing."""
     if platform != _EMULATED:
         return
     found = sorted(glob.glob(DEVICE_NODES))[:3]
     spec = importlib.util.find_spec("torch_npu")
-    if spec is not None and spec.origin is not None:  # a stand-in of ours has no file
+    if spec is not None and spec.origin is not None:  # our own stand-in has no file
         found.append(f"torch_npu at {spec.origin}")
     if found:
         raise ConfigError(
@@ -41,7 +41,7 @@ def require(platform: str) -> None:
 
 
 def start(platform: str) -> None:
-    """On npu_emulated give torch the device, as soon as it is imported; once a process, after the rows are applied."""
+    """On npu_emulated, add the device to torch as soon as torch is imported; call once a process, after the patches."""
     if platform == _EMULATED:
         after_import("torch", _start_device)
 
@@ -53,9 +53,9 @@ def _start_device(torch: ModuleType) -> None:
 
 
 def called(platform: str) -> dict[str, Any] | None:
-    """Return what this process used of the emulated device so far; None on platform cpu.
+    """Return how this process has used the emulated device so far; None on platform cpu.
 
-    {functions: {name: calls of a reference}, graphs: number of traced ones, groups: hccl.groups()}.
+    The keys are functions ({name: calls of the reference}), graphs (how many were traced), groups (hccl.groups()).
     """
     if platform != _EMULATED:
         return None
@@ -67,9 +67,9 @@ def called(platform: str) -> dict[str, Any] | None:
 
 
 def summary(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return, for summary.json, what all workers `called`; None on platform cpu.
+    """Return the sum of all workers' `called` results for summary.json; None on platform cpu.
 
-    {functions: {name: calls of all}, graphs: of the worker that traced most, groups: of the first worker}.
+    functions adds up the calls of all workers, graphs is the largest count of a worker, groups the first worker's.
     """
     found = [worker for worker in workers if worker is not None]
     if not found:

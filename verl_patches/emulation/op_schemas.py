@@ -1,10 +1,10 @@
-"""Schemas of torch_npu functions, out of the committed file that scripts/extract_npu_schemas.py writes from the wheels.
+"""Read schemas of torch_npu functions from the committed file, which scripts/extract_npu_schemas.py makes from wheels.
 
-It holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all functions
-that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins, with the wheels' version and hashes. In Python `self` is
-called `input`. Functions of ATB, CANN's transformer library (_npu_flash_attention, torch_npu.atb.*), are those of the
-library that registers them. `torch_npu_op`, `atb_op` and `builder_op` bind the arguments of a plain-torch
-reference by such a schema, as the real binding does.
+The file holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all
+functions that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pinned versions, with the wheels' version and
+hashes. In Python `self` is called `input`. The schemas of ATB, CANN's transformer library (_npu_flash_attention,
+torch_npu.atb.*), come from the library that registers them. `torch_npu_op`, `atb_op` and `builder_op` bind the
+arguments of a plain-torch reference by such a schema, as the real binding does.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch
 
 from verl_patches.errors import ConfigError
 
-# training calls these: emulation/ascend
+# Training calls these; their references are in emulation/ascend.
 WITH_REFERENCE = """
 npu_apply_adam_w npu_fusion_attention npu_grouped_matmul npu_moe_gating_top_k npu_moe_token_permute
 npu_moe_token_unpermute npu_rms_norm npu_rotary_mul npu_swiglu
 """.split()
-# vllm-ascend calls these too on DeepSeek-V3's path: emulation/npu
+# vllm-ascend calls these too for DeepSeek-V3; their references are in emulation/npu.
 WITH_EMULATION = """
 npu_add_rms_norm npu_fused_infer_attention_score npu_interleave_rope npu_kv_rmsnorm_rope_cache
 npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
 npu_moe_init_routing
 """.split()
-# called by upstream where DeepSeek-V3 never comes
+# Upstream calls these in code that DeepSeek-V3 never reaches.
 WITHOUT_REFERENCE = """
 npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant npu_dtype_cast
 npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fusion_attention_grad npu_incre_flash_attention
@@ -43,7 +43,7 @@ npu_mm_reduce_scatter_base npu_moe_gating_top_k_softmax npu_prompt_flash_attenti
 npu_scaled_masked_softmax npu_swiglu_backward npu_weight_quant_batchmatmul
 """.split()
 FUNCTIONS = sorted(WITH_REFERENCE + WITH_EMULATION + WITHOUT_REFERENCE)
-# of ATB: torch_npu.NAME, and torch_npu.atb.NAME for those without an underscore
+# ATB's functions: torch_npu.NAME with an underscore, torch_npu.atb.NAME without one.
 ATB_FUNCTIONS = """
 _npu_flash_attention _npu_paged_attention_mla _npu_reshape_and_cache _npu_rotary_embedding
 npu_multi_head_latent_attention npu_paged_cache_load npu_ring_mla
@@ -54,9 +54,9 @@ FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
 
 @dataclass(frozen=True)
 class Schema:
-    """One function or overload: its signature in Python, and {argument: kind} as torch prints it ("Optional[Tensor]").
+    """Describe one function or overload by its signature in Python and the kinds of its arguments.
 
-    `outputs`: how many values it returns.
+    `kinds` is {argument: kind} as torch prints it ("Optional[Tensor]"); `outputs` is the number of returned values.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Schema:
 
 
 def parse(text: str, gather_outputs: bool = True) -> Schema:
-    """Parse one schema line with torch's own parser; ConfigError where it is not of that form.
+    """Parse one schema line with torch's own parser; raise ConfigError if it is not a schema.
 
-    gather_outputs: keyword-only outputs become one argument `out`, as in functions of torch_npu; those of torch.ops,
-    such as ATB's, keep their names.
+    With gather_outputs, keyword-only outputs become one argument `out`, as in functions of torch_npu; functions of
+    torch.ops, such as ATB's, keep the outputs' names.
     """
     try:
         declared = torch._C.parse_schema(text)
@@ -80,7 +80,7 @@ def parse(text: str, gather_outputs: bool = True) -> Schema:
     kinds: dict[str, str] = {}
     for a in declared.arguments:
         name, kind = "input" if a.name == "self" else a.name, str(a.real_type)
-        if gather_outputs and a.is_out:  # torch gathers these in one tuple
+        if gather_outputs and a.is_out:  # torch takes these as one tuple
             name, kind = "out", "List[Tensor]"
         place = Parameter.KEYWORD_ONLY if a.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
         default = a.default_value if a.has_default_value() else Parameter.empty
@@ -91,7 +91,7 @@ def parse(text: str, gather_outputs: bool = True) -> Schema:
 
 @functools.cache
 def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
-    """{function: its overloads} of the committed file."""
+    """Return {function: its overloads} from the committed file."""
     found: dict[str, tuple[Schema, ...]] = {}
     content = json.loads(file.read_text())
     schemas = [parse(text) for text in content["functions"]]
@@ -103,7 +103,7 @@ def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
 
 # -- calls that are checked by schemas ---------------------------------------------------------------------------------
 
-CALLS: Counter[str] = Counter()  # of each reference in this process
+CALLS: Counter[str] = Counter()  # name of a reference -> its calls in this process
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda x: isinstance(x, torch.Tensor),
@@ -117,7 +117,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def is_of_kind(value: Any, kind: str) -> bool:
-    """Return whether a Python value goes where a schema says `kind` ("Optional[Tensor]", "List[int]", "float")."""
+    """Return whether a Python value fits an argument of `kind` ("Optional[Tensor]", "List[int]", "float")."""
     if kind.startswith("Optional["):
         return value is None or is_of_kind(value, kind[len("Optional[") : -1])
     if kind.startswith("List["):
@@ -127,23 +127,23 @@ def is_of_kind(value: Any, kind: str) -> bool:
 
 
 def torch_npu_op(function: Callable) -> Callable:
-    """Decorator of a reference: bind calls by the schema of the torch_npu function of the same name.
+    """Decorate a reference so that its calls are bound by the schema of the torch_npu function of the same name.
 
     The reference declares the arguments that it uses, by name, or takes all others as **keywords; defaults are the
-    schema's. A call that does not fit, in names or kinds, is a TypeError; a ValueError gets the function's name.
+    schema's. A call whose names or kinds do not fit raises TypeError; a ValueError is raised with the function's name.
     """
     return _bound(function, read()[function.__name__])
 
 
 def atb_op(function: Callable) -> Callable:
-    """The same for a function of ATB, which torch.ops calls: a list of int may be a tensor of one dimension too."""
+    """Decorate a reference of an ATB function, which torch.ops calls: a 1-D tensor may stand for a list of int."""
     return _bound(function, read()[function.__name__], lists_as_tensors=True)
 
 
 def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Callable]:
-    """The same for a function of a MindSpeed op builder, whose overloads are written here after its C++ source.
+    """Decorate a reference of a MindSpeed op builder's function; `schemas` are its overloads, after its C++ source.
 
-    by_place: the C++ source gives its arguments no names, so that they can be passed by place only.
+    by_place: the C++ source gives its arguments no names, so they can be passed by position only.
     """
     return lambda function: _bound(function, tuple(map(parse, schemas)), by_place)
 
@@ -190,26 +190,26 @@ def _describe(value: Any) -> str:
 
 
 def demand(fine: Any, text: str) -> None:
-    """ValueError with `text` unless `fine`: a call that a device refuses, or computes nonsense for."""
+    """Raise ValueError with `text` unless `fine`: a device would refuse this call, or compute nonsense."""
     if not fine:
         raise ValueError(text)
 
 
 def demand_one_dtype(**tensors: torch.Tensor | None) -> None:
-    """ValueError unless all tensors, given by their arguments' names, are of one dtype; None is left out."""
+    """Raise ValueError unless all tensors, given by argument name, are of one dtype; skip those that are None."""
     found = {name: x.dtype for name, x in tensors.items() if x is not None}
     listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
     demand(len(set(found.values())) <= 1, f"arguments must be of one dtype, found {listed}")
 
 
 def demand_int32(**tensors: torch.Tensor | None) -> None:
-    """ValueError unless all tensors, given by their arguments' names, are int32; None is left out."""
+    """Raise ValueError unless all tensors, given by argument name, are int32; skip those that are None."""
     wrong = [f"{name} {x.dtype}" for name, x in tensors.items() if x is not None and x.dtype != torch.int32]
     demand(not wrong, f"indices and lengths must be int32, found {', '.join(wrong)}")
 
 
 def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
-    """ValueError unless each argument that the reference of `function` does not use is None or its schema's default."""
+    """Raise ValueError unless each argument that `function`'s reference ignores is None or its schema's default."""
     defaults = {p.name: p.default for schema in read()[function] for p in schema.signature.parameters.values()}
     wrong = [
         f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)} (default {defaults[name]!r})"
@@ -220,14 +220,15 @@ def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32, or in fp64 where it is fp64."""
+    """Return x in fp32, or unchanged if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """Decorator of a reference that reads values: `shapes`(the same arguments) gives empty outputs for fake tensors.
+    """Decorate a reference that reads tensor values: for fake tensors, call `shapes` to get empty outputs instead.
 
-    torch_npu registers a Meta kernel for each op, so that Dynamo sees it as one node of known shapes.
+    `shapes` takes the same arguments. torch_npu registers a Meta kernel for each op, so that Dynamo sees it as one node
+    of known shapes.
     """
 
     def decorate(reference: Callable) -> Callable:
@@ -245,5 +246,5 @@ def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
 
 
 def no_values(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The empty tensor that an op gives for an output that was not asked for."""
+    """Return the empty tensor that an op returns for an output that was not asked for."""
     return x.new_empty(0, dtype=dtype)

@@ -1,10 +1,10 @@
-"""The rows of platforms `cpu` and `npu_emulated`: stand-ins for what upstream needs and this machine lacks.
+"""List the patches of platforms `cpu` and `npu_emulated`: stand-ins for what upstream needs and this machine lacks.
 
-TORCH: torch.cuda and NCCL. NPU: line a3's torch_npu, apex, acl, torchair and compiled op builders. MEGATRON:
-megatron-core 0.12.2 by verl 0.4.0's path, without Transformer Engine and apex. VLLM: vLLM 0.9.1 without compiled code.
-VERL: verl, tensordict and Ray. Those with platforms=_NO_DEVICE are for `npu_emulated` too, where the rows of platform
-`npu` are on as well. DEVICE and ENGINE are of `npu_emulated` alone: the device, its packages, and what vLLM decides by
-a device. Each `why` names the upstream place that needs the row.
+TORCH covers torch.cuda and NCCL; NPU covers line a3's torch_npu, apex, acl, torchair and compiled op builders; MEGATRON
+covers megatron-core 0.12.2 as verl 0.4.0 uses it, without Transformer Engine and apex; VLLM covers vLLM 0.9.1 without
+compiled code; VERL covers verl, tensordict and Ray. Rows with platforms=_NO_DEVICE are for `npu_emulated` too, where
+the rows of platform `npu` are applied as well. DEVICE and ENGINE are for `npu_emulated` alone: the device, its
+packages, and vLLM's choices that depend on a device. Each `why` names the upstream place that needs the row.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ VERL: tuple[PatchSpec, ...] = (
 
 
 def _own(id: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_ASCEND, **more: Any) -> PatchSpec:
-    """A row of platform npu_emulated alone."""
+    """Return a row that is for platform npu_emulated alone."""
     more = {"platforms": frozenset({"npu_emulated"}), "lines": _A3, **more}
     provider = f"verl_patches.emulation.npu.{provider}"
     return PatchSpec(f"platform.emulated_{id}", target, kind, provider, why, exit, **more)

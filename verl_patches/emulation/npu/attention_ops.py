@@ -1,8 +1,8 @@
-"""MLA on a paged cache: references of what vllm_ascend.attention.mla_v1 and vllm_ascend.ops.rotary_embedding call.
+"""Implement MLA on a paged cache in plain torch, for vllm_ascend.attention.mla_v1 and ops.rotary_embedding.
 
-T tokens, B sequences, N query heads, L latent width (kv_lora_rank), R rotary width, D head width, Dv value width. A
-cache is [blocks, block size, heads, width]; a slot is block * block size + place; a block table [B, blocks] is int32.
-Scores and softmax are computed in fp32 and rounded once. Slots below 0 are not written.
+Letters of shapes: T tokens, B sequences, N query heads, L latent width (kv_lora_rank), R rotary width, D head width,
+Dv value width. A cache is [blocks, block size, heads, width]; a slot is block * block size + place; a block table
+[B, blocks] is int32. Scores and softmax are computed in fp32 and rounded once. Slots below 0 are not written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl_patches.emulation.op_schemas import (
 
 
 def attend(q, k, v, scale, hidden=None):
-    """(softmax(scale * q k^T, -inf where hidden) v [Tq, N, Dv] and log of the sums [N, Tq], both fp32)."""
+    """Return softmax(scale * q k^T, -inf where hidden) v [Tq, N, Dv] and the log of the sums [N, Tq], both fp32."""
     scores = torch.einsum("qnd,knd->nqk", wide(q), wide(k)) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -35,7 +35,7 @@ def attend(q, k, v, scale, hidden=None):
 
 
 def pieces(lengths: Sequence[int]) -> Iterator[slice]:
-    """Places of sequences that are packed one after the other."""
+    """Yield the slice of each sequence in a tensor that packs them one after the other."""
     begin = 0
     for length in lengths:
         yield slice(begin, begin + length)
@@ -43,7 +43,7 @@ def pieces(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def demand_lengths(lengths: Sequence[int], **rows: torch.Tensor | None) -> None:
-    """ValueError unless lengths are at least 0 and each packed tensor has as many rows as they sum to."""
+    """Raise ValueError unless lengths are at least 0 and each packed tensor has as many rows as they sum to."""
     demand(all(length >= 0 for length in lengths), f"lengths must be at least 0, found {list(lengths)}")
     found = {name: len(x) for name, x in rows.items() if x is not None}
     fits = all(count == sum(lengths) for count in found.values())
@@ -51,13 +51,13 @@ def demand_lengths(lengths: Sequence[int], **rows: torch.Tensor | None) -> None:
 
 
 def demand_sequences(count: int, **given: Sequence | torch.Tensor) -> None:
-    """ValueError unless each argument has one entry for each of `count` sequences."""
+    """Raise ValueError unless each argument has one entry for each of `count` sequences."""
     found = {name: len(x) for name, x in given.items()}
     demand(all(n == count for n in found.values()), f"there are {count} sequences, found entries {found}")
 
 
 def paged(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` rows [length, heads, width] of the sequence whose blocks are in `blocks` [blocks] int32."""
+    """Return a sequence's first `length` rows [length, heads, width]; `blocks` [blocks] int32 are its cache blocks."""
     demand_int32(block_table=blocks)
     needed = -(-length // cache.shape[1])
     demand(length >= 0, f"a length must be at least 0, found {length}")
@@ -69,7 +69,7 @@ def paged(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tenso
 
 
 def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Put rows [T, heads, width] into their slots, in place."""
+    """Write rows [T, heads, width] into their slots of the cache, in place."""
     blocks, size = cache.shape[:2]
     demand(len(slots) == len(rows), f"{len(slots)} slots for {len(rows)} rows: as many are expected")
     demand(bool((slots < blocks * size).all()), f"a slot is beyond the cache of {blocks} blocks of {size}")
@@ -82,9 +82,9 @@ def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
 
 @atb_op
 def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
-    """Rotate query [T, N * head_size] and key in place; cos_sin_cache [positions, R] is cosines beside sines.
+    """Rotate query [T, N * head_size] and key in place; cos_sin_cache [positions, R] holds cosines, then sines.
 
-    is_neox_style: halves of a head are rotated, else neighbours. Here a head is as wide as the cache.
+    With is_neox_style the halves of a head are pairs, else neighbours are. A head must be as wide as cos_sin_cache.
     """
     demand(cos_sin_cache.shape[-1] == head_size, f"head_size {head_size}, cos_sin_cache {list(cos_sin_cache.shape)}")
     demand_one_dtype(query=query, key=key, cos_sin_cache=cos_sin_cache)
@@ -102,13 +102,16 @@ def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_ne
 
 
 def interleaved(x, cos, sin):
-    """x [B, N, S, R] whose neighbours are pairs: first brought to halves, then rotated."""
+    """Rotate x [B, N, S, R], whose pairs are neighbours; the result has its pairs in halves."""
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, interleaved=False)
 
 
 @torch_npu_op
 def npu_interleave_rope(x, cos, sin):
-    """Rotary embedding of DeepSeek's layout, x [B, N, S, R]; cos and sin [B, 1, 1 or S, R]. The result is in halves."""
+    """Apply DeepSeek's interleaved rotary embedding to x [B, N, S, R]; cos and sin are [B, 1, 1 or S, R].
+
+    The result has its pairs in halves.
+    """
     demand_one_dtype(x=x, cos=cos, sin=sin)
     return interleaved(x, cos, sin)
 
@@ -136,8 +139,8 @@ def npu_kv_rmsnorm_rope_cache(
 ):
     """Norm the latent of kv [T, 1, 1, L + R], rotate its rotary key, write both to their slots (index, int64 [T]).
 
-    Gives (k_cache [blocks, size, 1, R], ckv_cache [blocks, size, 1, L], rotary key, latent); the last two are empty
-    unless is_output_kv. Of cache_mode only "PA" is part of the reference, not the private NZ format.
+    Returns (k_cache [blocks, size, 1, R], ckv_cache [blocks, size, 1, L], rotary key, latent); the last two are empty
+    unless is_output_kv. The reference supports cache_mode "PA" only, not the private NZ format.
     """
     demand(cache_mode == "PA", f"cache_mode is {cache_mode!r}, expected 'PA'")
     demand_defaults("npu_kv_rmsnorm_rope_cache", unused)
@@ -178,7 +181,10 @@ def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_
 
 @atb_op
 def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_heads, num_kv_heads, out):
-    """Attention of packed sequences [T, N, D] into out; seq_len [B] int32 on the host; mask [S, S]: not 0 is hidden."""
+    """Write the attention of packed sequences [T, N, D] into out.
+
+    seq_len [B] is int32 on the host; entries of mask [S, S] that are not 0 hide a key.
+    """
     demand_int32(seq_len=seq_len)
     demand_one_dtype(query=query, key=key, value=value, mask=mask, out=out)
     lengths = seq_len.tolist()
@@ -213,11 +219,11 @@ def npu_ring_mla(
     output,
     softmax_lse,
 ):
-    """One part of attention over keys in parts: into output [T, N, Dv] and softmax_lse (fp32 [N, T]).
+    """Attend to one chunk of the keys; write output [T, N, Dv] and softmax_lse (fp32 [N, T]).
 
-    seqlen int32 on the host, [B] or [2, B] (queries, keys). calc_type_first_ring begins; calc_type_default adds the
-    part to pre_out with prev_lse. mask_type_triu is causal, from the left upper corner: mask [S, S] or [B, S, S] must
-    be 0 on and below its diagonal and not 0 above. It is not read with no_mask.
+    seqlen is int32 on the host, [B] or [2, B] (queries, keys). calc_type_first_ring starts with this chunk;
+    calc_type_default merges it with pre_out and prev_lse. mask_type_triu is causal, from the upper left corner: mask
+    [S, S] or [B, S, S] must be 0 on and below its diagonal and not 0 above. With no_mask, mask is not read.
     """
     demand(calc_type in ("calc_type_first_ring", "calc_type_default"), f"unknown calc_type {calc_type!r}")
     demand(mask_type in ("mask_type_triu", "no_mask"), f"unknown mask_type {mask_type!r}")
@@ -263,7 +269,10 @@ def npu_ring_mla(
 
 
 def decode(query, keys, latent_width, scale):
-    """One query [N, L + R] over keys [S, 1, L + R], whose first L are the values: [N, L] in fp32, NaN without keys."""
+    """Attend with one query [N, L + R] to keys [S, 1, L + R], whose first L columns are the values.
+
+    Returns [N, L] in fp32, NaN without keys.
+    """
     if len(keys) == 0:
         return wide(query).new_full((len(query), latent_width), torch.nan)
     keys = keys.expand(-1, len(query), -1)
@@ -274,7 +283,10 @@ def decode(query, keys, latent_width, scale):
 def _npu_paged_attention_mla(
     query, key_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, mla_vheadsize, out
 ):
-    """Decode into out [B, N, L]; query [B, N, L + R], key_cache [blocks, size, 1, L + R]; context_lens on the host."""
+    """Decode one token a sequence into out [B, N, L]; context_lens is on the host.
+
+    query is [B, N, L + R], key_cache [blocks, size, 1, L + R].
+    """
     demand(num_kv_heads == 1 and query.shape[1] == num_heads, f"{num_heads} heads and 1 key head: {num_kv_heads} found")
     demand_one_dtype(query=query, key_cache=key_cache, out=out)
     demand_int32(block_table=block_table, context_lens=context_lens)
@@ -287,7 +299,7 @@ def _npu_paged_attention_mla(
 def npu_multi_head_latent_attention(
     q_nope, q_rope, ctkv, k_rope, block_tables, context_lens, q_headnum, qk_scale, kv_headnum, **unused
 ):
-    """The same from two caches: q_nope [B, N, L], q_rope [B, N, R] give [B, N, L]."""
+    """Decode one token a sequence from two caches: q_nope [B, N, L] and q_rope [B, N, R] give [B, N, L]."""
     demand_defaults("npu_multi_head_latent_attention", unused)
     demand_one_dtype(q_nope=q_nope, q_rope=q_rope, ctkv=ctkv, k_rope=k_rope)
     demand_int32(context_lens=context_lens if isinstance(context_lens, torch.Tensor) else None)
@@ -321,11 +333,11 @@ def npu_fused_infer_attention_score(
     block_size,
     **unused,
 ):
-    """Decode of a graph: query [B, N, 1, L], query_rope [B, N, 1, R]; caches [blocks, 1, block_size, width].
+    """Decode one token a sequence in a graph; caches are [blocks, 1, block_size, width].
 
-    Gives ([B, N, 1, L], empty). A row whose length is 0 fills the graph's batch size up: it gives NaN here (a device
-    leaves that undefined). Only layout BNSD without a mask is part of the reference, and only one cache of latents:
-    `value` must be the memory of `key`.
+    query [B, N, 1, L] and query_rope [B, N, 1, R] give ([B, N, 1, L], empty). A row whose length is 0 pads the batch
+    to the graph's size: it gives NaN here (a device leaves that undefined). The reference supports layout BNSD without
+    a mask only, and one cache of latents only: `value` must be the memory of `key`.
     """
     demand_defaults("npu_fused_infer_attention_score", unused)
     demand(input_layout == "BNSD", f"input_layout is {input_layout!r}, expected 'BNSD'")

@@ -1,6 +1,7 @@
-"""Norms and routed experts: references of what vllm_ascend.ops.fused_moe and vllm_ascend.ops.layernorm call.
+"""Implement norms and routed experts in plain torch, for vllm_ascend.ops.fused_moe and vllm_ascend.ops.layernorm.
 
-T tokens, H hidden, k experts a token, E experts of this rank, M = T * k rows. What a device leaves unwritten is NaN.
+Letters of shapes: T tokens, H hidden, k experts a token, E experts of this rank, M = T * k rows. Memory that a device
+leaves unwritten is NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from verl_patches.emulation.op_schemas import (
 
 @torch_npu_op
 def npu_add_rms_norm(x1, x2, gamma, epsilon):
-    """(norm of x1 + x2, reciprocal root in fp32, x1 + x2)."""
+    """Return (RMS norm of x1 + x2, reciprocal root in fp32, x1 + x2)."""
     demand_one_dtype(x1=x1, x2=x2, gamma=gamma)
     demand(x1.shape == x2.shape, f"x1 {list(x1.shape)} and x2 {list(x2.shape)} must be of one shape")
     total = x1 + x2
@@ -40,9 +41,9 @@ def _product_shapes(x, weight, **given):
 @torch_npu_op
 @with_shapes(_product_shapes)
 def npu_grouped_matmul(x, weight, group_list, group_type, group_list_type, **given):
-    """As training's reference, with one input; rows that group_list does not cover are NaN.
+    """Multiply as training's reference does, with one input; rows that group_list does not cover become NaN.
 
-    MC2 dispatches into room for the largest batch, whose unused rows are multiplied by no expert.
+    MC2 dispatches into a buffer for the largest batch; its unused rows belong to no expert.
     """
     demand(len(x) == 1 and group_type == 0, f"{len(x)} inputs with group_type {group_type}, expected 1 and 0")
     last = group_list[-1] if group_list_type == 0 else group_list.sum()
@@ -60,9 +61,9 @@ def _routing_shapes(x, row_idx, expert_idx, active_num):
 @torch_npu_op
 @with_shapes(_routing_shapes)
 def npu_moe_init_routing(x, row_idx, expert_idx, active_num):
-    """(rows of x [T, H] in the order of their experts [M, H], place of each row_idx, experts in order), int32 [M].
+    """Return (rows of x [T, H] sorted by expert [M, H], place of each row_idx, sorted experts), the last two int32 [M].
 
-    row_idx [T, k] numbers the pairs choice by choice (choice * T + token); expert_idx [T, k] int32.
+    row_idx [T, k] numbers the pairs choice by choice (choice * T + token); expert_idx [T, k] is int32.
     """
     demand_int32(row_idx=row_idx, expert_idx=expert_idx)
     fits = row_idx.shape == expert_idx.shape and len(expert_idx) == len(x)
@@ -83,7 +84,7 @@ def _count_shapes(sorted_expert_for_source_row, num_expert):
 @torch_npu_op
 @with_shapes(_count_shapes)
 def npu_moe_compute_expert_tokens(sorted_expert_for_source_row, num_expert):
-    """Last row of each expert plus one, cumulative, int32 [num_expert]; experts beyond are of other ranks.
+    """Return each expert's last row plus one, cumulative, int32 [num_expert]; higher experts are on other ranks.
 
     The experts (int32) must be sorted: a device finds the last row of each by bisection.
     """
@@ -104,7 +105,10 @@ def _finalize_shapes(expanded_permuted_rows, scales, **given):
 def npu_moe_finalize_routing(
     expanded_permuted_rows, skip1, skip2, bias, scales, expanded_src_to_dst_row, export_for_source_row, drop_pad_mode
 ):
-    """Sum of each token's k rows times scales [T, k]: [T, H]; expanded_src_to_dst_row as npu_moe_init_routing gave."""
+    """Return the sum of each token's k rows times scales [T, k]: [T, H].
+
+    expanded_src_to_dst_row holds the places that npu_moe_init_routing returned.
+    """
     demand_defaults("npu_moe_finalize_routing", {"skip1": skip1, "skip2": skip2, "bias": bias})
     demand(drop_pad_mode in (None, 0), f"drop_pad_mode is {drop_pad_mode}: only 0 is part of the reference")
     demand(scales is not None, "scales are missing")
@@ -123,19 +127,19 @@ def npu_moe_finalize_routing(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One dispatch, stored on its group for the combine: arguments that both must have, and what was sent."""
+    """Hold one MC2 dispatch for the combine of the same group: the arguments that both must have, and what was sent."""
 
     expert_ids: torch.Tensor
     arguments: dict[str, int]
     dtype: torch.dtype
-    order: torch.Tensor  # of the pairs (token, expert), by expert
+    order: torch.Tensor  # argsort of the pairs (token, expert) by expert
     sent: list[int]
     received: list[int]
-    by_expert: torch.Tensor  # order of the received rows
+    by_expert: torch.Tensor  # argsort of the received rows by expert
 
 
 def _dispatched_rows(x, expert_ids, ep_world_size, moe_expert_num, global_bs):
-    """Tokens of all ranks at most, rows of the room for what a rank can be sent at most, and its experts."""
+    """Return the largest number of tokens of all ranks, the most rows a rank can receive, and its number of experts."""
     local, largest = moe_expert_num // ep_world_size, global_bs or len(x) * ep_world_size
     return largest, largest * min(local, expert_ids.shape[1]), local
 
@@ -166,10 +170,10 @@ def npu_moe_distribute_dispatch(
 ):
     """Send x [T, H] to the ranks of expert_ids int32 [T, k]; group_ep is the name of an HCCL group.
 
-    Gives (rows in the order of this rank's experts, empty, expand_idx, tokens of each expert int64, ep_recv_counts
-    int32, 0, empty). There is room for the largest batch (global_bs, equal on all ranks; 0: all ranks have T tokens);
-    what is not used of it is NaN. expand_idx [T * k] and ep_recv_counts are opaque: npu_moe_distribute_combine takes
-    them back; a device's layout of the two is not reproduced.
+    Returns (rows in the order of this rank's experts, empty, expand_idx, tokens of each expert int64, ep_recv_counts
+    int32, 0, empty). The rows are a buffer for the largest batch (global_bs, equal on all ranks; 0: all ranks have T
+    tokens), NaN where unused. expand_idx [T * k] and ep_recv_counts are opaque: npu_moe_distribute_combine takes them
+    back; a device's layout of the two is not reproduced.
     """
     demand_defaults("npu_moe_distribute_dispatch", unused)
     demand(tp_world_size in (0, 1), f"tp_world_size is {tp_world_size}: group_tp is not part of the reference")
@@ -224,9 +228,9 @@ def npu_moe_distribute_combine(
     global_bs,
     **unused,
 ):
-    """The way back: the sum of each token's k rows times expert_scales (fp32 [T, k]), [T, H].
+    """Return rows to their tokens' ranks and sum each token's k rows times expert_scales (fp32 [T, k]): [T, H].
 
-    ep_send_counts and expand_idx are those of the last dispatch of the group, whose other arguments must be the same.
+    ep_send_counts and expand_idx are those of the group's last dispatch, whose other arguments must be the same.
     """
     demand_defaults("npu_moe_distribute_combine", unused)
     demand(tp_world_size in (0, 1), f"tp_world_size is {tp_world_size}: group_tp is not part of the reference")
