@@ -1,9 +1,9 @@
-"""Make train.parquet and test.parquet of the task that tiny random models learn (verl_patches/rewards/learnable.py).
+"""Make train.parquet and test.parquet of the task that tiny random models can learn.
 
     python data/make_learnable.py ROWS -o DIR [--answers paired|unpaired] [--seed N] [--overwrite]
     python data/make_learnable.py ROWS -o FILE.jsonl [--seed N] [--overwrite]     records for `data build`
 
-`scripts/smoke.sh` trains on it. Exit codes: 0 written, 2 wrong use.
+verl_patches/rewards/learnable.py rewards it and `scripts/smoke.sh` trains on it. Exit codes: 0 written, 2 wrong use.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
 TEST_ROWS = 30
 MAX_ROWS = 1_000_000
 PROMPT_SYMBOLS = 12
-RECORD_SYMBOLS = 14  # and two end tokens, as a reward model has: data.max_response_length of the learning runs
+# With the two end tokens of a reward model these fill data.max_response_length of the learning runs.
+RECORD_SYMBOLS = 14
 
 
 def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row]:
-    """`count` rows in verl's schema, the same for the same seed.
+    """Return `count` rows in verl's schema, the same for the same seed.
 
-    Any three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in a drawn order, so every batch of a multiple
+    Each three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in random order, so every batch of a multiple
     of three rows is balanced if the data is not shuffled again. `answers` adds the columns of fixed data
     (verl_patches/step/objectives/settings.py): chosen and rejected are answers in the prompt's kind and in another,
     response is the chosen one (paired), or every second time the rejected one (unpaired), and label says which; steps
-    are of either kind, with their labels. Raises ConfigError for fewer than three rows, or more than MAX_ROWS.
+    are in either kind, with their labels. Raises ConfigError for fewer than three rows, or more than MAX_ROWS.
     """
     if not len(KINDS) <= count <= MAX_ROWS:
         raise ConfigError(
@@ -60,7 +61,7 @@ def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row
 
 
 def _answers(rng: Random, kind: str, good: bool) -> Row:
-    """The columns of fixed data: answers of 4 to 12 symbols, three steps of 1 to 4."""
+    """Return the columns of fixed data: answers of 4 to 12 symbols, three steps of 1 to 4."""
     other = rng.choice([each for each in KINDS if each != kind])
 
     def text(of: str, least: int, most: int) -> str:
@@ -91,10 +92,10 @@ def write_task(
 
 
 def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False) -> None:
-    """Write `count` JSON lines {prompt, response, answer, chosen, rejected}, as data comes to `data build`.
+    """Write `count` JSON lines {prompt, response, answer, chosen, rejected}, which `data build` reads.
 
-    response and chosen are RECORD_SYMBOLS of the prompt's kind, rejected of another: long answers, as the reward wants
-    them. ConfigError for a file that is there.
+    response and chosen are RECORD_SYMBOLS symbols of the prompt's kind, rejected is as many of another: the reward
+    prefers long answers. Raises ConfigError if the file exists and `overwrite` is false.
     """
     if file.exists() and not overwrite:
         raise ConfigError(f"{file} exists; replace it with --overwrite")
@@ -110,7 +111,7 @@ def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Make the task that tiny random models learn.")
     parser.add_argument("rows", type=int, help="train rows")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder, or FILE.jsonl, to make")

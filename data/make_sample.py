@@ -1,4 +1,4 @@
-r"""Make data/deepscaler_sample.json: original maths problems in the DeepScaleR schema, the same bytes everywhere.
+r"""Make data/deepscaler_sample.json: original maths problems in the DeepScaleR schema, byte-identical everywhere.
 
     python data/make_sample.py [--output FILE]
 
@@ -26,7 +26,7 @@ SEED = 20250807
 
 
 class Item(NamedTuple):
-    """One problem: `answer` is LaTeX, `working` the text before the box, `check` whether another method agrees."""
+    """Hold one problem: `answer` is LaTeX, `working` the text before the box, `check` whether another method agrees."""
 
     problem: str
     answer: str
@@ -35,24 +35,24 @@ class Item(NamedTuple):
 
 
 def draw(rng: Random, low: int, high: int) -> int:
-    """An integer in low..high, ends included."""
+    """Return a random integer in low..high, ends included."""
     return low + rng.randrange(high - low + 1)
 
 
 def pick(rng: Random, *choices: str) -> str:
-    """One of the choices."""
+    """Return one of the choices at random."""
     return choices[rng.randrange(len(choices))]
 
 
 def frac(value: Fraction) -> str:
-    r"""A fraction in lowest terms as LaTeX: 3, -2, \frac{3}{4}, -\frac{3}{4}."""
+    r"""Return a fraction in lowest terms as LaTeX: 3, -2, \frac{3}{4}, -\frac{3}{4}."""
     if value.denominator == 1:
         return str(value.numerator)
     return f"{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
 def plus(value: int, name: str = "") -> str:
-    """A further term of a sum: " + 3x", " - x", " - 3", or nothing for 0."""
+    """Return a further term of a sum: " + 3x", " - x", " - 3", or "" for 0."""
     if value == 0:
         return ""
     size = "" if abs(value) == 1 and name else abs(value)
@@ -360,7 +360,7 @@ TEMPLATES: tuple[Callable[[Random], Item], ...] = (
 
 
 def make_rows(templates: tuple[Callable[[Random], Item], ...] = TEMPLATES) -> list[dict[str, str]]:
-    """Rows of the sample, no problem twice, one of each template in turn.
+    """Return the rows of the sample, one of each template in turn, without repeated problems.
 
     Raises ValueError if a template's own check contradicts its answer, or if a template cannot give enough rows.
     """
@@ -380,7 +380,7 @@ def make_rows(templates: tuple[Callable[[Random], Item], ...] = TEMPLATES) -> li
 
 
 def main() -> int:
-    """Command line: write the sample."""
+    """Write the sample and return the exit code."""
     parser = argparse.ArgumentParser(description="Make the sample of maths word problems.")
     parser.add_argument("--output", type=Path, default=SAMPLE)
     args = parser.parse_args()

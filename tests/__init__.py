@@ -1,1 +1,1 @@
-"""One package of that name, before any that is installed."""
+"""Make `tests` a package, so that it is found before any installed package of that name."""

@@ -1,11 +1,11 @@
-"""What every test can use.
+"""Define options and fixtures for all tests.
 
 Options
-    --full            also run the tests marked `slow`: what each submission runs
+    --full            also run the tests marked `slow`, as each submission does
     --nightly         run everything, the tests marked `nightly` too
     --upstream DIR    folder with git clones of upstream (verl, Megatron-LM, ...), for tests marked `upstream`
-`pytest --fixtures` lists what is below.
-Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set).
+`pytest --fixtures` lists the fixtures below. Each test starts with the random generators of Python, torch and numpy
+seeded with TEST_SEED (default 0).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import psutil  # noqa: F401  before Ray, which puts a psutil of its own, 5.9, first on sys.path
+import psutil  # noqa: F401  before Ray, which puts its own psutil 5.9 first on sys.path
 import pytest
 
 from tests.ranks import HANG_S, Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-TIERS = {"slow": ("--full", "--nightly"), "nightly": ("--nightly",)}  # marker -> the options that run it; none: quick
+TIERS = {"slow": ("--full", "--nightly"), "nightly": ("--nightly",)}  # marker -> options that run it
 WARM = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
     "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # CI's own variables would colour errors
-    "HF_HUB_OFFLINE": "1",  # nothing is ever downloaded by a test
+    "HF_HUB_OFFLINE": "1",  # tests download nothing
     "MPLBACKEND": "Agg",
     "OMP_NUM_THREADS": "1",  # several processes share two cores
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -45,7 +45,7 @@ SAFE_ENV = {
 
 
 def emulated_npu() -> str:
-    """VERL_PATCHES for platform npu_emulated, as reviewed with line pypi's torch; with another, drift is a warning."""
+    """Return VERL_PATCHES for platform npu_emulated; with a torch other than line pypi's, drift only warns."""
     from verl_patches.upstream.pins import load_pins, same_version
 
     reviewed = same_version(load_pins().line("pypi").packages["torch"], metadata.version("torch"))
@@ -62,12 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, value in SAFE_ENV.items():  # before any test module imports torch
         os.environ.setdefault(name, value)
-    slow = hypothesis.HealthCheck.too_slow  # is no failure
+    slow = hypothesis.HealthCheck.too_slow  # slowness is not a failure
     hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("busy machine")
     os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it: every process would compile the sources again
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; no child could trap it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background job; a child could not trap it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = config.getoption("--upstream")
     if folder is not None and not folder.is_dir():
@@ -83,7 +83,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def names_tests(config: pytest.Config) -> bool:
-    """Return whether the command line names folders, files or tests: not just the whole suite."""
+    """Return whether the command line names some folders, files or tests rather than the whole suite."""
     return any(Path(argument).resolve() not in (ROOT, ROOT / "tests") for argument in config.args)
 
 
@@ -104,19 +104,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
-    # the longest first: scripts/test.sh keeps the order
+    # Run the longest folders first; scripts/test.sh keeps this order.
     items[:] = sorted(run, key=lambda item: item.path.parent.name not in ("loop", "supervise"))
 
 
 @pytest.fixture(autouse=True)
 def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed in a test is as wide as in a pipe, whatever terminal or library has set."""
+    """Make output as wide as in a pipe, whatever COLUMNS a terminal or library has set."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """`-n 2` decides anew which tests share a process: what a test draws must not follow from that."""
+    """Seed the generators, so that random numbers do not depend on which tests share a process under `-n 2`."""
     seed = int(os.environ.get("TEST_SEED", "0"))
     for name, start in (("random", "seed"), ("torch", "manual_seed"), ("numpy.random", "seed")):
         if (module := sys.modules.get(name)) is not None:
@@ -125,7 +125,7 @@ def _same_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a copy of this repository, without tests."""
+    """Copy this repository without its tests and return the folder."""
     folder, ignore = tmp_path_factory.mktemp("repository"), shutil.ignore_patterns("__pycache__")
     for name in ("verl_patches", "configs", "scripts", "docs", "data", "README.md", "README_zh.md"):
         source = ROOT / name
@@ -135,16 +135,16 @@ def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_folder() -> Iterator[str]:
-    """A folder for RAY_TMPDIR: paths of Ray's sockets must stay below 108 characters, pytest's own are too long."""
+    """Yield a folder for RAY_TMPDIR: paths of Ray's sockets must have less than 108 characters, pytest's are longer."""
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         yield folder
 
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
-    """`warm(env)`: env, with which Ray's workers and `python -X warm ...` start as forks of one warm interpreter.
+    """Yield `warm(env)`, which adds the variables that make processes forks of one interpreter with imports done.
 
-    For processes that a test only needs as they are after their imports; tests of how a process starts go without.
+    They apply to Ray's workers and to `python -X warm ...`. Tests of how a process starts must not use this.
     """
     with tempfile.TemporaryDirectory(prefix="w-") as folder:
         command, path = [sys.executable, str(WARM / "server.py")], str(Path(folder, "s"))
@@ -161,7 +161,7 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
 
 
 def python_with_prelude(folder: Path) -> Path:
-    """The interpreter of a new environment in `folder`, over this one, whose site-packages have the prelude's .pth."""
+    """Make an environment in `folder` on top of this one, install the prelude's .pth there, return its interpreter."""
     from verl_patches.patching.boot import install_prelude
 
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
@@ -173,14 +173,14 @@ def python_with_prelude(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that has ended: exit code (negative: a signal), stdout and stderr as text."""
+    """Hold the exit code (negative: a signal), stdout and stderr of a process that has ended."""
 
     rc: int
     out: str
     err: str
 
     def check(self) -> Finished:
-        """Return self if the process exited 0, else fail the test with the end of what it wrote."""
+        """Return self if the process exited 0, else fail the test with the end of its output."""
         assert self.rc == 0, f"exit {self.rc}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-8000:]}"
         return self
 
@@ -209,18 +209,18 @@ def _run(flags: Sequence[str], env: Mapping[str, str], code: str, arguments: Seq
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., Finished]:
-    """Run code in a fresh interpreter: `run_python("print(1)", patches="line=pypi,platform=cpu").check().out`.
+    """Return a function that runs code in a fresh interpreter: `run_python("print(1)", env={...}).check().out`.
 
-    Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable; None leaves it
-    unset), env (more variables). The repository is on its path. After HANG_S its whole process group is killed and the
-    test fails. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
+    Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable, such as
+    "line=pypi,platform=cpu"; None leaves it unset), env (more variables). The repository is on its path. After HANG_S
+    its whole process group is killed and the test fails. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
     """
     return lambda code, *arguments, patches=None, env=None: _run((), _environment(patches, env), code, arguments)
 
 
 @pytest.fixture(scope="session")
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
-    """`run_python`, in a fork of the warm interpreter."""
+    """Return `run_python` for a fork of the warm interpreter."""
     return lambda code, *arguments, patches=None, env=None: _run(
         ("-X", "warm"), warm(_environment(patches, env)), code, arguments
     )
@@ -228,11 +228,11 @@ def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..
 
 @pytest.fixture(scope="session")
 def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., list]:
-    """What a function returns on each of `size` gloo ranks: `run_ranks("tests.model.parity_job:bf16_job", folder)`.
+    """Return a function that runs another on gloo ranks: `run_ranks("tests.model.parity_job:bf16_job", folder)`.
 
-    Parameters: "module:function" and its arguments; keywords: size (1), patches (the VERL_PATCHES variable; with it the
-    ranks import the prelude first), env (more variables), fresh (no warm interpreter: for tests of how a process
-    starts), and those of `Ranks` in tests/ranks.py. Raises RankError.
+    It returns the list of what each rank returned. Parameters: "module:function" and its arguments; keywords: size (1),
+    patches (the VERL_PATCHES variable; with it the ranks import the prelude first), env (more variables), fresh (no
+    warm interpreter: for tests of how a process starts), and those of `Ranks` in tests/ranks.py. Raises RankError.
     """
 
     def run(function: str, *arguments: Any, size: int = 1, patches=None, env=None, fresh=False, **options: Any) -> list:
@@ -248,21 +248,21 @@ def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[.
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
-    """Four gloo ranks."""
+    """Yield four gloo ranks."""
     with Ranks(4) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[Ranks]:
-    """Eight gloo ranks."""
+    """Yield eight gloo ranks."""
     with Ranks(8) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DeepSeek-V3 of seed 0, as Hugging Face has it."""
+    """Make a tiny DeepSeek-V3 of seed 0 in Hugging Face's format and return its folder."""
     from verl_patches.model.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
@@ -270,9 +270,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
-    """`a3_sources("verl", "Megatron-LM")`: these checkouts below --upstream, in the order of PYTHONPATH.
+    """Return `a3_sources("verl", "Megatron-LM")`, which finds checkouts below --upstream, in the order of PYTHONPATH.
 
-    Without names: all four of a training worker. The test is skipped, with the reason, where one is not there.
+    Without names it finds all four of a training worker. It skips the test, with the reason, if one is missing.
     """
 
     def find(*names: str) -> list[Path]:
@@ -289,7 +289,7 @@ def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
 
 @pytest.fixture(scope="session")
 def run_emulated(run_ranks: Callable[..., list], a3_sources: Callable[..., list[Path]]) -> Callable[..., list]:
-    """`run_ranks` on platform npu_emulated, for engines of vllm-ascend inside the ranks; trees: checkouts to import."""
+    """Return `run_ranks` for platform npu_emulated with vllm-ascend's engines in the ranks; trees: checkouts to use."""
 
     def run(function: str, *arguments: Any, env=(), trees=("vllm-ascend",), **options: Any) -> list:
         engine = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -302,9 +302,9 @@ def run_emulated(run_ranks: Callable[..., list], a3_sources: Callable[..., list[
 
 @pytest.fixture(scope="session")
 def upstream_text(pytestconfig: pytest.Config) -> Callable[[str, str, str], str]:
-    """Read a file of an upstream repository: `upstream_text("volcengine/verl", commit, "verl/protocol.py")`.
+    """Return `upstream_text("volcengine/verl", commit, "verl/protocol.py")`, which reads a file of upstream.
 
-    The test is skipped, with the reason, where --upstream holds no clone of that name with the commit.
+    It skips the test, with the reason, if --upstream holds no clone of that name with the commit.
     """
     folder = pytestconfig.getoption("--upstream")
 

@@ -1,8 +1,8 @@
-"""Near ties: tokens whose experts depend on rounding, which comparisons of trained models leave out.
+"""Find near ties, tokens whose experts depend on rounding, which comparisons of trained models leave out.
 
-Where the last expert that a router selects and the first one that it does not have scores within rounding of each
-other, two layouts, libraries or CPUs select different ones, and each is right. Untrained tiny models were drawn without
-such tokens in the tests' inputs; an update moves scores anywhere.
+If the scores of the last expert that a router selects and of the first one that it does not are within rounding of each
+other, two layouts, libraries or CPUs may select different experts, and each is right. Untrained tiny models were drawn
+without such tokens in the tests' inputs; an update can create them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from verl_patches.reshard.region import Region
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-NOISE = 2e-5  # of a router's scores in fp32; log-probs and values of two layouts differ by 2e-6
-MOST = 3  # near ties that a comparison may leave out
-NORM = 1e-3  # by how much of itself one of them changes a gradient norm: at most 6e-4 at the smallest margins
+NOISE = 2e-5  # bound of rounding in a router's fp32 scores; log-probs and values of two layouts differ by 2e-6
+MOST = 3  # number of near ties that a comparison may leave out
+NORM = 1e-3  # relative change of a gradient norm by one near tie: at most 6e-4 at the smallest margins
 
 
 @dataclass(frozen=True)
 class NearTies:
-    """The near ties of a batch: their number, and the tokens that none of them reaches [B, S]."""
+    """Hold the number of near ties of a batch, and which tokens [B, S] are not affected by any of them."""
 
     count: int
     comparable: torch.Tensor
@@ -36,25 +36,25 @@ class NearTies:
 
 
 def norm_tolerance(update: int, rel: float) -> float:
-    """Return the relative tolerance of the gradient norm of update 1, 2, ...: near ties of later ones are possible."""
+    """Return the relative tolerance of the gradient norm of update 1, 2, ...: later ones may have near ties."""
     return rel if update == 1 else rel + NORM * MOST
 
 
 def assert_all_but_few_below(differences: torch.Tensor, limit: float) -> None:
     """Assert that at most MOST tokens differ by `limit` or more.
 
-    For weights that Adam has moved apart: it makes whole steps of gradients that are nothing but rounding, so a margin
-    does not tell which tokens are near ties.
+    This is for weights that Adam has moved apart: it turns gradients that are only rounding into whole steps, so a
+    margin does not tell which tokens are near ties.
     """
     beyond = differences[differences >= limit]
     assert len(beyond) <= MOST, f"{len(beyond)} tokens differ by {limit} or more: {beyond[:10].tolist()}"
 
 
 def near_ties(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> NearTies:
-    """Find the near ties of transformers' DeepSeek-V3 in ids [B, S], whose real tokens `mask` says.
+    """Find the near ties of transformers' DeepSeek-V3 in ids [B, S]; `mask` is true for real tokens.
 
-    A token on one is not comparable; where a later layer attends to it, neither are those after it in its sequence.
-    AssertionError where more than MOST different tokens are: so many are a fault, or inputs that prove nothing.
+    A near tie is not comparable; if a later layer attends to it, the tokens after it in its sequence are not either.
+    Raises AssertionError for more than MOST different ones: they mean a fault, or inputs that prove nothing.
     """
     comparable, found = mask.bool().clone(), set()
     for row, keep in enumerate(mask.bool()):
@@ -68,7 +68,7 @@ def near_ties(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> 
 
 @torch.no_grad()
 def router_margins(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return how far each token of ids [S] is from another selection, by layer with experts: [L, S]."""
+    """Return the margin [L, S] of each token of ids [S] to another selection, for each layer with experts."""
     margins: list[torch.Tensor] = []
     routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
     hooks = [router.register_forward_hook(lambda *call: margins.append(_margin(*call[:2]))) for router in routers]
@@ -79,13 +79,13 @@ def router_margins(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def router_scores(router: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return what a router selects by: sigmoid scores with the correction bias, [T, E]."""
+    """Return the scores [T, E] by which a router selects: sigmoids with the correction bias."""
     logits = torch.nn.functional.linear(hidden.view(-1, hidden.shape[-1]).float(), router.weight.float())
     return logits.sigmoid() + router.e_score_correction_bias
 
 
 def _margin(router: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
-    """The smaller of two gaps [T]: of the last selected group, and of the last selected expert, to the next one."""
+    """Return the smaller of two gaps [T]: of the last selected group, and of the last selected expert, to the next."""
     scores, config = router_scores(router, *args), router.config
     by_group = scores.view(len(scores), config.n_group, -1)
     groups = by_group.topk(2).values.sum(-1)
@@ -102,7 +102,7 @@ def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def model_of(folder: Path) -> torch.nn.Module:
-    """Return transformers' DeepSeek-V3 in fp32 with the weights of a HF folder, or of a checkpoint."""
+    """Return transformers' DeepSeek-V3 in fp32 with the weights of a HF folder or a checkpoint."""
     source = open_source(folder)
     weights = {name: torch.empty(tensor.shape) for name, tensor in source.tensors.items()}
     with WeightReader(source) as reader:
@@ -112,7 +112,7 @@ def model_of(folder: Path) -> torch.nn.Module:
 
 
 def model_with(folder: Path, weights: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Return transformers' DeepSeek-V3 in fp32 of a folder's config with these weights, its head where they have it."""
+    """Return transformers' DeepSeek-V3 in fp32 by a folder's config, with these weights, which may lack the head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").float()

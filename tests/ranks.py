@@ -1,11 +1,11 @@
-"""The launcher of test programs: gloo ranks that run functions and return what these return.
+"""Launch gloo ranks for tests, which run functions and return their results.
 
     with Ranks(4) as ranks:
         results = ranks.run("tests.reshard.spoilt:with_nan", plan)    # or the function itself, by reference
 
-One process imports torch and forks the ranks. Each rank connects to a socket of this process, runs what it is sent and
-answers; its stdout and stderr go to a file. Fixtures of tests/conftest.py: `run_ranks` starts ranks for one function,
-in forks of the warm interpreter; `ranks4` and `ranks8` are shared by all tests of a session.
+One process imports torch and forks the ranks. Each rank connects to a socket of this process, runs the functions that
+it is sent and answers; its stdout and stderr go to a file. Among the fixtures of tests/conftest.py, `run_ranks` starts
+ranks for one function, in forks of the warm interpreter; `ranks4` and `ranks8` are shared by all tests of a session.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_GRACE_S = 5.0  # for the other ranks to answer once one has failed
-HANG_S = 600.0  # a rank or a collective that takes longer hangs; nothing is expected to be faster
+_GRACE_S = 5.0  # time for the other ranks to answer once one has failed
+HANG_S = 600.0  # a rank or a collective that takes longer counts as hung; no test expects a speed
 
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A port for a server that sets SO_REUSEADDR: it is bound here meanwhile, so the kernel gives it to nobody else."""
+    """Yield a port for a server that sets SO_REUSEADDR; it stays bound here, so the kernel gives it to no other."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if held.family == socket.AF_INET6:
@@ -47,15 +47,15 @@ def held_port() -> Iterator[int]:
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not answer; the message holds its traceback or the end of its output."""
+    """Report that a rank raised, died or did not answer, with its traceback or the end of its output."""
 
 
 class Ranks:
-    """`size` ranks, started by the first `run`; after one has died or hung, the next `run` starts new ones.
+    """Run functions on `size` ranks; the first `run` starts them, and the next one after a rank has died or hung.
 
     environment: all variables, by default this process's own. flags: options of the interpreter. prelude: whether ranks
-    import the prelude before torch, as workers do. backend: of init_process_group; None leaves that to the function
-    (`init_group`).
+    import the prelude before torch, as workers do. backend: the backend of init_process_group; with None the function
+    itself must call `init_group`.
     """
 
     def __init__(self, size, environment=None, *, flags=(), prelude=False, backend="gloo"):
@@ -71,7 +71,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any] | str, *arguments: Any) -> list[Any]:
-        """What function(*arguments) returns on each rank, in order of ranks; "module:name" is imported there only."""
+        """Return what function(*arguments) returns on each rank, by rank; "module:name" is imported there only."""
         if not self._pipes:
             self._start()
             self._call("tests.ranks:set_up", *self._setup)
@@ -82,7 +82,7 @@ class Ranks:
         if not self._pipes:
             return
         for pipe in self._pipes:
-            pipe.close()  # a rank that reads its end goes
+            pipe.close()  # a rank ends when it reads the end of its pipe
         try:
             code = self._process.wait(HANG_S)
         except subprocess.TimeoutExpired:
@@ -155,10 +155,10 @@ class Ranks:
         raise RankError("\n".join(texts))
 
     def _failures(self, answers: Mapping[int, tuple[bool, Any]], dead: set[int]) -> list[str]:
-        """One text for each rank that raised, died or did not answer: its traceback or the end of its output."""
+        """Return a text for each rank that raised, died or did not answer: its traceback or the end of its output."""
         silent = [rank for rank in range(self.size) if rank not in answers]
         for rank in silent:
-            os.kill(self._processes[rank], signal.SIGUSR1)  # it writes where it waits
+            os.kill(self._processes[rank], signal.SIGUSR1)  # faulthandler writes its stack
             self._wait_for("most recent call first", rank)
         for rank in dead:
             self._wait_for(f"rank {rank} ended with", "launcher")
@@ -179,7 +179,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: only what was started here
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: only the processes started here
         self._process.wait()
         self._held.close()
         self._folder.cleanup()
@@ -187,7 +187,7 @@ class Ranks:
 
 
 def init_group(backend: str = "gloo") -> None:
-    """In a rank: init_process_group of all ranks, which meet at a file."""
+    """Initialise torch.distributed in a rank; the ranks meet at a file."""
     import torch.distributed as dist
 
     size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=HANG_S)
@@ -196,7 +196,7 @@ def init_group(backend: str = "gloo") -> None:
 
 
 def set_up(prelude: bool, backend: str | None) -> None:
-    """The first function that a rank runs."""
+    """Prepare a rank; this is the first function that it runs."""
     if prelude:
         import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
     if backend is not None:
@@ -242,7 +242,7 @@ def main() -> None:
             _die_with_parent()
             _serve(rank, folder)
             atexit._run_exitfuncs()
-            os._exit(0)  # taking modules apart costs seconds
+            os._exit(0)  # a regular exit unloads modules, which takes seconds
         ranks[process] = rank
     failed = False
     while ranks:

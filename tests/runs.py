@@ -1,4 +1,4 @@
-"""Runs that tests compose: the facts of a config of this repository over the catalogue, as commands compose them."""
+"""Compose runs for tests from the configs of this repository, as the commands do."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Sources of upstream by dotted symbol, as the pin file, comments and messages of this repository cite them."""
+"""Find the source of an upstream symbol, as the pin file, comments and messages of this repository cite them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from verl_patches.patching import fingerprint as fp
 
 
 def symbol_source(symbol: str, root: Path) -> str:
-    """Return the source of "module.Class.method", of a variable or of a whole module; empty where there is none.
+    """Return the source of "module.Class.method", of a variable or of a whole module; "" if there is none.
 
-    `root`: the folder that holds the top-level package. The module is the longest beginning that has a file there.
+    `root` is the folder that holds the top-level package. The module is the longest prefix that has a file there.
     """
     parts = symbol.split(".")
     modules = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]

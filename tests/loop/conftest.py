@@ -1,4 +1,4 @@
-"""Whole runs of the smoke command, each made once per session and shared by the tests that look at it."""
+"""Provide whole runs of the smoke command, each made once per session and shared by the tests that check it."""
 
 import contextlib
 import fcntl
@@ -21,21 +21,21 @@ from verl_patches.upstream.checkouts import trees_of
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory, warm):
-    """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not.
+    """Return smoke(*arguments) -> Finished, in which equal arguments share one run.
 
-    after: a run of which this is another start, in a copy of its folder.
-    A `cold` run, such as that without arguments, starts all its processes from nothing; the workers of the others are
-    warm (tests/warm): they have the same figures, but their memory is not the run's.
+    With `ok`, a run that fails fails the test with the end of its log. `after` is a run of which this is another start,
+    in a copy of its folder. A `cold` run, or one without arguments, starts all its processes from nothing; the workers
+    of the others are forks of a warm interpreter (tests/warm), with the same figures except those of memory.
     """
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by all test processes of this session
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # among all test processes of this session
 
     def run(*arguments, ok=True, cold=False, after=None):
         key = repr(arguments) + (after.folder.parents[1].name if after else "")
         folder = shared / f"run-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         folder.mkdir(exist_ok=True)
         with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be at this very run
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be making this run
             if not (folder / "finished.json").exists():
                 if after:
                     shutil.copytree(after.folder.parent, folder / "r", symlinks=True, dirs_exist_ok=True)
@@ -59,10 +59,10 @@ def _run(arguments: tuple[str, ...], folder: Path, environment) -> None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     look(psutil.Process(launcher.pid), listeners, folders)
 
-        if environment is dict:  # a warm worker is no child of the run
+        if environment is dict:  # warm workers are not children of the run
             threading.Thread(target=watch).start()
         try:
-            output, _ = launcher.communicate(timeout=1200)  # it hangs
+            output, _ = launcher.communicate(timeout=1200)  # a longer run hangs
         finally:
             ended.set()
             launcher.kill()
@@ -72,7 +72,7 @@ def _run(arguments: tuple[str, ...], folder: Path, environment) -> None:
 
 @pytest.fixture(scope="session")
 def a3(smoke, pytestconfig):
-    """smoke(*arguments) on line a3 with the sources of --upstream; skips, with the reason, where they are not there."""
+    """Return smoke for line a3 with the sources of --upstream; skip the test, with the reason, without them."""
     folder = pytestconfig.getoption("--upstream")
     try:
         trees_of(folder)
@@ -83,11 +83,11 @@ def a3(smoke, pytestconfig):
 
 @pytest.fixture(params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
 def line(request):
-    """Both lines, one after the other."""
+    """Return a line of upstream versions; a test runs on both lines, one after the other."""
     return request.param
 
 
 @pytest.fixture
 def start(line, request):
-    """smoke or a3, for a test that runs on both lines."""
+    """Return smoke or a3, for a test that runs on both lines."""
     return request.getfixturevalue("smoke" if line == "pypi" else "a3")

@@ -1,7 +1,7 @@
-"""Worker set-up hooks of the loop's tests: ranks that differ, spoilt weight syncs, memory that is not offloaded.
+"""Define worker set-up hooks that break runs: ranks that differ, wrong weight syncs, memory that is not offloaded.
 
-Used as recipe.worker_process_setup_hook=loop_hooks.NAME. Except for `other_switches` and `no_patches`, they replace no
-symbol that our catalogue replaces.
+Tests use them as recipe.worker_process_setup_hook=loop_hooks.NAME. Except for `other_switches` and `no_patches`, they
+replace no symbol that our patch table replaces.
 """
 
 import functools
@@ -16,7 +16,7 @@ from verl_patches.patching import engine, fingerprint
 from verl_patches.patching.hooks import after_import
 
 ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd"
-MODELS = {  # vLLM's and vllm-ascend's, of which a process makes one
+MODELS = {  # models of vLLM and vllm-ascend; a process makes one of them
     "vllm.model_executor.models.deepseek_v2": "DeepseekV2ForCausalLM",
     "vllm_ascend.models.deepseek_v2": "CustomDeepseekV2ForCausalLM",
 }
@@ -24,7 +24,7 @@ EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
 
 def wrap(module, name, wrapper):
-    """`wrapper(original, *args, **kwargs)` in place of "function" or "Class.method", once its module is imported."""
+    """Replace "function" or "Class.method" by wrapper(original, *args, **kwargs) once its module is imported."""
 
     def on_import(imported):
         owner, _, function = name.rpartition(".")
@@ -36,7 +36,7 @@ def wrap(module, name, wrapper):
 
 
 def after_init(module, cls, change):
-    """`change(object)` at the end of __init__ of a class."""
+    """Call change(object) at the end of __init__ of a class."""
 
     def __init__(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def after_init(module, cls, change):
 
 
 def on_models(change):
-    """`change(model)` for each model that vLLM makes."""
+    """Call change(model) for each model that vLLM makes."""
     for module, name in MODELS.items():
         after_init(module, name, change)
 
@@ -55,7 +55,7 @@ def on_models(change):
 
 
 def other_switches():
-    """Rank 1 runs with one row switched off."""
+    """Switch one patch off on rank 1."""
     if os.environ.get("RANK") == "1":
         from verl_patches.catalog import all_rows
         from verl_patches.patching.switches import parse
@@ -67,20 +67,20 @@ def other_switches():
 
 
 def no_patches():
-    """Rank 1 reverts one of our rows: its switches are unchanged, its code is not."""
+    """Revert one patch on rank 1: its switches stay the same, its code does not."""
     if os.environ.get("RANK") == "1":
         row = engine.current()._rows["update.skip_bad_steps"]
         row.state, row.hook = "reverted", None
 
 
 def drifted_in_workers():
-    """A row's target is not the reviewed one, in training workers only; the row fails when they load their class."""
+    """Make a patch's target differ from the reviewed code in training workers, where the patch fails at import."""
     if "WG_PREFIX" in os.environ:
         _let_drift("verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer")
 
 
 def drifted_in_the_hook():
-    """The same in the controller and at once, while Ray's set-up hook runs."""
+    """Make a patch's target differ from the reviewed code in the controller, at once, while Ray's hook runs."""
     if "WG_PREFIX" not in os.environ:
         _let_drift("verl.utils.tracking:Tracking.log")
         importlib.import_module("verl.utils.tracking")
@@ -92,12 +92,12 @@ def _let_drift(target):
 
 
 def stop_early():
-    """One word in sixteen ends a sequence, so that sequences, and with them DP ranks, end at different steps."""
+    """Let one token in sixteen end a sequence, so that sequences and DP ranks end at different steps."""
     after_init(ROLLOUT, "vLLMRollout", lambda self: setattr(self.sampling_params, "stop_token_ids", list(range(32))))
 
 
 def end_early():
-    """The same, and verl takes those words for ends: responses are unequally long, and log-probs can be compared."""
+    """Stop early and let verl treat those tokens as ends: responses differ in length, log-probs can be compared."""
     stop_early()
 
     def mask_of(mask, response_id, eos_token, dtype):
@@ -107,7 +107,7 @@ def end_early():
 
 
 def print_bytes():
-    """The trainer prints the bytes of the arrays that each stage of the tensor cache sends, once, and gets back."""
+    """Let the trainer print the bytes of the arrays that each stage of the tensor cache sends and receives."""
 
     def run(stage, original, self, sent):
         answers = original(self, sent)
@@ -126,7 +126,7 @@ def print_bytes():
 
 
 def _spoil_sync(change):
-    """Each model that vLLM makes gets a load_weights of its own; the class keeps the one that a row may wrap."""
+    """Give each model that vLLM makes a load_weights that changes tensors; a patch may wrap the class's own."""
 
     def spoil(model):
         load = model.load_weights
@@ -136,12 +136,12 @@ def _spoil_sync(change):
 
 
 def drop_bias():
-    """No correction bias."""
+    """Set the router's correction bias to zero in each weight sync."""
     _spoil_sync(lambda name, t: t * 0 if "e_score_correction_bias" in name else t)
 
 
 def spoil_nothing():
-    """The control of the controls: the hook is there and changes nothing."""
+    """Install the hook of a broken sync without a change, as the negative control."""
     _spoil_sync(lambda name, t: t)
 
 
@@ -149,7 +149,7 @@ def spoil_nothing():
 
 
 def missing_all_reduce():
-    """Output projections of one layer are not summed over vLLM's tensor-parallel ranks."""
+    """Leave one layer's output projections unsummed over vLLM's tensor-parallel ranks."""
 
     def forget(model):
         model.model.layers[3].self_attn.o_proj.reduce_results = False
@@ -158,7 +158,7 @@ def missing_all_reduce():
 
 
 def wrong_dp_rank():
-    """Each rank of two holds the experts of the other, as with the data-parallel ranks exchanged."""
+    """Give each rank of two the experts of the other, as if the data-parallel ranks were swapped."""
     layer = "vllm.model_executor.layers.fused_moe.layer"
     wrap(layer, "determine_expert_map", lambda original, size, rank, experts: original(size, 1 - rank, experts))
 
@@ -167,7 +167,7 @@ def wrong_dp_rank():
 
 
 def sleep_frees_nothing():
-    """The allocator of vLLM's sleep mode on rank 1 keeps all memory, as was found on several nodes."""
+    """Let the allocator of vLLM's sleep mode keep all memory on rank 1, as was found on several nodes."""
     if os.environ.get("RANK") == "1":
         after_import(
             "vllm_ascend.device_allocator.camem",
@@ -179,10 +179,10 @@ def sleep_frees_nothing():
 
 
 def move_requests():
-    """Each exchange moves the first request that can move to the next rank: of rank 0, then of rank 1, and so on.
+    """Let each exchange move one rank's first movable request to the next rank: from rank 0, then rank 1, and so on.
 
-    Ranks so have unequally many after every other exchange. Where that rank has none, as planned. The groups that the
-    watch counts are printed.
+    Ranks then have unequally many requests after every other exchange. If that rank has no movable request, the plan
+    is unchanged. The hook also prints the groups that the watch counts.
     """
     exchanges = itertools.count()
 
@@ -203,7 +203,7 @@ def move_requests():
 
 
 def swap_experts():
-    """Two experts land in each other's place, right after vLLM's memory was learnt."""
+    """Swap the destinations of two experts as soon as vLLM's memory has been mapped."""
 
     def learn_spoilt(learn, *args, **kwargs):
         destinations = learn(*args, **kwargs)
@@ -221,7 +221,7 @@ def swap_experts():
 
 
 def keep_gradients():
-    """Gradients get their memory again, zeroed, between the weight sync and the rollout; no row of ours is there."""
+    """Allocate gradients again, zeroed, between the weight sync and the rollout, where no patch of ours acts."""
 
     def preprocess_data(original, self, data):
         for chunk in self.actor_module:
@@ -235,11 +235,11 @@ def keep_gradients():
 
 
 class LeftOnDeviceError(RuntimeError):
-    """What was not offloaded, in bytes."""
+    """Report the bytes that were not offloaded."""
 
 
 def nothing_left():
-    """Ends the run if, when vLLM is to generate, any storage below Megatron's DDP is not empty."""
+    """End the run if any storage of Megatron's DDP is not empty when vLLM is about to generate."""
 
     def look_first(rollout):
         generate = rollout.generate_sequences
@@ -272,7 +272,7 @@ def _raise_if_left():
 
 
 def killed_in_save():
-    """In the second save, with half of the tensors written."""
+    """Kill rank 1 in its second save, with half of the tensors written."""
 
     saves = []
 
@@ -290,7 +290,7 @@ def killed_in_save():
 
 
 def killed_in_update():
-    """All ranks, in the second update of their processes; those that begin with that step make only one."""
+    """Kill all ranks in the second update of their processes; processes that resume at that step make only one."""
     updates = []
 
     def update(update_policy, *args, **kwargs):
@@ -303,9 +303,9 @@ def killed_in_update():
 
 
 def stopped_in_update():
-    """By SIGSTOP in the second update of its process; a process that begins with that step makes only one.
+    """Stop rank 1 by SIGSTOP in the second update of its process; one that resumes at that step makes only one.
 
-    Continued for its stack, it stops again: else the step could end before the run does.
+    When it is continued for its stack, it stops again: otherwise the step could end before the run does.
     """
     updates = []
 

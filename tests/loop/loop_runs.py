@@ -1,4 +1,4 @@
-"""How tests start the smoke command, what is left of a run, and what several tests assert of it."""
+"""Start the smoke command for tests, read a finished run, and share assertions about runs."""
 
 import contextlib
 import ipaddress
@@ -21,7 +21,7 @@ OFFLOAD = (*(f"{ACTOR}.{group}_offload=true" for group in ("param", "grad", "opt
 VERIFY = "recipe.reshard.verify=every"
 ARRIVAL = "trainer.balance_batch=false"
 PPO = ("--steps", "2", "algo=ppo", "trainer.save_freq=1")
-BUCKET_BYTES = 16384  # small
+BUCKET_BYTES = 16384  # small, so that a weight sync has several buckets
 TP2EP2 = ("layout=tp2ep2", "rollout=tp2", "--steps", "2")
 TP2EP2 += (VERIFY, *OFFLOAD, f"recipe.reshard.bucket_bytes={BUCKET_BYTES}")
 STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -29,10 +29,7 @@ STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": sub
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended: exit code, its output, and the folder and summary of its newest start.
-
-    `look` says what of a cold one.
-    """
+    """Hold a finished run: exit code, output, folder and summary of its newest start, and `look` of a cold one."""
 
     code: int
     output: str
@@ -43,7 +40,7 @@ class Finished:
 
     @property
     def steps(self):
-        """Those of all starts that it came from, too."""
+        """Return the steps of this start and of all starts that it continues."""
         records = [(json.loads((link.folder / "summary.json").read_text()), link) for link in self.chain]
         return [step for record, link in records for step in record["steps"] if link.holds(step["step"])]
 
@@ -61,9 +58,9 @@ class Finished:
 
     @classmethod
     def read(cls, folder):
-        """The run in folder/r; folder/finished.json has its code and output."""
+        """Read the run in folder/r; folder/finished.json has its code and output."""
         starts = starts_in(folder / "r")
-        newest = starts[-1].folder if starts else folder / "r" / "0001"  # none where it was refused
+        newest = starts[-1].folder if starts else folder / "r" / "0001"  # no start if it was refused
         summary = json.loads((newest / "summary.json").read_text()) if (newest / "summary.json").is_file() else {}
         return cls(**json.loads((folder / "finished.json").read_text()), folder=newest, summary=summary)
 
@@ -85,13 +82,13 @@ def look(process, listeners, folders):
 
 
 def exposed(listeners):
-    """Those of look() that other machines can reach."""
+    """Return the listeners of look() that other machines can reach."""
     places = {place: ipaddress.ip_address(place.split()[0]) for place in listeners}
     return {k: listeners[k] for k, ip in places.items() if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback}
 
 
 def assert_nobody_else_can_reach(run):
-    """All processes of a cold run listen on the loopback, but for torch's store of rank 0; docs/cluster.md says so."""
+    """Assert that a cold run listens on the loopback only, except rank 0's torch store, as docs/cluster.md says."""
     names = {name.rpartition(":")[2] for name in run.listeners.values()}
     assert {"gcs_server", "raylet", "agent", "WorkerDict", "driver"} <= names, names
     found = list(exposed(run.listeners).values())
@@ -101,21 +98,21 @@ def assert_nobody_else_can_reach(run):
 
 
 def smoke_command(*arguments, folder):
-    """(command, environment) of one smoke run that writes to folder/r; its workers can import this folder's hooks."""
+    """Return (command, environment) of a smoke run that writes to folder/r; its workers can import the hooks here."""
     command = [sys.executable, "-m", "verl_patches", "smoke", "--run", "r", *arguments, f"recipe.output_root={folder}"]
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     return command, {**os.environ, "COLUMNS": "200", "PYTHONPATH": path}
 
 
 def hook(name):
-    """The override for a worker set-up hook of loop_hooks.py."""
+    """Return the override for a worker set-up hook of loop_hooks.py."""
     return f"recipe.worker_process_setup_hook=loop_hooks.{name}"
 
 
 def assert_weights_arrive(run, limit=1e-5, verified=False, syncs=1):
-    """Every step has vLLM's log-probs of the actor and `syncs` weight syncs; `verified`: they were compared.
+    """Assert that vLLM's log-probs match the actor's in each step, which has `syncs` weight syncs.
 
-    limit: of the mean |dlogp|; in fp32, of the largest.
+    limit: bound of the mean |dlogp|; in fp32, of the largest. verified: each sync must also have compared the weights.
     """
     which = "max" if run.summary["dtype"] == "fp32" else "mean"
     assert run.summary["exit"] == "ok" and all(s["logprob_delta"][which] < limit for s in run.steps)
@@ -124,26 +121,26 @@ def assert_weights_arrive(run, limit=1e-5, verified=False, syncs=1):
 
 
 def assert_caught(run, step):
-    """The truth check ended the run at this step."""
+    """Assert that the log-prob check ended the run at this step."""
     assert run.code == 1, run.output[-1500:]
     assert "WeightSyncError" in run.summary["exit"] and f"step {step}:" in run.summary["exit"], run.summary["exit"]
     assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
 
 
 def resume(run, step):
-    """Overrides that resume from a run's checkpoint of that step."""
+    """Return overrides that resume from a run's checkpoint of that step."""
     saved = chain_of_start(read_start(run.folder)).checkpoints()[step]
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
 
 
-# of a run of two steps that saves both
+# Arguments of a run of two steps that is killed once.
 KILLED = (hook("killed_in_update"), "recipe.restart.times=1", "trainer.resume_mode=auto")
 
 
 def assert_goes_on(killed, whole, *names):
-    """A KILLED run was started again once, after step 1, and has the metrics of the run that was not, bit for bit."""
+    """Assert that a KILLED run restarted once, after step 1, with metrics bit-equal to those of the whole run."""
     (restart,) = killed.summary["restarts"]
-    died = r"died in step 2|ended \d+ s ago .*by a signal"  # by a call of the trainer, or by the watch
+    died = r"died in step 2|ended \d+ s ago .*by a signal"  # seen by a call of the trainer, or by the watch
     assert re.search(died, restart["reason"], re.S) and killed.summary["exit"] == "ok", killed.summary
     assert [step.get("resumed_after") for step in killed.steps] == [None, 1]
     assert metrics_of(killed, *names) == metrics_of(whole, *names)
@@ -151,5 +148,5 @@ def assert_goes_on(killed, whole, *names):
 
 
 def metrics_of(run, *names):
-    """Per step, the metrics of these names."""
+    """Return the metrics of these names for each step."""
     return [[step[name] for name in names] for step in run.steps]

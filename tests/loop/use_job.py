@@ -1,7 +1,7 @@
-"""Several commands in one process, which imports vLLM once: `python use_job.py '[["generate", ...], ...]'`.
+"""Run several commands in one process, which imports vLLM once: `python use_job.py '[["generate", ...], ...]'`.
 
-One that begins with "cut" ends in the middle of its third line, as a process that is killed. A command whose run has
-other rows starts the program again (restart_in_environment), which goes on with that command.
+A command that begins with "cut" ends in the middle of its third line, like a killed process. A command whose run needs
+other patches starts the program again (restart_in_environment), which goes on with that command.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ add = Lines.add
 
 
 class Cut(BaseException):
-    """A kill."""
+    """Stand in for a kill of the process."""
 
 
 def half(self, line):

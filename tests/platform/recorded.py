@@ -1,4 +1,4 @@
-"""Outputs of npu-smi and hccn_tool as people published them, with their source; shortened where it says so."""
+"""Hold published outputs of npu-smi and hccn_tool with their sources; comments say where they are shortened."""
 
 # 16 dies of an idle Atlas A3 node, driver 25.2.1: vllm-project/vllm-ascend issue 5850; processes of NPU 1 to 6 left out
 NPU_SMI_A3 = """\

@@ -1,4 +1,4 @@
-"""Small git repositories, installed packages and pins of them on this disk."""
+"""Make small git repositories, installed packages and pins of them on this disk."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ def commit(repo: Path, files: dict[str, str]) -> str:
 
 
 def install(site: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """A package in a site-packages folder as pip leaves it, with a RECORD of hashes; zipped, it is its wheel."""
+    """Install a package in a site-packages folder as pip does, with a RECORD of hashes; zipped, it is its wheel."""
     rows, info = [], site / f"{name}-{version}.dist-info"
     for old in site.glob(f"{name}-*.dist-info"):
         shutil.rmtree(old)

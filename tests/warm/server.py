@@ -1,10 +1,10 @@
-"""A Python process that has imported what every process of a run imports from other libraries, and forks.
+"""Fork Python processes that already have the third-party imports of a run's processes.
 
     python server.py SOCKET
 
-Only libraries that know nothing of verl, Megatron, vLLM, MindSpeed or this project are imported ahead: those come in
-the fork, after the prelude, as in a process started from nothing. Ray comes in the fork too: with it imported ahead a
-run hangs (its C++ settings are probably read then).
+Only libraries that do not import verl, Megatron, vLLM, MindSpeed or this project are imported ahead: those come in the
+fork, after the prelude, as in a process started from nothing. Ray comes in the fork too: with it imported ahead a run
+hangs (probably because its C++ settings are read at import).
 """
 
 import ast
@@ -37,13 +37,13 @@ pkg_resources transformers transformers.models
 aiohttp fastapi openai openai.types.chat openai.types.responses pydantic requests httpx jinja2 jsonschema zmq msgspec
 prometheus_client PIL.Image opentelemetry.trace google.protobuf uvicorn watchfiles cloudpickle yaml omegaconf einops
 """.split()
-# read when a library is imported: a process with another value of one of these is not for this server
+# Prefixes of variables that libraries read at import: the server refuses a process with another value of one.
 AT_IMPORT = tuple(
     "OMP_ MKL_ OPENBLAS_ NUMEXPR_ KMP_ TORCH PYTORCH_ PYTHONHASHSEED LD_ MALLOC_ ARROW_ PYDANTIC_ MPLBACKEND HF_ "
     "TRANSFORMERS_".split()
 )
-# of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own, and what is read
-# later: by torch.compile, and by torch_npu
+# The exceptions: torch and vLLM set some in processes that import them, such as pytest's own; torch.compile and
+# torch_npu read the others later.
 NOT_AT_IMPORT = (
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"),
     *("TORCHDYNAMO_DISABLE", "PYTORCH_NPU_ALLOC_CONF"),
@@ -59,15 +59,15 @@ def at_import(env):
 
 
 def import_ahead():
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow's allocator: a fork would lack it
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a fork would lack this thread of pyarrow's allocator
     for name in AHEAD:
         importlib.import_module(name)
     found = sorted({name.partition(".")[0] for name in sys.modules} & set(NEVER))
     threads = len(os.listdir("/proc/self/task"))
-    # vLLM asks for the source of each of its 30 configuration classes, and each time inspect parses the whole file
+    # vLLM asks for the source of each of its 30 configuration classes; inspect would parse the whole file each time.
     inspect.ast = types.SimpleNamespace(**vars(ast) | {"parse": functools.lru_cache(8)(ast.parse)})
     gc.collect()
-    gc.freeze()  # the collector leaves the shared pages alone
+    gc.freeze()  # so that garbage collection does not copy shared pages
     if found or threads != 1:
         raise SystemExit(f"warm/server.py: expected one thread and nothing of {NEVER}, found {threads}, {found}")
 
@@ -77,12 +77,12 @@ def receive(client):
     (size,) = struct.unpack("!I", head)
     text = b""
     while len(text) < size:
-        text += client.recv(size - len(text)) or b" " * size  # json refuses what was cut
+        text += client.recv(size - len(text)) or b" " * size  # json refuses a cut text
     return json.loads(text), fds
 
 
 def serve(path, mine):
-    """Answer requests until the parent ends; returns (request, file descriptors), in a fork."""
+    """Answer requests until the parent ends; in a fork, return (request, file descriptors)."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
@@ -91,7 +91,7 @@ def serve(path, mine):
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    clients = {}  # socket: process
+    clients = {}  # socket -> process
     while True:
         ready, _, _ = select.select([listener, wake, *clients], [], [])
         if wake in ready:
@@ -102,10 +102,10 @@ def serve(path, mine):
                     del clients[client]
                     answer(client, status)
                     client.close()
-        for client in [each for each in ready if each in clients]:  # it sends nothing more: it has been killed
+        for client in [each for each in ready if each in clients]:  # readable means closed: it was killed
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(clients[client], signal.SIGKILL)
-            os.kill(clients[client], signal.SIGKILL)  # it may not lead its group yet
+            os.kill(clients[client], signal.SIGKILL)  # it may not lead its process group yet
             os.waitpid(clients.pop(client), 0)
             client.close()
         if listener not in ready:
@@ -134,12 +134,12 @@ def serve(path, mine):
 
 
 def answer(client, number):
-    with contextlib.suppress(OSError):  # it was killed meanwhile
+    with contextlib.suppress(OSError):  # the client may have been killed
         client.sendall(struct.pack("!i", number))
 
 
 def become(asked, fds):
-    """Make this fork the process that was asked for, up to its first line; returns (code, None) or (None, script)."""
+    """Turn this fork into the requested process, up to its first line; return (code, None) or (None, script)."""
     die_with_parent()
     os.setsid()
     for number, fd in enumerate(fds):
@@ -199,11 +199,11 @@ def run(code, path):
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(status)  # taking thousands of shared modules apart costs seconds
+    os._exit(status)  # a regular exit unloads thousands of shared modules, which takes seconds
 
 
 if __name__ == "__main__":
     die_with_parent()
-    started_with = at_import(os.environ)  # libraries set some themselves
+    started_with = at_import(os.environ)  # before the imports: libraries set some themselves
     import_ahead()
     run(*become(*serve(sys.argv[1], started_with)))

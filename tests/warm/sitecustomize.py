@@ -1,7 +1,7 @@
 """Hand this process over to the test session's warm interpreter (server.py), if it asks for that.
 
-A process of Ray, or a rank, imports torch and some thousand modules of other libraries before it does anything: ten
-seconds of CPU and more, three to five times in every run of the loop. The server has imported them once, and forks.
+A process of Ray, or a rank, imports torch and some thousand modules of other libraries before it does anything: that
+takes ten seconds of CPU and more, three to five times in every run of the loop. The server has imported them once.
 A Python process with WARM_PYTHON=SOCKET in its environment and this folder on PYTHONPATH that runs Ray's
 default_worker.py, or was started with `-X warm`, sends its command, environment, working folder and standard streams to
 the server and waits for the fork that does its work: it passes signals on and ends as the fork ends. If the server

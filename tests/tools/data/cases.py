@@ -1,4 +1,4 @@
-"""Records of each handler, and `data build` as a call."""
+"""Provide records for each handler of `data build`, and call the build."""
 
 import json
 
@@ -28,7 +28,7 @@ def _preference(n):
     return {"chosen": [say(n), HELLO], "rejected": [say(n), NO]}
 
 
-RECORDS = {  # of each handler: record number n
+RECORDS = {  # handler -> function that makes record number n
     "maths": lambda n: {"problem": f"What is {n} + 1?", "answer": n + 1, "solution": "Add."},
     "gsm8k": lambda n: {"question": f"How many are {n}?", "answer": f"so\n#### {n},000"},
     "instruction": _instruction,
@@ -45,7 +45,7 @@ def write_lines(path, records):
 
 
 def make(folder, records, handler="maths", overwrite=False, out="out", **keys):
-    """(code, report) of a build of `records` to folder/out; records: a list, or a path."""
+    """Build `records`, a list or a path, to folder/out and return (code, report)."""
     source = write_lines(folder / "rows.jsonl", records) if isinstance(records, list) else records
     keys = {"input": str(source), "handler_name": handler, "output_prefix": str(folder / out), **keys}
     (folder / "build.yaml").write_text(json.dumps(keys))

@@ -1,7 +1,7 @@
-"""Fused attention of torch_npu, causal, in the layouts of training; its gradient is torch's.
+"""Implement torch_npu's fused causal attention in plain torch, in the layouts of training; autograd differentiates it.
 
-B batch, S and Skv lengths, N query heads, Nkv key heads (N a multiple), D head width of q and k, Dv of v, T packed.
-Only context parallelism calls the backward function of the real op.
+Letters of shapes: B batch, S and Skv lengths, N query heads, Nkv key heads (N is a multiple of it), D head width of q
+and k, Dv of v, T packed tokens. Only context parallelism calls the backward function of the real op.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from einops import rearrange
 from verl_patches.emulation.op_schemas import demand, torch_npu_op, wide
 
 LAYOUTS = {"SBH": "s b (n d)", "TND": "(b s) n d"}
-CAUSAL = 3  # sparse mode: causal to the right lower corner of each sequence
-_STORED = 8  # softmax statistics are stored eight times
+CAUSAL = 3  # sparse mode: causal to the lower right corner of each sequence
+_STORED = 8  # the op stores each softmax statistic eight times
 
 
 @functools.cache
 def _triangle() -> torch.Tensor:
-    """The mask that it takes, whatever the lengths."""
+    """Return the mask that the op expects for all lengths."""
     return torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def _check(layout, sparse_mode, keep_prob, atten_mask, inputs, ends) -> None:
-    """ValueError for what a device refuses, or computes nonsense for; and for what is not part of the reference."""
+    """Raise ValueError for arguments that a device refuses or misuses, or that the reference does not support."""
     demand(layout in LAYOUTS, f"input_layout {layout!r} is not part of the reference: {', '.join(LAYOUTS)}")
     fits = sparse_mode == CAUSAL and keep_prob == 1
     demand(fits, f"sparse_mode {sparse_mode} and keep_prob {keep_prob} are not part of the reference: {CAUSAL} and 1")
@@ -46,9 +46,9 @@ def _check(layout, sparse_mode, keep_prob, atten_mask, inputs, ends) -> None:
 
 
 def _parts(q: torch.Tensor, k: torch.Tensor, ends) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys) that see each other: all, or one packed sequence after the other.
+    """Yield slices (queries, keys) that attend to each other: all, or one packed sequence after the other.
 
-    A length of 0 is fine: Megatron's cumulative lengths begin with 0.
+    A length of 0 is allowed: Megatron's cumulative lengths begin with 0.
     """
     q_ends, kv_ends = ends if ends[0] is not None else ([q.shape[2]], [k.shape[2]])
     for (a, b), (c, d) in zip(pairwise([0, *q_ends]), pairwise([0, *kv_ends]), strict=True):
@@ -73,11 +73,11 @@ def npu_fusion_attention(
     actual_seq_kvlen,
     **unused,
 ):
-    """softmax(scale * q k^T, causal) v, with seven outputs.
+    """Compute softmax(scale * q k^T, causal) v and return the op's seven outputs.
 
-    Those are: attention in the layout of query, softmax maximum and sum (fp32 [B, N, S, 8], packed [T, N, 8]), an empty
-    tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. A query that sees no
-    key gives zero, its maximum is -inf and its sum 0 (a device leaves that undefined).
+    They are: attention in the layout of query, softmax maximum and sum (fp32 [B, N, S, 8], packed [T, N, 8]), an empty
+    tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. A query without keys gives
+    zero, its maximum is -inf and its sum 0 (a device leaves that undefined).
     """
     ends, packed = (actual_seq_qlen, actual_seq_kvlen), input_layout == "TND"
     demand(padding_mask is None and prefix is None and pse is None, "pse, padding_mask and prefix must be left out")

@@ -1,7 +1,7 @@
-"""What mindspeed.op_builder.builder.MindSpeedOpBuilder.load returns: plain torch instead of compiled C++.
+"""Implement the ops that mindspeed.op_builder.builder.MindSpeedOpBuilder.load compiles from C++ in plain torch.
 
-A builder is known by its name; what it loads is a namespace of the functions that its C++ file (mindspeed/ops/csrc)
-declares: cann/gmm.cpp, cann/npu_moe_token_(un)permute.cpp, atb/matmul_add.cpp, atb/groupmatmul_add.cpp,
+A builder is known by its name; it loads a namespace of the functions that its C++ file (mindspeed/ops/csrc) declares:
+cann/gmm.cpp, cann/npu_moe_token_(un)permute.cpp, atb/matmul_add.cpp, atb/groupmatmul_add.cpp,
 cann/npu_apply_fused_adamw_v2.cpp, cann/npu_rotary_position_embedding.cpp.
 """
 
@@ -18,7 +18,7 @@ from verl_patches.emulation.op_schemas import builder_op, demand, wide
 
 
 def _grouped_op(text: str) -> Callable[[Callable], Callable]:
-    """`builder_op` of both overloads of `text`, which has GROUPS for the list of groups."""
+    """Return the `builder_op` of both overloads of schema `text`, in which GROUPS stands for the list of groups."""
     groups = "int[]? group_list", "Tensor? group_list"
     return builder_op(*(text.replace("GROUPS", kind) for kind in groups), by_place=True)
 
@@ -28,9 +28,10 @@ def _grouped_op(text: str) -> Callable[[Callable], Callable]:
 )
 @torch.no_grad()
 def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
-    """[x [M, K] times weight [E, K, N], group by group]; group_type 2: [x [K, M] times weight [M, N], as [E, K, N]].
+    """Multiply x [M, K] by weight [E, K, N], group by group; return one tensor in a list.
 
-    A group_list of numbers is always cumulative, as in the C++.
+    With group_type 2, x [K, M] times weight [M, N] gives [E, K, N]. A group_list of numbers is always cumulative, as in
+    the C++.
     """
     demand(len(x) == len(weight) == 1 and not bias, "x and weight hold one tensor each, and there is no bias")
     kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
@@ -42,7 +43,7 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     "(Tensor[], Tensor[], Tensor[])"
 )
 def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
-    """([gradient of x], [gradient of weight], []) of npu_gmm with group_type 0."""
+    """Return ([gradient of x], [gradient of weight], []) of npu_gmm with group_type 0."""
     dx, _, _ = npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)
     dw = npu_gmm([x[0].t()], [grad[0]], [], group_list, 2, group_list_type)
     return dx, [dw[0].reshape(weight[0].shape)], []
@@ -53,7 +54,7 @@ def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
     "(Tensor[], Tensor[], Tensor[])"
 )
 def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type):
-    """([gradient of x], [], []): that of weight is added to main_grad by npu_groupmatmul_add_fp32."""
+    """Return ([gradient of x], [], []); npu_groupmatmul_add_fp32 adds the weight's gradient to main_grad."""
     return npu_gmm([grad[0]], [weight[0].transpose(-1, -2)], [], group_list, 0, group_list_type), [], []
 
 
@@ -61,7 +62,7 @@ def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type):
     "npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=0, bool? padded_mode=False) -> Tensor[]"
 )
 def npu_moe_token_permute(padded_mode, **given):
-    """[rows in the order of their experts, places]; as torch_npu's."""
+    """Return [rows in the order of their experts, places], as torch_npu's function of this name."""
     return list(ops.npu_moe_token_permute(**given, padded_mode=bool(padded_mode)))
 
 
@@ -70,14 +71,14 @@ def npu_moe_token_permute(padded_mode, **given):
     "bool? padded_mode=False, int[]? restore_shape=None) -> Tensor"
 )
 def npu_moe_token_unpermute(padded_mode, **given):
-    """The way back; as torch_npu's."""
+    """Return rows to the order of their tokens, as torch_npu's function of this name."""
     return ops.npu_moe_token_unpermute(**given, padded_mode=bool(padded_mode))
 
 
 @builder_op("npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor C) -> ()")
 @torch.no_grad()
 def npu_matmul_add_fp32(x, weight, C):
-    """C [N, K] += x [M, N] transposed times weight [M, K]; C in fp32."""
+    """Add x [M, N] transposed times weight [M, K] to C [N, K], in place; C is fp32."""
     demand(C.dtype == torch.float32, f"C must be float32, found {C.dtype}")
     found = f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype}"
     fits = x.dtype == weight.dtype and x.dim() == weight.dim() == 2 and len(x) == len(weight)
@@ -88,7 +89,10 @@ def npu_matmul_add_fp32(x, weight, C):
 @builder_op("npu_groupmatmul_add_fp32(Tensor x, Tensor weight, Tensor group_list, Tensor grad) -> ()")
 @torch.no_grad()
 def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
-    """grad, read as [E, K, N], += x [M, K] transposed times weight [M, N], group by group (cumulative ends); fp32."""
+    """Add x [M, K] transposed times weight [M, N], group by group, to fp32 grad, read as [E, K, N], in place.
+
+    group_list holds the cumulative ends of the groups.
+    """
     demand(grad.dtype == torch.float32, f"grad must be float32, found {grad.dtype}")
     made = ops.grouped(wide(x).t(), wide(weight), group_list, 2, 0)
     fits = grad.numel() == made.numel() and grad.is_contiguous()
@@ -103,7 +107,7 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     by_place=True,
 )
 def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, maximize, **given):
-    """AdamW step number state_step (one number, 1 first), in place; max_exp_avg_sq is for amsgrad only."""
+    """Make AdamW step state_step (one number, the first is 1) in place; max_exp_avg_sq is for amsgrad only."""
     demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
     demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
     step = int(state_step)
@@ -113,7 +117,7 @@ def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, 
 
 @builder_op("npu_rotary_position_embedding(Tensor x, Tensor cos, Tensor sin, int mode=0) -> Tensor")
 def npu_rotary_position_embedding(x, cos, sin, mode):
-    """x * cos + rotated x * sin, four dimensions; mode 0 rotates halves, 1 neighbours."""
+    """Return x * cos + rotated x * sin of four dimensions; mode 0 rotates halves, 1 neighbours."""
     demand(mode in (0, 1), f"mode must be 0 (half) or 1 (interleaved), found {mode}")
     return ops.rotate(x, cos, sin, mode == 1)
 
@@ -127,7 +131,7 @@ _ALONE = (
     npu_apply_fused_adamw_v2, npu_groupmatmul_add_fp32, npu_matmul_add_fp32, npu_moe_token_permute,
     npu_moe_token_unpermute, npu_rotary_position_embedding,
 )  # fmt: skip
-# name of the builder -> what load() gives
+# name of a builder -> the namespace that load() returns
 OPS: dict[str, SimpleNamespace] = {
     "grouped_matmul": _GROUPED,
     "grouped_matmul_v2": _GROUPED,
@@ -136,7 +140,7 @@ OPS: dict[str, SimpleNamespace] = {
 
 
 def load(self: Any, verbose: bool = True) -> SimpleNamespace:
-    """Row provider for the builders' `load`; RuntimeError for a builder that DeepSeek-V3's training never loads."""
+    """Replace the builders' `load`; raise RuntimeError for a builder that DeepSeek-V3's training never loads."""
     if self.name not in OPS:
         raise RuntimeError(f"{type(self).__name__} has no reference for CPU; add {self.name!r} to {__name__}")
     return OPS[self.name]

@@ -1,6 +1,7 @@
-"""The other ops of torch_npu: norm, activation, rotary embedding, AdamW, and mixture of experts.
+"""Implement torch_npu's norm, activation, rotary embedding, AdamW and mixture of experts in plain torch.
 
-T tokens, H hidden, k experts a token, E experts, M rows in all, K and N the sides of one expert's matrix.
+Letters of shapes: T tokens, H hidden, k experts a token, E experts, M rows in all, K and N the sides of one expert's
+matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_on
 
 @torch_npu_op
 def npu_rms_norm(input, gamma, epsilon):
-    """Root mean square norm over gamma's dimensions: (y of input's dtype, reciprocal root in fp32, 1 in those)."""
+    """Return RMS norm over gamma's dimensions, in input's dtype, and the reciprocal root in fp32, 1 wide in those."""
     dims, shape = gamma.dim(), list(input.shape)
     fits = 0 < dims <= input.dim() and input.shape[-dims:] == gamma.shape
     demand(fits, f"gamma {list(gamma.shape)} must have the last dimensions of input {shape}")
@@ -31,7 +32,7 @@ def npu_rms_norm(input, gamma, epsilon):
 
 @torch_npu_op
 def npu_swiglu(input, dim):
-    """silu(first half) * second half along `dim`; its width must be even."""
+    """Return silu(first half) * second half along `dim`, whose width must be even."""
     demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
     first, second = input.chunk(2, dim)
     return (silu(wide(first)) * wide(second)).to(input.dtype)
@@ -39,9 +40,9 @@ def npu_swiglu(input, dim):
 
 @torch_npu_op
 def npu_rotary_mul(input, r1, r2, rotary_mode):
-    """input * r1 + rotated input * r2 over the last of four dimensions; r1, r2 (cos, sin) broadcast to input.
+    """Return input * r1 + rotated input * r2 over the last of four dimensions; r1, r2 (cos, sin) broadcast to input.
 
-    "half": (a, b) -> (-b, a) of halves; "interleave": of neighbours.
+    rotary_mode "half" rotates halves, (a, b) -> (-b, a); "interleave" rotates neighbours.
     """
     known = rotary_mode in ("half", "interleave")
     demand(known, f"rotary_mode is {rotary_mode!r}, expected 'half' or 'interleave'")
@@ -49,7 +50,7 @@ def npu_rotary_mul(input, r1, r2, rotary_mode):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x * cos + rotated x * sin, [B, S, N, D] in any order of the first three; cos and sin 1 where they broadcast."""
+    """Return x * cos + rotated x * sin, [B, S, N, D] in any order of the first three; cos and sin may broadcast."""
     dims, shape, width = [x.dim(), cos.dim(), sin.dim()], list(x.shape), x.shape[-1]
     demand(dims == [4, 4, 4], f"all must have 4 dimensions, found {dims}")
     fits = cos.shape == sin.shape and cos.shape[-1] == width
@@ -71,10 +72,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 def npu_apply_adam_w(
     beta1_power, beta2_power, beta1, beta2, epsilon, grad, amsgrad, out, lr, weight_decay, maximize, **unused
 ):
-    """One AdamW step on out=(parameter, first moment, second moment), all changed in place and returned.
+    """Make one AdamW step on out=(parameter, first moment, second moment); change all in place and return them.
 
     beta1_power and beta2_power are the powers of the step before (beta ** (step - 1)): the kernel multiplies once more.
-    Without `out` the real function refuses; here it is a TypeError.
+    Without `out` the real function refuses; this one raises TypeError.
     """
     demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
     demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
@@ -85,7 +86,7 @@ def npu_apply_adam_w(
 
 @torch.no_grad()
 def adam_w(param, exp_avg, exp_avg_sq, grad, betas, powers, lr, weight_decay, eps) -> None:
-    """The step itself, with bias correction by 1 - power of this step."""
+    """Make one AdamW step in place; the bias correction uses 1 - the power of this step."""
     shapes = {tuple(x.shape) for x in (param, exp_avg, exp_avg_sq, grad)}
     demand(len(shapes) == 1, f"parameter, moments and gradient must have one shape, found {sorted(shapes)}")
     grad = grad.to(exp_avg.dtype)
@@ -100,9 +101,9 @@ def adam_w(param, exp_avg, exp_avg_sq, grad, betas, powers, lr, weight_decay, ep
 
 @torch_npu_op
 def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
-    """(tokens [T, H] in the order of their experts, [T * k, H]; the place that each (token, choice) went to, int32).
+    """Return tokens [T, H] in the order of their experts, [T * k, H], and the int32 place of each (token, choice).
 
-    indices [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
+    indices are [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
     only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
     """
     demand(not padded_mode, "padded_mode is not supported by the device either")
@@ -119,9 +120,9 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
 
 @torch_npu_op
 def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode):
-    """The way back: [T, H], each token the sum of its k rows weighted by probs [T, k] (without: k is 1).
+    """Return [T, H]: for each token the sum of its k rows weighted by probs [T, k] (k is 1 without probs).
 
-    sorted_indices [T * k] are the places that npu_moe_token_permute gave; rows that were cut off count as zero.
+    sorted_indices [T * k] are the places from npu_moe_token_permute; rows that were cut off count as zero.
     """
     demand(not padded_mode, "padded_mode is not supported by the device either")
     fits = permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2)
@@ -140,7 +141,7 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
 def npu_moe_gating_top_k(
     x, k, bias, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps
 ):
-    """(weights of the chosen [T, k], their experts int32 [T, k], empty), as DeepSeek-V3 routes. No gradient.
+    """Route as DeepSeek-V3, without gradient: return (weights [T, k], their experts int32 [T, k], empty).
 
     Weights are sigmoids (norm_type 1), divided by their sum + eps; bias [E] is added for choosing only; of group_count
     groups the k_group best stay, by the sum of their best two experts (group_select_mode 1).
@@ -168,7 +169,7 @@ def npu_moe_gating_top_k(
 @torch_npu_op
 @torch.no_grad()
 def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, **unused):
-    """[x [M, K] times weight [E, K, N], group of rows by group]: one input, one weight, one output; no gradient."""
+    """Multiply x [M, K] by weight [E, K, N], group of rows by group: one input, weight and output; no gradient."""
     demand_defaults("npu_grouped_matmul", unused)
     found = f"{len(x)} inputs, {len(weight)} weights, group_type {group_type}, split_item {split_item}"
     demand(
@@ -185,7 +186,10 @@ def _product(x, weight):
 
 
 def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int, int]]:
-    """[first, last) row of each group; group_list is cumulative (type 0) or counts (type 1) and must cover all rows."""
+    """Return the row range [first, last) of each group.
+
+    group_list is cumulative (type 0) or holds counts (type 1), and must cover all rows.
+    """
     demand(group_list is not None, "group_list is missing")
     demand(group_list_type in (0, 1), f"group_list_type must be 0 or 1, found {group_list_type}")
     if isinstance(group_list, torch.Tensor):
@@ -206,7 +210,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
 
 
 def grouped(x, weight, group_list, group_type, group_list_type):
-    """One product a group of rows (group_type 0) or of columns of x and rows of weight (group_type 2)."""
+    """Compute one product for each group: of rows (group_type 0), or of columns of x and rows of weight (2)."""
     demand(group_type in (0, 2), f"group_type must be 0 or 2, found {group_type}")
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
     demand(x.dim() == 2, f"x must have 2 dimensions, found {list(x.shape)}")
@@ -222,6 +226,6 @@ def grouped(x, weight, group_list, group_type, group_list_type):
     fits = weight.dim() == 3 and len(weight) == groups
     demand(fits, f"{groups} groups need weight [{groups}, K, N], found {list(weight.shape)}")
     demand(x.shape[1] == weight.shape[1], f"{shapes}: K differs, {x.shape[1]} and {weight.shape[1]}")
-    # groups without rows, such as most experts in a small batch, need no product
+    # Groups without rows, such as most experts in a small batch, need no product.
     filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
     return torch.cat([_product(x[a:b], weight[e]) for e, a, b in filled])

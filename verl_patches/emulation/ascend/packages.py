@@ -1,7 +1,7 @@
-"""What `import torch_npu`, `apex`, `acl` and `torchair` give on platform cpu, line a3: one module object each.
+"""Build the stand-in modules for torch_npu, apex, acl and torchair on platform cpu, line a3.
 
-Each has the names that MindSpeed, MindSpeed-LLM and verl use on the way of DeepSeek-V3's training; another name raises
-an error that says where to add it. On platform npu nothing of this is installed.
+Each has the names that MindSpeed, MindSpeed-LLM and verl use to train DeepSeek-V3; another name raises an error that
+says where to add it. Platform npu installs none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_patches.emulation.op_schemas import VERSION, WITH_REFERENCE
 
 
 def stand_in(real: str, doc: str | None, **names: Any) -> ModuleType:
-    """A module object that stands for module `real`: it has `names`, modules inside it among them, and no others."""
+    """Return a module object in place of module `real`: it has `names`, submodules included, and no others."""
     module = ModuleType(real, doc)
     vars(module).update(names, __getattr__=refuse_unknown(real))
     return module
@@ -38,25 +38,25 @@ def refuse_unknown(real: str) -> Callable[[str], NoReturn]:
 
 
 def _current_stream(device: Any = None) -> torch_on_cpu.Stream:
-    """The one that `stream` entered, or the default one."""
+    """Return the stream that `stream` entered, or the default one."""
     entered = torch_on_cpu.current_stream()
     return entered if isinstance(entered, torch_on_cpu.Stream) else _STREAM
 
 
 def _default_stream(device: Any = None) -> torch_on_cpu.Stream:
-    """The one that all work is in at first."""
+    """Return the stream in which all work starts."""
     return _STREAM
 
 
 class _Generators:
-    """One device, whose random numbers are the CPU's; MindSpeed's index is here torch.device("cpu")."""
+    """Return the CPU's generator for every device index; MindSpeed's index is torch.device("cpu") here."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
 
 
 class _Device:
-    """Context manager that chooses a device; there is one."""
+    """Choose a device in a `with` block; there is only one."""
 
     def __init__(self, device: Any):
         self.idx = device
@@ -69,16 +69,16 @@ class _Device:
 
 
 def _lazy_call(callable: Callable[[], Any], **kwargs: Any) -> None:
-    """torch_npu queues the call until the device is ready; the CPU is always ready, so call now."""
+    """Call at once: torch_npu queues the call until the device is ready, and the CPU always is."""
     callable()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Nothing is compiled, cached or counted."""
+    """Do nothing: nothing is compiled, cached or counted here."""
 
 
 def _no_bytes(device: Any = None) -> int:
-    """No byte is on a device."""
+    """Return 0: no byte is on a device."""
     return 0
 
 
@@ -100,19 +100,19 @@ npu = stand_in(
 
 
 class _Options:
-    """Options of an HCCL process group: none, as no group here is HCCL's.
+    """Hold no options of an HCCL process group, as no group here is HCCL's.
 
-    mindspeed_llm.core.parallel_state.get_nccl_options_wrapper names its groups only where they have hccl_config.
+    mindspeed_llm.core.parallel_state.get_nccl_options_wrapper names groups only if their options have hccl_config.
     """
 
 
 def get_cann_version() -> str:
-    """CANN of the pinned image; MindSpeed's dispatcher takes another path for 8.0.RC2 and older, or unknown ones."""
+    """Return the pinned image's CANN version; for 8.0.RC2, older or unknown ones MindSpeed's dispatcher differs."""
     return "8.2.RC1"
 
 
 def analyse(*args: Any, **kwargs: Any) -> None:
-    """Refuses: mindspeed/core/auto_parallel imports it while MindSpeed's adaptor is imported, and never gets here."""
+    """Refuse to run: mindspeed/core/auto_parallel only imports this while MindSpeed's adaptor is imported."""
     raise RuntimeError("torch_npu.profiler's analyse was called: there is no NPU whose profile could be read")
 
 
@@ -137,7 +137,7 @@ torch_npu = stand_in(
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Refuses to be built."""
+    """Refuse to be built, as apex's kernel needs a device."""
 
     def __init__(self, *args, **kwargs):
         raise RuntimeError(
@@ -147,7 +147,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedSGD(FusedAdam):
-    """Refuses to be built."""
+    """Refuse to be built, as apex's kernel needs a device."""
 
 
 def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
@@ -184,12 +184,12 @@ _NO_RT = "CANN's own package. It has no rt: Ray counts devices through acl.rt, a
 acl = stand_in("acl", _NO_RT, get_soc_name=get_soc_name)
 
 
-# classes in the signatures of converters; none is ever made here
+# Classes in the signatures of converters; no object of them is made here.
 _NODES = {name: type(name, (), {}) for name in ("DataType", "Tensor", "TensorSpec")}
 
 
 def register_fx_node_ge_converter(aten_op: Any) -> Callable[[Callable], Callable]:
-    """Decorator for what a graph compiler would call; nothing is compiled here."""
+    """Return a decorator that leaves a converter unregistered, as nothing is compiled here."""
     return lambda converter: converter
 
 

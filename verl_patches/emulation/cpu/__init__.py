@@ -1,1 +1,1 @@
-"""Platform `cpu`: upstream without an accelerator."""
+"""Run upstream without an accelerator: platform `cpu`."""

@@ -1,6 +1,6 @@
-"""megatron-core 0.12.2 without Transformer Engine, apex and CUDA: its own modules, completed where they refuse.
+"""Run megatron-core 0.12.2 without Transformer Engine, apex and CUDA, by completing its own local modules.
 
-Imported only after the megatron module that a row names, whose original classes are the bases here.
+This file is imported only after the megatron module that a patch names, whose original classes are the bases here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm computed in fp32, with Megatron's mark for sequence parallelism on its weight.
+    """Compute RMS norm in fp32, with Megatron's mark for sequence parallelism on its weight.
 
-    In and out [..., hidden_size] of one dtype. The mark makes Megatron sum the weight's gradient over TP ranks, each of
-    which sees its part of the sequence (megatron.core.distributed.finalize_model_grads).
+    Input and output are [..., hidden_size] of one dtype. The mark makes Megatron sum the weight's gradient over TP
+    ranks, each of which sees its part of the sequence (megatron.core.distributed.finalize_model_grads).
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused: Any):
@@ -28,7 +28,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def torch_norm(original_new):
-    """Row provider for `WrappedTorchNorm.__new__`: the RMSNorm above where the config asks for one."""
+    """Wrap `WrappedTorchNorm.__new__` to make the RMSNorm above where the config asks for one."""
 
     @functools.wraps(original_new)
     def __new__(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
@@ -40,7 +40,7 @@ def torch_norm(original_new):
 
 
 def accept_mla_channels(original_init):
-    """Row provider for `DotProductAttention.__init__`: take MLA's channel counts, of which forward has no need."""
+    """Wrap `DotProductAttention.__init__` to accept MLA's channel counts, which forward does not need."""
 
     @functools.wraps(original_init)
     def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
@@ -52,11 +52,11 @@ def accept_mla_channels(original_init):
 def causal_attention(
     self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
 ):
-    """Row provider for `DotProductAttention.forward`: causal, packed or not, k and v of different widths.
+    """Replace `DotProductAttention.forward`: causal, packed or not, with k and v of different widths.
 
     query, key [S, B, N, D] and value [S, B, N, Dv] give [S, B, N * Dv]; packed: [T, N, D] and [T, N, Dv] give [T, N,
-    Dv]. Padding is on the right (verl removes it on the left), so that being causal is mask enough, as it is for
-    Transformer Engine with the same attn_mask_type; `attention_mask` is not looked at.
+    Dv]. Padding is on the right (verl removes it on the left), so a causal mask suffices, as it does for Transformer
+    Engine with the same attn_mask_type; `attention_mask` is ignored.
     """
     if (attn_mask_type or self.attn_mask_type).name != "causal" or attention_bias is not None:
         raise NotImplementedError(f"this stand-in is causal, without bias; found {attn_mask_type}, {attention_bias}")
@@ -70,7 +70,7 @@ def causal_attention(
 
 
 def without_transformer_engine(original):
-    """Row provider for verl's `_get_base_transformer_config`: no features of Transformer Engine or apex."""
+    """Wrap verl's `_get_base_transformer_config` to turn off features of Transformer Engine and apex."""
 
     @functools.wraps(original)
     def base_config(*args, **kwargs):
@@ -87,7 +87,7 @@ def without_transformer_engine(original):
 
 
 def local_block_spec(original):
-    """Row provider for `get_gpt_decoder_block_spec`: Megatron's own modules in place of Transformer Engine's."""
+    """Wrap `get_gpt_decoder_block_spec` to use Megatron's own modules in place of Transformer Engine's."""
 
     @functools.wraps(original)
     def block_spec(config, use_transformer_engine, *args, **kwargs):
@@ -97,7 +97,7 @@ def local_block_spec(original):
 
 
 def as_if_moved_to_cpu(original):
-    """Row provider for `maybe_move_tensor_to_cpu`: a numpy array with as_numpy, on a CPU too."""
+    """Wrap `maybe_move_tensor_to_cpu` to return a numpy array with as_numpy for CPU tensors too."""
 
     @functools.wraps(original)
     def move(tensor, as_numpy=False, record_stream=False):
@@ -107,12 +107,12 @@ def as_if_moved_to_cpu(original):
 
 
 def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """`_set_cuda_rng_state` on the CPU generator."""
+    """Replace `_set_cuda_rng_state`: set the state of the CPU generator."""
     torch.set_rng_state(new_state)
 
 
 def quantize_nothing(original):
-    """Row provider for `quantize_param_shard`: nothing to do where there is no fp8 parameter."""
+    """Wrap `quantize_param_shard` to do nothing where there is no fp8 parameter."""
 
     @functools.wraps(original)
     def quantize(model_params, *args, **kwargs):

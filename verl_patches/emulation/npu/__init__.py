@@ -1,7 +1,7 @@
-"""Platform `npu_emulated`: line a3 as on platform npu, with a device that is only emulated, on a CPU.
+"""Run line a3 on a CPU as on platform npu, with an emulated device: platform `npu_emulated`.
 
-The rows of platform npu are on. DEVICE and ENGINE of rows.py stand in for the device alone: torch device "npu",
+The patches of platform npu are applied. DEVICE and ENGINE of rows.py stand in for the device alone: torch device "npu",
 torch_npu, torchair, acl, the C extension of vllm-ascend, HCCL. Every tensor is in host memory and of device "cpu"; an
 argument "npu" or "cuda" means the CPU. Functions of torch_npu are references in plain torch, bound to the schemas of
-its wheel. It is stated, never chosen by default, and refused where a device may be.
+its wheel. The platform must be stated, is never the default, and is refused on a machine that may have a device.
 """

@@ -1,4 +1,4 @@
-"""Torch device "npu" without a device: its name, where its tensors are, generators, memory figures.
+"""Emulate the torch device "npu": its name, where its tensors are, and its memory figures.
 
 The backend PrivateUse1 gets the name "npu", as torch_npu names it. A TorchFunctionMode of the whole process turns
 device arguments "npu" and "cuda" into "cpu" and drops pin_memory, so that kernels of the CPU run. On a device
@@ -21,7 +21,7 @@ _FACTORIES = _device._device_constructors
 
 
 class OnHost(TorchFunctionMode):
-    """Device arguments mean the CPU. What is made for the device is counted as its memory, unless it says "cpu"."""
+    """Turn device arguments into the CPU, and count tensors made for the device as its memory unless they say "cpu"."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -42,7 +42,7 @@ class OnHost(TorchFunctionMode):
 
 
 def start(torch_module: Any = None) -> None:
-    """Name the backend, register HCCL, enter the mode; once a process, right after torch is imported."""
+    """Name the backend, register HCCL, enter the mode; call once a process, right after torch is imported."""
     torch.utils.rename_privateuse1_backend("npu")
     torch.distributed.Backend.register_backend(
         "hccl", hccl.create_by_options, extended_api=True, devices=["npu", "cpu"]
@@ -50,16 +50,16 @@ def start(torch_module: Any = None) -> None:
     OnHost().__enter__()
 
 
-# -- memory figures: so many bytes are the device's --------------------------------------------------------------------
+# -- memory figures ----------------------------------------------------------------------------------------------------
 
-TOTAL_BYTES = 1 << 28  # of which vLLM gives gpu_memory_utilization to its KV cache
+TOTAL_BYTES = 1 << 28  # memory of the device; vLLM gives the share gpu_memory_utilization of it to its KV cache
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes, as the driver counts them."""
+    """Return (free, total) bytes, as the driver counts them."""
     return TOTAL_BYTES - memory_pool.used_bytes(), TOTAL_BYTES
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """The figures that NPUWorker reads; the peak is not measured."""
+    """Return the figures that NPUWorker reads; the peak is not measured."""
     return {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": memory_pool.allocated_bytes()}

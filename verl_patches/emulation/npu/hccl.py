@@ -1,4 +1,7 @@
-"""HCCL over gloo: a backend of this name, its groups by name, and what MC2 demands of a group."""
+"""Emulate HCCL with gloo: a backend of this name, its groups by name, and MC2's demands on a group.
+
+MC2 is CANN's pair of ops that dispatch tokens to the ranks of their experts and combine the results.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ import torch.distributed as dist
 
 
 class Graph:
-    """Whether a compiled graph runs in this process now."""
+    """Hold whether a compiled graph is running in this process."""
 
     runs = False
 
 
 class ProcessGroupHCCL(dist.ProcessGroupGloo):
-    """A gloo group that has a name, as HCCL's have: MC2's ops take a group by it."""
+    """This is a gloo group with a name, as HCCL's groups have: MC2's ops take a group by name."""
 
     class Options:
-        """Options of a group, of which hccl_config is read; ValueError where torch_npu's own would refuse it."""
+        """Hold a group's options; only hccl_config is read, and it raises ValueError where torch_npu's would refuse."""
 
         hccl_config: Mapping[str, int | str] = {}
 
@@ -34,25 +37,25 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
         self.name, self.ranks = f"hccl_group_{len(_GROUPS)}", list(ranks) or list(range(size))
         self.dispatched: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
         self.mc2_exchanges = 0
-        self.mc2_in_graphs: bool | None = None  # None: MC2 has not used the group
+        self.mc2_in_graphs: bool | None = None  # None: MC2 has not used the group yet
 
     def mc2_all_to_all(self, out: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> None:
-        """One all-to-all of MC2; it is counted, so that other collectives show."""
+        """Run one all-to-all of MC2 and count it, so that other collectives on the group are detected."""
         self.mc2_exchanges += 1
         self.alltoall_base(out, rows, received, sent).wait()
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
-        """The group's name; `rank` is the caller's own, in the group (vllm-ascend) or of all processes (MindSpeed)."""
+        """Return the group's name; `rank` is the caller's, in the group (vllm-ascend) or global (MindSpeed)."""
         own = [self.rank(), *([dist.get_rank()] if dist.is_initialized() else [])]
         if rank not in own:
             raise ValueError(f"get_hccl_comm_name({rank}) of {self.name}: expected this process's own rank, {own}")
         return self.name
 
 
-_GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this class only while Python holds it
+_GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind returns our class only while Python holds the group
 
 
-# value types, as the messages of torch_npu 2.5.1.post1's libtorch_npu.so name them
+# Types of the values, as the messages of torch_npu 2.5.1.post1's libtorch_npu.so name them.
 _TYPES = {
     "hccl_buffer_size": int,
     "group_name": str,
@@ -70,30 +73,30 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def create(store: Any, rank: int, size: int, timeout: Any, options: Any = None, ranks: Any = ()) -> ProcessGroupHCCL:
-    """A group of this process, which `group_of_mc2` finds; ranks: of all processes, for messages."""
+    """Make a group of this process, which `group_of_mc2` can find; `ranks` are global ranks, for messages."""
     group = ProcessGroupHCCL(store, rank, size, timeout, options, ranks)
     _GROUPS[group.name] = group
     return group
 
 
 def create_by_options(given: Any, options: Any) -> ProcessGroupHCCL:
-    """For dist.Backend.register_backend with its extended arguments, as torch_npu registers hccl."""
+    """Make a group from register_backend's extended arguments, with which torch_npu registers hccl too."""
     ranks = given.global_ranks_in_group
     return create(given.store, given.group_rank, given.group_size, given.timeout, options, ranks)
 
 
 def groups() -> list[dict[str, Any]]:
-    """{ranks, config} of each group of this process, as they were made; config is the hccl_config of its options."""
+    """Return {ranks: number, config: its hccl_config} of each group of this process, in the order of creation."""
     return [{"ranks": group.size(), "config": group.config} for group in _GROUPS.values()]
 
 
 def group_of_mc2(name: str) -> ProcessGroupHCCL:
-    """The group of this name for a call of MC2; ValueError where there is none, or where MC2 may not use it.
+    """Return the group of this name for a call of MC2; raise ValueError if it is unknown or MC2 may not use it.
 
-    On MC2's communicator no other operator may run (CANN, aclnnMoeDistributeDispatch, constraints of communication
+    No other operator may run on MC2's communicator (CANN, aclnnMoeDistributeDispatch, constraints of communication
     domains); calls in graphs and eager calls on one communicator are not supported (HCCL user guide, management of
     communication domains). The second is checked for MC2's groups only: upstream's TP groups have both
-    (docs/ascend.md). Whatever ran on a group is found at MC2's next call, by gloo's count of its collectives.
+    (docs/ascend.md). Other collectives are detected at MC2's next call, by gloo's count of a group's collectives.
     """
     if name not in _GROUPS:
         raise ValueError(f"no HCCL group {name!r} in this process; it has {', '.join(_GROUPS) or 'none'}")
@@ -112,9 +115,9 @@ def group_of_mc2(name: str) -> ProcessGroupHCCL:
 def exchange(
     rows: torch.Tensor, sent: Sequence[int], group: ProcessGroupHCCL, same: tuple[str, int] = ("", 0)
 ) -> tuple[torch.Tensor, list[int]]:
-    """Send the first sent[0] rows to rank 0 and so on; (rows received, how many from each rank).
+    """Send the first sent[0] rows to rank 0 and so on; return (rows received, how many from each rank).
 
-    same: name and value of a number that all ranks must give alike; ValueError on every rank where they differ.
+    same: name and value of a number that must be equal on all ranks; if it is not, every rank raises ValueError.
     """
     counts = torch.tensor([(count, same[1]) for count in sent], dtype=torch.int64)
     counts_in = torch.empty_like(counts)

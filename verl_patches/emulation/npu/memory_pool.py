@@ -1,13 +1,13 @@
-"""Memory of the emulated device: what is on it, torch's allocator, and that of vllm-ascend's sleep mode; host memory.
+"""Account for the emulated device's memory, for torch's allocator and for that of vllm-ascend's sleep mode.
 
-On the device is every storage that is made for it by name, and every one that an operation makes of those (`note`).
-Memory that is freed stays reserved by torch's allocator until empty_cache, and the driver sees it as used. Each process
-has a device of its own, as each worker has on a node.
+All memory is the host's. A storage counts as the device's if it is made for the device by name, or by an operation on
+such storages (`note`). Memory that is freed stays reserved by torch's allocator until empty_cache, and counts as used
+for the driver. Each process has a device of its own, as each worker has on a node.
 
 On a device each segment that torch allocates inside `use_mem_pool` goes through the C extension of sleep mode
 (csrc/camem_allocator.cpp), which calls back CaMemAllocator with (device, size, pointer, handle). Here each storage that
 is made inside is one segment. Unmapped memory is filled with bytes 0xFF, which are NaN in every floating dtype and -1
-in integers: an operation that reads it shows.
+in integers, so that an operation that reads it is noticed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Handle = tuple[int, int, int, int]
 
 
 class _Device:
-    """Storages on the device by the address of their StorageImpl, which lives as long as its reference here."""
+    """Hold the device's storages by the address of their StorageImpl, which lives as long as its reference here."""
 
     storages: dict[int, StorageWeakRef] = {}
-    reserved = 0  # bytes of torch's allocator, as of the last look
-    looked_at = 1 << 10  # number of storages at which those that have ended are forgotten
+    reserved = 0  # bytes that torch's allocator holds, as of the last count
+    looked_at = 1 << 10  # number of storages from which freed ones are removed
 
 
 class _Pool:
-    """State of this process's pool."""
+    """Hold the state of this process's memory pool."""
 
     malloc: Callable[[Handle], None] | None = None
-    open = 0  # use_mem_pool that are entered
-    storages: dict[int, torch.UntypedStorage] = {}  # by address; a pool gives nothing back
+    open = 0  # how many use_mem_pool contexts are entered
+    storages: dict[int, torch.UntypedStorage] = {}  # by address; a pool frees none
     unmapped: set[int] = set()
 
 
 def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
-    """Count the storages of `made`, a function's result, as the device's: `for_device`, or made of some on it.
+    """Count the storages of a function's result `made` as the device's if `for_device`, or if made of the device's.
 
-    In a pool CaMemAllocator is called back with them.
+    Inside a pool, CaMemAllocator is called back with them.
     """
     for storage in _storages((made,)):
         if storage._cdata in _Device.storages or storage.device.type != "cpu":
@@ -58,13 +58,13 @@ def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
 
 
 def _is_made_of(storage: torch.UntypedStorage, inputs: Iterable[Any]) -> bool:
-    """Whether some input is on the device, and none has this storage: a copy to the host returns its host tensor."""
+    """Return whether an input is on the device and none has this storage: a copy to the host returns a host tensor."""
     cdata = {each._cdata for each in _storages(inputs)}
     return storage._cdata not in cdata and not cdata.isdisjoint(_Device.storages)
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Of the dense tensors among `values` and in lists and tuples among them."""
+    """Yield the storages of the dense tensors in `values`, nested lists and tuples included."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided:
@@ -82,7 +82,7 @@ def _report(storage: torch.UntypedStorage) -> None:
 
 
 def allocated_bytes(device: Any = None) -> int:
-    """torch.npu.memory_allocated: bytes of the storages on the device, also of those that sleep mode has unmapped."""
+    """Return torch.npu.memory_allocated: bytes of the device's storages, those unmapped by sleep mode included."""
     total = 0
     for cdata, reference in list(_Device.storages.items()):
         if reference.expired():
@@ -94,24 +94,24 @@ def allocated_bytes(device: Any = None) -> int:
 
 
 def reserved_bytes(device: Any = None) -> int:
-    """torch.npu.memory_reserved."""
+    """Return torch.npu.memory_reserved: the bytes that torch's allocator holds."""
     allocated_bytes()
     return _Device.reserved
 
 
 def empty_cache() -> None:
-    """torch.npu.empty_cache: torch's allocator returns what it has cached."""
+    """Return cached memory from torch's allocator to the driver, as torch.npu.empty_cache."""
     _Device.reserved = 0
     allocated_bytes()
 
 
 def used_bytes() -> int:
-    """Bytes that the driver has given away."""
+    """Return the bytes that the driver counts as used."""
     return reserved_bytes() - sum(_Pool.storages[address].nbytes() for address in _Pool.unmapped)
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """As torch's: one segment with one block a storage."""
+    """Return one segment with one block for each storage, as torch's memory_snapshot."""
     return [
         {"address": address, "total_size": s.nbytes(), "blocks": [{"address": address, "state": "active_allocated"}]}
         for address, s in _Pool.storages.items()
@@ -119,11 +119,11 @@ def memory_snapshot() -> list[dict[str, Any]]:
 
 
 def record_memory_history(enabled: str | None = "all", *args: Any, **kwargs: Any) -> None:
-    """As torch_npu.npu.memory._record_memory_history; host memory has no allocator that could record its calls."""
+    """Do nothing for torch_npu.npu.memory._record_memory_history: no allocator of host memory records its calls."""
 
 
 def snapshot(device: Any = None) -> dict[str, list[Any]]:
-    """As torch_npu.npu.memory._snapshot: the segments of sleep mode, the one allocator here."""
+    """Return the segments of sleep mode, the one allocator here, as torch_npu.npu.memory._snapshot."""
     return {"segments": memory_snapshot(), "device_traces": []}
 
 
@@ -131,19 +131,19 @@ def snapshot(device: Any = None) -> dict[str, list[Any]]:
 
 
 def init_module(malloc: Callable[[Handle], None], free: Callable[[int], Handle]) -> None:
-    """Remember what to call for each segment; none is ever freed."""
+    """Store the function to call for each new segment; segments are never freed."""
     _Pool.malloc = malloc
 
 
 def python_create_and_map(device: int, size: int, address: int, handle: int) -> None:
-    """Map a segment again; RuntimeError where it is mapped."""
+    """Map a segment again; raise RuntimeError if it is mapped."""
     if address not in _Pool.unmapped:
         raise RuntimeError(f"vllm_ascend_C: the segment at {address:#x} is mapped already")
     _Pool.unmapped.discard(address)
 
 
 def python_unmap_and_release(device: int, size: int, address: int, handle: int) -> None:
-    """Unmap a segment and poison its bytes; RuntimeError where it is not mapped."""
+    """Unmap a segment and overwrite its bytes; raise RuntimeError if it is not mapped."""
     if address in _Pool.unmapped or address not in _Pool.storages:
         raise RuntimeError(f"vllm_ascend_C: the segment at {address:#x} is not mapped")
     ctypes.memset(address, 0xFF, size)
@@ -151,7 +151,7 @@ def python_unmap_and_release(device: int, size: int, address: int, handle: int) 
 
 
 def memcpy(dst: int, dst_bytes: int, src: int, size: int, kind: int) -> int:
-    """acl.rt.memcpy; 0, or a code where `size` does not fit."""
+    """Copy memory as acl.rt.memcpy; return 0, or an error code if `size` does not fit."""
     if size > dst_bytes:
         return 107000  # ACL_ERROR_RT_PARAM_INVALID
     ctypes.memmove(dst, src, size)
@@ -162,14 +162,14 @@ def memcpy(dst: int, dst_bytes: int, src: int, size: int, kind: int) -> int:
 
 
 class NPUPluggableAllocator:
-    """The functions of a library that allocate; the library is this module."""
+    """Stand in for torch_npu's pluggable allocator: the functions of a library, which is this module."""
 
     def __init__(self, path_to_so_file: str | None, alloc_fn_name: str, free_fn_name: str):
         self._allocator = (path_to_so_file, alloc_fn_name, free_fn_name)
 
 
 class MemPool:
-    """A pool of one allocator."""
+    """Stand in for torch_npu's pool of one allocator."""
 
     def __init__(self, allocator: Any = None):
         self.allocator = allocator
@@ -177,7 +177,7 @@ class MemPool:
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """Storages of the device that are made inside are reported as segments."""
+    """Report storages of the device that are made inside as segments."""
     _Pool.open += 1
     try:
         yield

@@ -1,7 +1,7 @@
-"""torch_npu.npu, which is torch.npu too: the emulated device as a module.
+"""Build the stand-in for torch_npu.npu, which is torch.npu too, on the emulated device.
 
-It has the names of platform cpu's stand-in, which training uses, and those that vllm-ascend uses. This is a file of
-its own, as the row of torch.npu imports it at the end of torch's own import.
+It has the names of platform cpu's stand-in, which training uses, and those that vllm-ascend uses. The patch of
+torch.npu imports this file at the end of torch's own import, so it is separate from packages.py.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ DEVICES = 16  # dies of a node
 
 
 def with_more(base: ModuleType, **names: Any) -> ModuleType:
-    """A stand-in with the names of `base` and `names` over them."""
+    """Return a copy of stand-in `base` in which `names` are added or replaced."""
     known = {key: value for key, value in vars(base).items() if not key.startswith("__") or key in _KEPT}
     return stand_in(base.__name__, base.__doc__, **{**known, **names})
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """There is nothing to do."""
+    """Accept any call and do nothing."""
 
 
 class NPUGraph:
-    """A captured graph; vllm-ascend names it in annotations."""
+    """Stand in for the class of captured graphs, which vllm-ascend names in annotations only."""
 
 
 def device_count() -> int:
-    """Dies that Ray made visible to this process; without that variable all of a node."""
+    """Return how many dies Ray made visible to this process; all of a node's if the variable is not set."""
     visible = os.environ.get(VISIBLE)
     return DEVICES if visible is None else len(visible.split(","))
 

@@ -1,7 +1,7 @@
-"""What `import torch_npu`, `torchair`, `acl` and numba give on platform npu_emulated: one module object each.
+"""Build the stand-in modules for torch_npu, torchair, acl and numba on platform npu_emulated.
 
 They have the names of platform cpu's stand-ins (emulation/ascend/packages.py), which training uses, and those that
-vllm-ascend uses on DeepSeek-V3's path. Other names are an AttributeError that says so.
+vllm-ascend uses for DeepSeek-V3. Any other name raises an AttributeError that says so.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMU
 
 
 def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
-    """A private format: refused, as nothing here would know how it is laid out."""
+    """Refuse to cast to a private format, whose layout is not emulated."""
     raise RuntimeError(f"npu_format_cast to format {acl_format}: private formats are not emulated; leave NZ off")
 
 
 _OPS = {**vars(training.torch_npu), **vars(attention_ops), **vars(expert_ops)}
 _NAMES = ["npu_grouped_matmul", *WITH_EMULATION, *ATB_FUNCTIONS]
 _OWN = {name: _OPS[name] for name in _NAMES}
-_NODES = [value for key, value in _OPS.items() if key in FUNCTIONS]  # one node each in a traced graph
+_NODES = [value for key, value in _OPS.items() if key in FUNCTIONS]  # each is one node of a traced graph
 
 torch_npu = with_more(
     training.torch_npu, **_OWN, npu_format_cast=npu_format_cast,
@@ -55,25 +55,25 @@ vllm_ascend_C = stand_in(
 
 
 class CompilerConfig:
-    """Options of the graph compiler, all of which are taken; used is frozen_parameter."""
+    """Accept all options of torchair's graph compiler; only frozen_parameter has an effect."""
 
     def __init__(self) -> None:
         self.experimental_config, self.debug, self.mode = SimpleNamespace(), SimpleNamespace(), None
 
 
 class Graphs:
-    """Counts of this process."""
+    """Count what torchair traced in this process, and hold its state."""
 
     traced: list[int] = []  # nodes of each graph
-    configs: list[CompilerConfig] = []  # of each graph
+    configs: list[CompilerConfig] = []  # options of each graph
     stream_switches = 0
-    stream: str | None = None  # the tag of the other stream on which work is done now
+    stream: str | None = None  # tag of the stream that npu_stream_switch has entered
 
 
 def get_npu_backend(*, compiler_config: Any = None) -> Callable:
-    """A backend of torch.compile that runs the traced graph by its nodes.
+    """Return a backend of torch.compile that runs the traced graph node by node.
 
-    Where Dynamo is off (TORCHDYNAMO_DISABLE=1) torch.compile returns the model itself, and nothing is traced.
+    With Dynamo off (TORCHDYNAMO_DISABLE=1) torch.compile returns the model itself, and nothing is traced.
     """
     for reference in _NODES:
         torch._dynamo.allow_in_graph(reference)
@@ -87,9 +87,9 @@ def get_npu_backend(*, compiler_config: Any = None) -> Callable:
 
 
 def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> Callable:
-    """The graph; with frozen_parameter it reads a Parameter where it was at the first call, so a moved one is refused.
+    """Return the graph's function; with frozen_parameter it refuses Parameters that moved since its first call.
 
-    ValueError there: on a device the graph would read memory that is another's by now.
+    It raises ValueError then: on a device the graph would read memory that may hold other data by now.
     """
     first: dict[str, int] = {}
     names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
@@ -110,7 +110,7 @@ def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> C
 
 
 def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, fullgraph: bool = True, **_: Any):
-    """torch.compile of one method; the real one also stores the compiled graph in a folder."""
+    """Compile one method with torch.compile; torchair's own also stores the compiled graph in a folder."""
     compiled = torch.compile(
         func, dynamic=dynamic, fullgraph=fullgraph, backend=get_npu_backend(compiler_config=config)
     )
@@ -124,7 +124,7 @@ def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, f
 
 
 class _Stream:
-    """What torchair's npu_stream_switch gives: a class, as Dynamo of torch 2.5 traces no generator of contextlib."""
+    """Switch the graph's stream in a `with` block; a class, as Dynamo of torch 2.5 traces no contextlib generator."""
 
     def __init__(self, stream_tag: str):
         self.stream_tag = stream_tag
@@ -132,7 +132,7 @@ class _Stream:
     def __enter__(self) -> None:
         if (
             not torch.compiler.is_compiling()
-        ):  # a trace takes the count for a constant, and traces again when it changes
+        ):  # Dynamo would take the count for a constant, and trace again when it changes
             Graphs.stream_switches += 1
             Graphs.stream = self.stream_tag
 
@@ -142,12 +142,12 @@ class _Stream:
 
 
 def npu_stream_switch(stream_tag: str, stream_priority: int = 0) -> _Stream:
-    """Work of another stream of the graph: done at once."""
+    """Return a context for work on another stream of the graph, which is done at once here."""
     return _Stream(stream_tag)
 
 
 def npu_wait_tensor(input: torch.Tensor, dependency: torch.Tensor) -> torch.Tensor:
-    """The same tensor, after `dependency`."""
+    """Return the tensor itself: `dependency` is computed already."""
     return input
 
 
@@ -166,7 +166,7 @@ torchair = with_more(
 
 
 def jit(*args: Any, **kwargs: Any) -> Any:
-    """The function as it is: vLLM's n-gram proposer decorates its loops, which never run here."""
+    """Return the function as it is: vLLM's n-gram proposer decorates its loops, which never run here."""
     return args[0] if args and callable(args[0]) else lambda function: function
 
 

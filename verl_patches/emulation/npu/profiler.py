@@ -1,4 +1,4 @@
-"""torch_npu.profiler on an emulated device: torch's own over the CPU, in the folders that torch_npu's makes.
+"""Emulate torch_npu.profiler with torch's own profiler of the CPU, in the folders that torch_npu's makes.
 
 Names of arguments and of files are those of torch_npu 2.5.1.post1 (profiler/profiler.py, _profiler_path_creator.py);
 tests/npu compares the arguments with the wheel's. There is no device, so no kernels are in the trace.
@@ -17,14 +17,14 @@ import torch
 
 
 class ProfilerActivity(enum.Enum):
-    """torch_npu._C._profiler's."""
+    """Stand in for torch_npu._C._profiler.ProfilerActivity."""
 
     CPU = 0
     NPU = 1
 
 
 class profile:
-    """As torch_npu.profiler.profile, with the arguments that worker/profile.py gives: all between start and stop."""
+    """Record between start and stop, as torch_npu.profiler.profile with the arguments of worker/profile.py."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class profile:
         self.recorded = torch.profiler.profile(activities=cpu, record_shapes=record_shapes, with_stack=with_stack)
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self.recorded.start()
 
     def stop(self) -> None:
-        """End, and call `on_trace_ready`."""
+        """Stop recording and call `on_trace_ready`."""
         self.recorded.stop()
         self.on_trace_ready(self)
 
 
 def tensorboard_trace_handler(dir_name: str) -> Callable[[profile], None]:
-    """As torch_npu's: writes <dir_name>/<host>_<pid>_<time>_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json."""
+    """Return a handler that writes <dir_name>/<host>_<pid>_<time>_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json."""
 
     def handler(profiled: profile) -> None:
         folder = f"{os.uname().nodename}_{os.getpid()}_{time.strftime('%Y%m%d%H%M%S', time.gmtime())}000_ascend_pt"

