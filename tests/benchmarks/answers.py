@@ -1,7 +1,7 @@
-"""Milliseconds of a comparison of two answers in the helper process: `python tests/benchmarks/answers.py`, by hand.
+"""Measure the milliseconds of a comparison of two answers in the helper process: `python tests/benchmarks/answers.py`.
 
-Compares the pairs of tests/rewards/equal_pairs.txt, each once and then all again (a gold answer is parsed once per
-group of responses). Prints JSON.
+Run it by hand. It compares the pairs of tests/rewards/equal_pairs.txt, each once and then all again (a gold answer is
+parsed once per group of responses), and prints JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAIRS = (ROOT / "tests" / "rewards" / "equal_pairs.txt").read_text().splitlines(
 
 
 def milliseconds(gold: str, answer: str) -> float:
-    """Wall-clock time of one reward."""
+    """Return the wall-clock milliseconds of one reward."""
     start = time.perf_counter()
     compute_score("benchmark", rf"\boxed{{{answer}}}", gold, cpu_limit_s=60.0)
     return 1e3 * (time.perf_counter() - start)

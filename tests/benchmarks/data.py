@@ -1,4 +1,4 @@
-"""What `data build` costs: memory and time, by hand:
+"""Measure the memory and time of `data build`; run it by hand:
 
     python tests/benchmarks/data.py [--rows 1000000] [--workers 2]
 
@@ -26,13 +26,13 @@ MEMORY_BOUND_MB, ROW_BOUND_BYTES = 500, 400  # digests and numbers of rows are P
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the memory of a process that is of no file; pages that processes share are divided among them."""
+    """Return the anonymous memory of a process; pages that processes share are divided among them."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
 
 
 def peak_and_seconds(folder: Path, rows: int, workers: int) -> tuple[int, float]:
-    """Bytes and seconds of one build."""
+    """Return peak bytes and seconds of one build."""
     source, working = folder / "rows.jsonl", "because one and one are two " * 20
     with source.open("w") as file:
         for number in range(rows):
@@ -56,7 +56,7 @@ def peak_and_seconds(folder: Path, rows: int, workers: int) -> tuple[int, float]
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print the report."""
     given = parser_of(__doc__, rows=1_000_000, workers=2).parse_args()
     few = max(given.rows // 5, 100)
     with tempfile.TemporaryDirectory() as folder:

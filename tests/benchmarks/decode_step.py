@@ -1,4 +1,4 @@
-"""Host work of a decode step of vLLM V1 with vllm-ascend: CPU ms with and without the rows that shorten it. By hand:
+"""Measure the host's CPU ms of a decode step of vLLM V1 with vllm-ascend, with and without our patches. By hand:
 
     python tests/benchmarks/decode_step.py --upstream upstream [--batch 64] [--tokens 200] [--profile FILE]
 

@@ -1,4 +1,4 @@
-"""What a step of the 256-die run serialises on the host. Run by hand:
+"""Measure the bytes that a step of the 256-die run serialises on the host. Run by hand:
 
     python tests/benchmarks/dispatch.py [--prompts 512]
 
@@ -52,26 +52,26 @@ SCALE, BOUND_BYTES = 32, 0.03e9
 
 
 class Host:
-    """An actor that stands for workers `ranks` of `dp` replicas; asked for them in turn, as the group does."""
+    """Stand for workers `ranks` of `dp` replicas in one actor, which the group calls for each of them in turn."""
 
     def __init__(self):
         self.counting = serialised_sizes()
         self.sizes = self.counting.__enter__()
 
     def stand_for(self, ranks, samples, heads, prompts, responses):
-        """`heads`: {rank of a replica's head: its number}; lengths by sample, all of them."""
+        """Take the workers' facts; `heads`: {rank of a replica's head: its number}; lengths of all samples."""
         self.ranks, self.heads, self.asked = ranks, heads, {}
         self.each = samples // max(len(heads), 1)
         self.lengths = prompts, responses
 
     def serialised(self):
-        """Bytes of all answers since the last time."""
+        """Return the bytes of all answers since the last call."""
         total = sum(self.sizes)
         self.sizes.clear()
         return total
 
     def _rank(self, method):
-        """The rank that this call is for."""
+        """Return the rank that this call is for."""
         self.asked[method] = self.asked.get(method, 0) + 1
         return self.ranks[(self.asked[method] - 1) % len(self.ranks)]
 
@@ -81,41 +81,41 @@ class Host:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts):
-        """vLLMRollout.generate_sequences."""
+        """Answer as vLLMRollout.generate_sequences."""
         count = len(prompts) * EACH
         tensors = model_inputs(*self._ids(count, self._rank("generate")), PROMPT, RESPONSE, 0)
         return DataProto.from_dict({**tensors, "rollout_log_probs": torch.zeros(count, RESPONSE)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data):
-        """ActorRolloutRefWorker, on every rank."""
+        """Answer as ActorRolloutRefWorker does on every rank."""
         shape = data.batch["responses"].shape
         return DataProto.from_dict({"old_log_probs": torch.zeros(shape), "entropys": torch.zeros(shape)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data):
-        """Likewise."""
+        """Answer as ActorRolloutRefWorker does on every rank."""
         return DataProto.from_dict({"ref_log_prob": torch.zeros(data.batch["responses"].shape)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data):
-        """Likewise."""
+        """Answer as ActorRolloutRefWorker does on every rank."""
         return DataProto(meta_info={"metrics": {f"actor/{n}": [0.0] for n in range(10)}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generate_cached(self, prompts):
-        """worker/recipe_worker.py, as all that follow."""
+        """Answer as worker/recipe_worker.py; so do the methods below."""
         _, response = self._ids(len(self.lengths[0]) // WORLD, self._rank("generate"))
         return ResponseIds(np.array(response.lengths, np.int32), packed_ids(response.values.numpy()))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def place_cached(self, placement):
-        """Of every rank."""
+        """Answer for every rank."""
         return ExchangeReport(1, 1, 1, 1.0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log_prob_cached(self, send_back):
-        """Of a replica's head."""
+        """Answer for a replica's head."""
         replica = self.heads.get(self._rank("log_prob"))
         if replica is None:
             return None
@@ -124,17 +124,17 @@ class Host:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ref_log_prob_cached(self, send_back):
-        """Without KL in the reward."""
+        """Answer for a run without KL in the reward."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_cached(self, advantages):
-        """Of a replica's head."""
+        """Answer for a replica's head."""
         head = self._rank("update") in self.heads
         return {f"actor/{n}": [0.0] for n in range(10)} if head else None
 
 
 def cluster(store_bytes: int) -> None:
-    """A Ray of this benchmark's own."""
+    """Start a Ray of this benchmark's own and stop it afterwards."""
     folders = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     os.environ["RAY_worker_niceness"] = "0"  # at Ray's 15 other processes of this machine go before the actors
@@ -144,7 +144,7 @@ def cluster(store_bytes: int) -> None:
 
 
 def heads_of(group: Any) -> dict[int, int]:
-    """{rank: replica} of those that verl takes the answers of."""
+    """Return {rank: replica} of the ranks whose answers verl takes."""
     infos = [group.get_megatron_rank_info(rank=rank) for rank in range(group.world_size)]
     last = max(info.pp_rank for info in infos)
     return {rank: info.dp_rank for rank, info in enumerate(infos) if info.tp_rank == 0 and info.pp_rank == last}
@@ -154,14 +154,14 @@ def heads_of(group: Any) -> dict[int, int]:
 
 
 def lengths(samples: int) -> tuple[list[int], list[int]]:
-    """Tokens of every prompt (by sample) and response."""
+    """Return the tokens of each prompt (by sample) and response."""
     both = lognormal_lengths(samples, 0.55, seed=1)
     prompts = [min(min(both[at : at + EACH]) - 1, 200) for at in range(0, samples, EACH) for _ in range(EACH)]
     return prompts, [min(total - prompt, RESPONSE) for total, prompt in zip(both, prompts, strict=True)]
 
 
 def prompts_of(count: int, of_sample: list[int]) -> DataProto:
-    """What fit() gives to generate_sequences."""
+    """Return the batch that fit() passes to generate_sequences."""
     lengths = tuple(of_sample[: count * EACH : EACH])
     ids = Ragged(torch.randint(VOCABULARY, (sum(lengths),)), lengths)
     tensors = model_inputs(ids, Ragged(torch.zeros(0), (0,) * count), PROMPT, 0, 0)
@@ -172,7 +172,7 @@ def prompts_of(count: int, of_sample: list[int]) -> DataProto:
 
 
 def cached_group(group: Any) -> worker_group.RecipeWorkerGroup:
-    """The trainer's group with the tensor cache."""
+    """Return the trainer's worker group with the tensor cache."""
     overrides = ["recipe.tensor_cache.enabled=true", f"data.max_response_length={RESPONSE}"]
     config, tokenizer = config_of(composed("deepseekv3_tiny_cpu", overrides)), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=1)
@@ -180,11 +180,11 @@ def cached_group(group: Any) -> worker_group.RecipeWorkerGroup:
         return worker_group.RecipeWorkerGroup(group, trainer, lambda step, name: None)
 
 
-# verl's fit() as far as workers see it: which tensors its batch has at which call
+# verl's fit() as workers see it: the tensors of its batch at each call
 
 
 def generate(group: Any, prompts: DataProto) -> DataProto:
-    """The batch with what fit() adds."""
+    """Generate and return the batch with the tensors that fit() adds."""
     batch = group.generate_sequences(prompts)
     batch.non_tensor_batch.update(columns(len(batch)))
     batch.batch["response_mask"] = batch.batch["attention_mask"][:, -RESPONSE:].clone()
@@ -193,7 +193,7 @@ def generate(group: Any, prompts: DataProto) -> DataProto:
 
 
 def train(group: Any, batch: DataProto) -> None:
-    """The other three calls."""
+    """Make the step's other three calls."""
     shape = batch.batch["responses"].shape
     group.compute_log_prob(batch)
     batch.batch["old_log_probs"] = torch.zeros(shape)
@@ -206,7 +206,7 @@ def train(group: Any, batch: DataProto) -> None:
 
 
 def columns(count: int) -> dict[str, np.ndarray]:
-    """What comes from the data set, by sample."""
+    """Return the data set's columns, by sample."""
     values = {
         "uid": ["8d1cd5f4-0000-4f6e-a1a4-5a39d8f0a2a6"] * count,
         "data_source": ["deepscaler"] * count,
@@ -219,7 +219,7 @@ def columns(count: int) -> dict[str, np.ndarray]:
 
 
 def balanced(batch: DataProto) -> DataProto:
-    """As trainer.balance_batch."""
+    """Reorder samples as trainer.balance_batch."""
     tokens = batch.batch["attention_mask"].sum(-1).tolist()
     parts = get_seqlen_balanced_partitions(tokens, k_partitions=WORLD, equal_size=True)
     batch.reorder(torch.tensor([sample for part in parts for sample in part]))
@@ -227,7 +227,7 @@ def balanced(batch: DataProto) -> DataProto:
 
 
 def figures(questions: int) -> Iterator[dict[str, Any]]:
-    """Those of a step of that many prompts."""
+    """Return the figures of a step of that many prompts."""
     samples = questions * EACH
     cluster(5 << 30)
     group, actors = group_of(Host, 16, WORLD)
@@ -237,7 +237,7 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
 
     @contextlib.contextmanager
     def counted(name: str, times: int = 1) -> Iterator[None]:
-        """Bytes that this process and the actors serialise meanwhile, `times` over, are added to way `name`."""
+        """Add the bytes that this process and the actors serialise inside, times `times`, to way `name`."""
         ray.get([actor.serialised.remote() for actor in actors])
         with serialised_sizes() as sizes:
             yield
@@ -280,7 +280,7 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print the report."""
     given = parser_of(__doc__, prompts=512).parse_args()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints
         lines = list(figures(given.prompts))

@@ -1,4 +1,4 @@
-"""What a heartbeat costs a worker, with as many process groups as a rank of the 256-die layout has. Run by hand:
+"""Measure the CPU time of a worker's heartbeat with as many process groups as in the 256-die layout. Run by hand:
 
     python tests/benchmarks/heartbeat.py [--groups 25] [--step 300]
 
@@ -21,7 +21,7 @@ PHASES, CALLS = 20, 10
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print the report."""
     from verl_patches.heartbeat.heartbeat import BEAT_S
 
     given = parser_of(__doc__, groups=25, step=300).parse_args()

@@ -1,4 +1,4 @@
-"""Memory of log-probs and entropy at DeepSeek-V3's vocabulary, beside verl's own functions. Run by hand:
+"""Measure the memory of log-probs and entropy at DeepSeek-V3's vocabulary against verl's own functions. By hand:
 
     python tests/benchmarks/log_prob.py [--tokens 512] [--upstream DIR]
 
@@ -33,7 +33,7 @@ Functions = tuple[Callable, Callable]  # entropy, log-probs
 
 
 def start() -> None:
-    """Megatron's groups of one rank."""
+    """Make Megatron's groups of one rank."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -42,7 +42,7 @@ def start() -> None:
 
 
 def inputs(tokens: int, dtype: Any) -> tuple[Any, Any]:
-    """(logits [tokens, V], 16 rows over and over, labels [tokens])."""
+    """Return logits [tokens, V], which repeat 16 rows, and labels [tokens]."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ def inputs(tokens: int, dtype: Any) -> tuple[Any, Any]:
 
 
 def call(functions: Functions, logits: Any, labels: Any, entropy: bool, update: bool) -> dict[str, Any]:
-    """As verl's actor does (megatron_actor.py, logits_processor): {entropy, log_probs}; gradients in an update."""
+    """Return {entropy, log_probs} as verl's actor (megatron_actor.py, logits_processor); an update makes gradients."""
     import torch
 
     found = {}
@@ -65,7 +65,7 @@ def call(functions: Functions, logits: Any, labels: Any, entropy: bool, update: 
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most bytes that `work` holds at once, above what is held before it."""
+    """Return the most bytes that `work` holds at once, above those held before it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -79,7 +79,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def as_of_a_model(logits: Any) -> Any:
-    """A copy of `logits` with a graph that holds nothing and makes nothing of that size in backward."""
+    """Return a copy of `logits` whose graph holds nothing and allocates nothing of that size in backward."""
     import torch
 
     class OutputLayer(torch.autograd.Function):
@@ -95,7 +95,7 @@ def as_of_a_model(logits: Any) -> Any:
 
 
 def extra_bytes(functions: Functions, tokens: int, dtype: Any, entropy: bool, update: bool) -> int | None:
-    """Beyond the logits; None where the backward fails."""
+    """Return the bytes beyond the logits; None if the backward fails."""
     logits, labels = inputs(tokens, dtype)
     of_model = as_of_a_model(logits) if update else logits
     try:
@@ -108,7 +108,7 @@ def extra_bytes(functions: Functions, tokens: int, dtype: Any, entropy: bool, up
 
 @contextlib.contextmanager
 def mindspeed(folder: Path) -> Iterator[None]:
-    """MindSpeed's body of Megatron's cross entropy, as its adaptor sets it."""
+    """Return MindSpeed's body of Megatron's cross entropy, as its adaptor sets it."""
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 
     path = folder / "MindSpeed" / "mindspeed" / "core" / "tensor_parallel" / "cross_entropy.py"
@@ -121,7 +121,7 @@ def mindspeed(folder: Path) -> Iterator[None]:
 
 
 def memory(tokens: int, line: str, ours: Functions, verls: Functions) -> Iterator[dict[str, Any]]:
-    """One figure for each pass, dtype and set of results; at most 1/8 of verl's where that makes a tensor."""
+    """Return a figure for each pass, dtype and set of results; the bound is 1/8 of verl's where verl makes a tensor."""
     import torch
 
     from verl_patches.model.log_prob import CHUNK_BYTES
@@ -137,7 +137,7 @@ def memory(tokens: int, line: str, ours: Functions, verls: Functions) -> Iterato
 
 
 def figures(tokens: int, upstream: str | None) -> Iterator[dict[str, Any]]:
-    """All of them, in seconds."""
+    """Return all figures, within seconds."""
     from verl.utils.megatron import tensor_parallel
 
     from verl_patches.model import log_prob

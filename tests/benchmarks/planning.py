@@ -1,6 +1,6 @@
-"""Seconds of one core that plans for 256 dies take: `python tests/benchmarks/planning.py`, by hand; prints JSON.
+"""Measure the seconds of one core that plans for 256 dies take: `python tests/benchmarks/planning.py`, by hand.
 
-Each figure is measured in a process of its own, after imports.
+Each figure is measured in a process of its own, after imports. Prints JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BOUNDS = {  # seconds
 
 
 def measure(name: str) -> float:
-    """CPU seconds of one measurement on one core."""
+    """Return the CPU seconds of one measurement on one core."""
     from tests.runs import composed
     from verl_patches.catalog import ROWS
     from verl_patches.plan.plan import build_plan

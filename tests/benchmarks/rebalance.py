@@ -1,4 +1,4 @@
-"""Rebalancing of rollout requests over 128 data-parallel ranks: seconds of a plan, and what it would gain. By hand:
+"""Measure plans that rebalance rollout requests over 128 data-parallel ranks, and model their gain. By hand:
 
     python tests/benchmarks/rebalance.py
 
@@ -35,7 +35,7 @@ SEEDS = (1, 2, 3)
 
 
 def responses(cv: float, alike: float, seed: int) -> np.ndarray:
-    """[RANKS, EACH] tokens, lognormal; the share `alike` of the variance of their logarithm is between prompts."""
+    """Return [RANKS, EACH] lognormal tokens; the share `alike` of their logarithm's variance is between prompts."""
     draw, sigma = np.random.default_rng(seed), np.sqrt(np.log(1 + cv * cv))
     prompt, own = draw.standard_normal((RANKS, EACH // 16, 1)), draw.standard_normal((RANKS, EACH // 16, 16))
     normal = (np.sqrt(alike) * prompt + np.sqrt(1 - alike) * own).reshape(RANKS, EACH)
@@ -43,7 +43,10 @@ def responses(cv: float, alike: float, seed: int) -> np.ndarray:
 
 
 def simulate(cv: float, alike: float, seed: int, moving: bool) -> dict[str, float]:
-    """Seconds of decoding, of moves, of the tail (steps after three quarters of the requests have ended), and bytes."""
+    """Simulate a rollout; return seconds of decoding, of moves and of the tail, and bytes.
+
+    The tail are the steps after three quarters of the requests have ended.
+    """
     sizes = PROMPT + responses(cv, alike, seed)
     now = np.full_like(sizes, PROMPT)  # tokens in KV
     total = tail = moved_s = moved_bytes = 0.0
@@ -70,7 +73,7 @@ def simulate(cv: float, alike: float, seed: int, moving: bool) -> dict[str, floa
 
 
 def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Both arrays with requests at their receivers, and blocks moved by rank; free places are those of size 0."""
+    """Return both arrays with requests at their receivers, and the blocks moved by rank; free places have size 0."""
     now, sizes, blocks = now.copy(), sizes.copy(), np.zeros(len(now), np.int64)
     for move in made.moves:
         places = np.flatnonzero(sizes[move.receiver] == 0)[: len(move.requests)]
@@ -84,7 +87,7 @@ def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarr
 
 
 def planning(lengths: np.ndarray, free: int) -> float:
-    """Median milliseconds of CPU time of a plan for ranks with these lengths."""
+    """Return the median CPU milliseconds of a plan for ranks with these lengths."""
     state = State(lengths, np.full(len(lengths), free))
     seconds = []
     for _ in range(50):
@@ -95,7 +98,7 @@ def planning(lengths: np.ndarray, free: int) -> float:
 
 
 def figures() -> Iterator[dict[str, Any]]:
-    """All of them, in a minute."""
+    """Return all figures, within a minute."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(200, 4096, (256, EACH))
     tail = np.where(draw.random((256, EACH)) < draw.uniform(0.35, 0.55, (256, 1)), lengths, 0)

@@ -1,9 +1,9 @@
-"""Agreement of recorded and own experts where the update's weights are not those of the record. Run by hand:
+"""Measure how often recorded and own experts agree when the weights have changed since the record. Run by hand:
 
     python tests/benchmarks/routing_replay.py [--steps 3]
 
-A smoke run in bf16 with recipe.train.routing_replay=R2, two mini batches and two epochs at a high learning rate.
-Prints JSON; exits 1 where all experts agree, so that nothing was measured. Takes about two minutes.
+It makes a smoke run in bf16 with recipe.train.routing_replay=R2, two mini batches and two epochs at a high learning
+rate. Prints JSON; exits 1 if all experts agree, so that nothing was measured. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DRIFT = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.op
 
 
 def main() -> int:
-    """Run and print."""
+    """Run and print the report."""
     given = parser_of(__doc__, steps=3).parse_args()
     options = ("--steps", str(given.steps), "--dtype", "bf16", "recipe.logprob_check.action=report")
     with tempfile.TemporaryDirectory() as folder:

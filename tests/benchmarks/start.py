@@ -1,4 +1,4 @@
-"""What the start of a worker costs, by part, and what that makes of 256 workers. Run by hand:
+"""Measure the start of a worker by parts, and model that of 256 workers. Run by hand:
 
     python tests/benchmarks/start.py
 
@@ -37,7 +37,7 @@ PARTS = {
     "vllm": "vllm",
     "verl's rollout": "verl.workers.rollout.vllm_rollout verl.workers.sharding_manager.megatron_vllm",
 }
-# in the measured process: counts of the audit event "open", and of the importer's stat calls
+# Runs in the measured process: counts the audit event "open", and the importer's stat calls.
 COUNT = """
 import importlib._bootstrap_external as external, json, sys, time
 opened, looked, found = [0], [0], {}
@@ -67,9 +67,9 @@ print(json.dumps(found))
 
 
 def worker() -> dict:
-    """{parts, total} of one worker's imports."""
+    """Return {parts, total} of one worker's imports."""
     imports = [f"import {', '.join(names.split())}\npart({name!r})" for name, names in PARTS.items()]
-    for _ in range(2):  # at the second time bytecode and page cache are there, as after the first start
+    for _ in range(2):  # the second time bytecode and page cache exist, as after a first start
         output = run_python("-W", "ignore", "-c", COUNT + "\n".join(imports) + PROVE, **ENV)
     parts = json.loads(output.splitlines()[-1])
     total = {key: round(sum(found[key] for found in parts.values()), 3) for key in parts["ray"]}
@@ -77,7 +77,7 @@ def worker() -> dict:
 
 
 def model(total: dict) -> dict:
-    """Costs of NODES x DIES workers from those of one worker."""
+    """Return the costs of NODES x DIES workers, from those of one worker."""
     workers = NODES * DIES
     calls = workers * (total["opens"] + total["lookups"])
     return {
@@ -88,7 +88,7 @@ def model(total: dict) -> dict:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print the report."""
     found = worker()
     answer = {"worker": found, "model": model(found["total"]), "python": sys.version.split()[0]}
     print(json.dumps({**answer, "cpus": os.cpu_count()}, indent=1))

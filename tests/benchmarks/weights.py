@@ -1,4 +1,4 @@
-"""What a conversion and a save of weights cost: bytes, rate and memory, against the least possible and peers. By hand:
+"""Measure bytes, rate and memory of a conversion and a save of weights against a minimum and peers. By hand:
 
     python tests/benchmarks/weights.py [--only convert|save] [--pairs 3] [--mib 512] [--folder DIR] [--tiny]
 
@@ -51,7 +51,7 @@ REPEATS, COPY_TURNS, TENSORS = 3, 20, 16  # of a save
 
 
 def make_sources(folder: Path, sizes: dict[str, int]) -> None:
-    """The bf16 folder and, made from it, the FP8 folder."""
+    """Make the bf16 folder and, from it, the FP8 folder."""
     from tests.weights.cases import make_folder
     from verl_patches.model.tiny import tiny_config
 
@@ -62,7 +62,7 @@ def make_sources(folder: Path, sizes: dict[str, int]) -> None:
 def case(
     folder: Path, source: str, target: str, dtype: str, layout: str | None, processes: int | None
 ) -> dict[str, Any]:
-    """Convert: bytes through this process's read and write calls, the least, seconds, peak memory / largest file."""
+    """Convert; return bytes of this process's read and write calls, the least, seconds, peak memory / largest file."""
     from verl_patches.layout.parallel import parse_layout
     from verl_patches.weights.convert import convert
     from verl_patches.weights.plan import plan_conversion
@@ -81,13 +81,13 @@ def case(
 
 
 def status(name: str) -> int:
-    """Bytes of an entry of this process's status."""
+    """Return the bytes of an entry of this process's /proc status."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def turn(folder: Path, source: str, target: str, dtype: str, layout: str | None) -> dict[str, Any]:
-    """`case` in one process and in as many as the command takes, and then seconds of the plain copy."""
+    """Run `case` in one process, then in as many as the command takes, then measure the plain copy's seconds."""
     alone = case(folder, source, target, dtype, layout, 1)
     run = case(folder, source, target, dtype, layout, None)
     os.sync()
@@ -97,13 +97,13 @@ def turn(folder: Path, source: str, target: str, dtype: str, layout: str | None)
 
 
 def calls_bytes() -> int:
-    """Bytes that this process has read and written, by the kernel's count of its calls."""
+    """Return the bytes that this process has read and written, by the kernel's count of its calls."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"]) + int(counts["wchar"])
 
 
 def plain_copy(source: Path, target: Path, read: int, write: int) -> float:
-    """Seconds to read `read` bytes of `source`'s files and to write `write` to new ones, with fsync."""
+    """Return the seconds to read `read` bytes of `source`'s files and to write `write` to new ones, with fsync."""
     start, buffer = time.perf_counter(), memoryview(bytearray(_CHUNK))
     target.mkdir()
     files = [path for path in sorted(source.rglob("*")) if path.suffix in (".safetensors", ".pt")]
@@ -123,7 +123,7 @@ def plain_copy(source: Path, target: Path, read: int, write: int) -> float:
 
 
 def conversions(folder: Path, pairs: int, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Bytes, rate and memory of each case."""
+    """Return the figures of bytes, rate and memory of each case."""
     make_sources(folder, sizes)
     for name in CASES:
         text = run_python(__file__, "--folder", folder, "--case", name, "--pairs", str(pairs))
@@ -149,7 +149,7 @@ def conversions(folder: Path, pairs: int, sizes: dict[str, int]) -> Iterator[dic
 
 
 def best(turns: int, *works: Callable[[int], None]) -> list[float]:
-    """Seconds of the fastest call of each of `works`, which take turns."""
+    """Return the seconds of the fastest call of each of `works`, which take turns."""
     seconds = [[0.0] * turns for _ in works]
     for turn in range(turns):
         for number, work in enumerate(works):
@@ -160,7 +160,7 @@ def best(turns: int, *works: Callable[[int], None]) -> list[float]:
 
 
 def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
-    """Figures of copying and writing."""
+    """Return the figures of copying and writing."""
     import torch
 
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
@@ -203,7 +203,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print the report."""
     parser = parser_of(__doc__, pairs=3, mib=512)
     parts: dict[str, Callable[[Path], Any]] = {
         "convert": lambda folder: conversions(folder, given.pairs, {"num_hidden_layers": 4} if given.tiny else SIZES),

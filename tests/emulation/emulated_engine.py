@@ -1,4 +1,4 @@
-"""Engines of vllm-ascend on platform npu_emulated, several in one process, compared with transformers in fp32.
+"""Compare engines of vllm-ascend on platform npu_emulated, several in one process, with transformers in fp32.
 
 `main(models, cases)` builds each case's engine and runs its checks in order. A case is
     {"model": name, "options": arguments of LLM, "without": row ids, "checks": {name: {...}, ...}}
@@ -22,7 +22,7 @@ LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.5
 
 
 def prompts_of(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
-    """Random prompts."""
+    """Return random prompts."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -33,13 +33,13 @@ Response = tuple[list[int], list[float]]  # tokens and their log-probs
 
 
 def responses_of(output: Any) -> list[Response]:
-    """All responses of one of vLLM's RequestOutputs."""
+    """Return all responses of one of vLLM's RequestOutputs."""
     made = output.outputs
     return [(list(o.token_ids), [s[t].logprob for s, t in zip(o.logprobs, o.token_ids, strict=True)]) for o in made]
 
 
 def reference_of(model: str) -> Any:
-    """The model in transformers, fp32."""
+    """Return the model in transformers, in fp32."""
     from transformers import AutoModelForCausalLM
 
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
@@ -47,7 +47,7 @@ def reference_of(model: str) -> Any:
 
 
 def score(reference: Any, ids: list[int], responses: Sequence[Response]) -> tuple[float, bool]:
-    """(largest |dlogp| of the responses to a prompt, infinite where one is not finite; whether all are greedy)."""
+    """Return (largest |dlogp| of the responses to a prompt, infinite if one is not finite; whether all are greedy)."""
     import torch
 
     longest = max(len(tokens) for tokens, _ in responses)
@@ -64,7 +64,7 @@ def score(reference: Any, ids: list[int], responses: Sequence[Response]) -> tupl
 
 
 def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, tokens: int = TOKENS) -> dict[str, Any]:
-    """Generate greedily, and score what was generated with `reference` (transformers, fp32)."""
+    """Generate greedily and score the responses with `reference` (transformers, fp32)."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
@@ -75,17 +75,17 @@ def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, t
 
 
 def worker_of(llm: Any) -> Any:
-    """The in-process engine's worker, found as verl's sharding manager finds it (megatron_vllm.py)."""
+    """Return the in-process engine's worker, found as verl's sharding manager finds it (megatron_vllm.py)."""
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
 def model_of(llm: Any) -> Any:
-    """The engine's model."""
+    """Return the engine's model."""
     return worker_of(llm).model_runner.model
 
 
 def record(holder: Any, function: str, fact: Callable) -> list[Any]:
-    """A list that gets fact(result, *arguments) of each call of holder.function from now on."""
+    """Return a list that gets fact(result, *arguments) of each later call of holder.function."""
     upstream, seen = getattr(holder, function), []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,13 +98,13 @@ def record(holder: Any, function: str, fact: Callable) -> list[Any]:
 
 
 def classes(llm: Any, reference: Any) -> dict[str, Any]:
-    """Names of the classes that run."""
+    """Return the names of the engine's classes."""
     worker = worker_of(llm)
     return {"classes": [type(part).__name__ for part in (worker, worker.model_runner, model_of(llm))]}
 
 
 def graphs(llm: Any, reference: Any) -> dict[str, Any]:
-    """Nodes of the graphs that torchair's backend was given so far, and on which streams the KV cache is written."""
+    """Return the node counts of torchair's graphs so far, and the streams on which the KV cache is written."""
     import torch_npu
     from vllm import SamplingParams
 
@@ -125,9 +125,9 @@ def graphs(llm: Any, reference: Any) -> dict[str, Any]:
 
 
 def sleep(llm: Any, reference: Any) -> dict[str, Any]:
-    """vLLM's sleep of level 1 and wake-up; the share of parameters that are NaN while it sleeps.
+    """Sleep at vLLM's level 1 and wake up; return the share of parameters that are NaN while it sleeps.
 
-    `kept`: the error where the allocator frees nothing.
+    `kept`: the error when the allocator frees nothing.
     """
     from vllm_ascend.device_allocator import camem
 
@@ -144,7 +144,7 @@ def sleep(llm: Any, reference: Any) -> dict[str, Any]:
 
 
 def refused(do: Callable) -> str:
-    """What the RecipeError says that `do` raises; empty if it does not."""
+    """Return the message of the RecipeError that `do` raises; "" without one."""
     from verl_patches.errors import RecipeError
 
     try:
@@ -158,11 +158,11 @@ CYCLES = 50
 
 
 def cycles(llm: Any, reference: Any) -> dict[str, Any]:
-    """Sleep to torch's pool, wake-up, weights written back, a request; CYCLES times.
+    """Sleep to torch's pool, wake up, write the weights back and make a request; repeat CYCLES times.
 
-    `tokens`: the different answers; `moved`: in how many cycles a weight had another address; `live`: bytes of all live
-    tensors after each tenth, `asleep` while it sleeps; `frozen`: the error of a graph that keeps the first addresses;
-    `kept`: that of torch's allocator where it keeps what it was given.
+    `tokens`: the different responses; `moved`: in how many cycles a weight had another address; `live`: bytes of all
+    live tensors after each tenth cycle, `asleep` while it sleeps; `frozen`: the error of a graph that keeps the first
+    addresses; `kept`: the error when torch's allocator keeps the freed memory.
     """
     import torch
     from vllm import SamplingParams
@@ -209,7 +209,7 @@ def cycles(llm: Any, reference: Any) -> dict[str, Any]:
 
 
 def _kept(llm: Any, slept: Callable) -> str:
-    """The error of a sleep whose memory torch's allocator keeps; afterwards all is as before."""
+    """Return the error of a sleep whose memory torch's allocator keeps, and restore the state before."""
     import torch
 
     empty_cache, torch.npu.empty_cache = torch.npu.empty_cache, lambda: None
@@ -221,7 +221,7 @@ def _kept(llm: Any, slept: Callable) -> str:
 
 
 def _frozen(llm: Any, options: Any, slept: Callable, answer: Callable) -> str:
-    """The error of the graph as the pin compiles it, after its weights have moved."""
+    """Return the error of the graph as the pinned version compiles it, after its weights have moved."""
     unset, options.frozen_parameter = options.frozen_parameter, True
     try:
         slept()
@@ -236,7 +236,7 @@ def _frozen(llm: Any, options: Any, slept: Callable, answer: Callable) -> str:
 
 
 def live_bytes() -> int:
-    """Of the storages of all tensors of this process."""
+    """Return the bytes of the storages of all tensors of this process."""
     import gc
 
     import torch
@@ -247,7 +247,7 @@ def live_bytes() -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-# errors of a device path, each in one op: (function of torch_npu, arguments that it gets otherwise, or its result)
+# Faults of a device path, each in one op: (function of torch_npu, changed arguments or result).
 EAGER: dict[str, tuple[str, dict[str, Callable]]] = {
     "tokens go to the next expert": ("npu_moe_gating_top_k", {"result": lambda r: (r[0], (r[1] + 1) % 256, r[2])}),
     "experts are chosen without the bias": ("npu_moe_gating_top_k", {"bias": lambda bias: bias * 0}),
@@ -287,7 +287,7 @@ FAULTS = EAGER | PRODUCTION
 
 
 def _transposed(weight: Any) -> Any:
-    """Expert 0 of [E, K, N] with its first square transposed."""
+    """Return [E, K, N] with the first square of expert 0 transposed."""
     size = min(weight.shape[1:])
     wrong = weight.clone()
     wrong[0, :size, :size] = weight[0, :size, :size].T
@@ -296,7 +296,7 @@ def _transposed(weight: Any) -> Any:
 
 @contextmanager
 def fault(name: str) -> Iterator[None]:
-    """Inside, one function of torch_npu has the fault."""
+    """Put the fault into one function of torch_npu inside the context."""
     import torch_npu
 
     function, changes = FAULTS[name]
@@ -318,7 +318,7 @@ def fault(name: str) -> Iterator[None]:
 
 @contextmanager
 def without(rows: list[str]) -> Iterator[None]:
-    """Inside, upstream's own objects are in the places of `rows`."""
+    """Put upstream's own objects in place of `rows` inside the context."""
     from verl_patches.patching import engine
 
     taken = [engine.current()._rows[name] for name in rows]
@@ -333,7 +333,7 @@ def without(rows: list[str]) -> Iterator[None]:
 
 
 def routes(llm: Any, reference: Any) -> dict[str, Any]:
-    """In this check `routed` counts [tokens, those routed otherwise than in fp32 on the same activations]."""
+    """Make `routed` count [tokens, those routed otherwise than in fp32 on the same activations] in this check."""
     import torch
     import torch_npu
 
@@ -358,7 +358,7 @@ def routes(llm: Any, reference: Any) -> dict[str, Any]:
 
 
 def sampled(llm: Any, reference: Any) -> dict[str, Any]:
-    """How many of 512 words top-k 50, top-p 0.9 and both leave, by vllm-ascend's sampler; null where it fails."""
+    """Return how many of 512 tokens top-k 50, top-p 0.9 and both leave in vllm-ascend's sampler; None if it fails."""
     import torch
     from vllm_ascend.patch.worker.patch_common import patch_sampler
 
@@ -373,7 +373,7 @@ def sampled(llm: Any, reference: Any) -> dict[str, Any]:
 
 
 def slept(llm: Any, reference: Any) -> dict[str, Any]:
-    """Sleep of level 2 by the row memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
+    """Sleep at level 2 by patch memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
     llm.weights_written(last=False)
     with weights_written_back(llm):
         llm.sleep(2)
@@ -385,7 +385,7 @@ def slept(llm: Any, reference: Any) -> dict[str, Any]:
 
 
 def slept_without_the_row(llm: Any, reference: Any) -> dict[str, Any]:
-    """vLLM's own sleep of level 2 and wake-up, then the weights written back."""
+    """Sleep at vLLM's own level 2, wake up, and write the weights back."""
     with weights_written_back(llm):
         llm.sleep_mode._sleep(2)
         llm.sleep_mode._wake_up(None)
@@ -394,7 +394,7 @@ def slept_without_the_row(llm: Any, reference: Any) -> dict[str, Any]:
 
 @contextmanager
 def weights_written_back(llm: Any) -> Iterator[None]:
-    """What a weight sync would do at the end of the block: every weight, and no buffer, as it was before."""
+    """Restore every weight, and no buffer, at the end of the block, as a weight sync would."""
     import torch
 
     from verl_patches.memory.sleep_mode import weights_of
@@ -411,7 +411,7 @@ def _spoilt(tensors: Any) -> int:
 
 
 def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
-    """One check of a case."""
+    """Run one check of a case."""
     import torch_npu
 
     found, route = {}, torch_npu.npu_moe_gating_top_k
@@ -431,7 +431,7 @@ def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer."""
+    """Run all cases and return their results."""
     import gc
 
     import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker

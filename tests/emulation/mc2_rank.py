@@ -1,4 +1,4 @@
-"""Engines on one rank that decode by MC2."""
+"""Run engines that decode by MC2 on a rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}, 
 
 
 def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, Any]]:
-    """Emulated engines of DP x TP ranks one after the other, each with vLLM's groups made anew.
+    """Run emulated engines of DP x TP ranks one after the other, each with new groups of vLLM.
 
-    A case has `graphs`, whether decode is compiled, and `without`, rows in whose places upstream's objects are. The
-    answer of each: ranks, name and options of the EP group's communicator and, of an engine that decodes, what
-    `compare` gives, those of MC2's, how MC2 has used it, and whether it outlives vLLM's groups; else the error.
+    A case has `graphs`, whether decode is compiled, and `without`, patches replaced by upstream's objects. The result
+    of each has ranks, name and options of the EP group's communicator and, if the engine decodes, the result of
+    `compare`, those facts of MC2's group, how MC2 has used it, and whether it outlives vLLM's groups; else the error.
     """
     from vllm.distributed import parallel_state
 

@@ -1,4 +1,4 @@
-"""What heartbeats cost, on gloo ranks: for tests/benchmarks/heartbeat.py."""
+"""Measure the cost of heartbeats on gloo ranks, for tests/benchmarks/heartbeat.py."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ TIMES = 2000
 
 
 def measure(groups: int, folder: str) -> dict[str, float]:
-    """On each rank: seconds of CPU of a beat, a phase and a call."""
+    """Return CPU seconds of a beat, a phase and a call on this rank."""
     import torch.distributed as dist
 
     from verl_patches.heartbeat.heartbeat import Heartbeat

@@ -1,4 +1,4 @@
-"""A launcher whose driver is code of the test."""
+"""Start a launcher whose driver is the test's own code."""
 
 import json
 import sys

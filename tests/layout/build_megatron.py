@@ -1,7 +1,7 @@
-"""Build real Megatron GPTModels rank by rank, by verl's own path, and say what they hold; in a process of its own.
+"""Build real Megatron GPTModels rank by rank, by verl's own path, in a process of its own, and list their tensors.
 
 Megatron's own initialize_model_parallel forms the groups, on torch's fake backend, which pretends that the other ranks
-exist. One more liberty, which holds no parameters: an attention core that does nothing (Megatron's own refuses CP).
+exist. The attention core, which has no parameters, is also replaced: it does nothing (Megatron's own refuses CP).
 """
 
 import functools
@@ -38,7 +38,7 @@ class NoCore(torch.nn.Module):
 
 
 def of_chunk(model) -> dict:
-    """What the model says of itself, once each router has put its bias back to fp32, as it does in a forward pass."""
+    """Return the facts of a model chunk, after each router has cast its bias back to fp32 as in a forward pass."""
     for module in model.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
@@ -79,9 +79,9 @@ def run_case(config: dict, layout: ParallelLayout, ranks: list[int], overrides: 
 
 
 def held(cases: dict[str, tuple]) -> dict[str, list[dict]]:
-    """{name: rows}; a case: HF config, layout, ranks, overrides of Megatron's configuration.
+    """Return {name: rows} of cases; a case is HF config, layout, ranks, overrides of Megatron's configuration.
 
-    A row, of a rank: {rank, groups: {name: ranks}, chunks: [{tensors: {name: [shape, dtype, cut axis]}, layers,
+    A row is a rank's: {rank, groups: {name: ranks}, chunks: [{tensors: {name: [shape, dtype, cut axis]}, layers,
     experts, first_word}]}.
     """
     dist.new_group, gpt_layer_specs.DotProductAttention = fake_group, NoCore

@@ -1,7 +1,7 @@
 """Build real vLLM DeepSeek-V3 models rank by rank, in a process of its own.
 
-vLLM's own initialize_model_parallel forms the groups. Every group it asks for gets torch's fake backend, which pretends
-that the other ranks exist, and no shared-memory queue, which would wait for them.
+vLLM's own initialize_model_parallel forms the groups. Each group gets torch's fake backend, which pretends that the
+other ranks exist, and no shared-memory queue, which would wait for them.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching.engine import start
 from verl_patches.patching.switches import from_environment
 
-# vLLM's stand-ins only, as the wheel's compiled ops do not load here; none over a row of the recipe
+# vLLM's stand-ins only, as the wheel's compiled ops do not load here; none that wraps a patch of the recipe.
 start([row for row in cpu_rows.VLLM if not row.needs], from_environment()).apply()
 
 import torch  # noqa: E402
@@ -39,14 +39,14 @@ _init_group = parallel_state.init_model_parallel_group
 
 
 def quiet_group(group_ranks, local_rank, backend, use_message_queue_broadcaster=False, group_name=None):
-    """A group without the shared-memory queue, which waits for its other ranks to connect."""
+    """Make a group without the shared-memory queue, which waits for its other ranks to connect."""
     return _init_group(group_ranks, local_rank, backend, False, group_name)
 
 
 parallel_state.init_model_parallel_group = quiet_group
-# the real one broadcasts a pickled object; under the fake backend other ranks "receive" uninitialised sizes
+# The real one broadcasts a pickled object; under the fake backend other ranks "receive" uninitialised sizes.
 parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
-resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # should another such broadcast be added: fail, not swap
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # fail if another such broadcast is added
 
 
 def engine_config(case: dict, rank: int):
@@ -70,7 +70,7 @@ def engine_config(case: dict, rank: int):
 
 @contextlib.contextmanager
 def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
-    """vLLM's model of one rank, among its groups.
+    """Build vLLM's model of one rank inside its groups.
 
     case: {config: HF config, instances, dp, tp, expert_parallel}.
     """
@@ -90,7 +90,7 @@ def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
 
 
 def groups() -> dict[str, list[int]]:
-    """The ranks of this rank's groups, inside `model_of`."""
+    """Return the ranks of this rank's groups, inside `model_of`."""
     return {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "dp", "ep")}
 
 

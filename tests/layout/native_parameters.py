@@ -1,7 +1,7 @@
-"""HF tensors packed by hand as a training library holds them: its own names, joined and stacked, by rank and chunk.
+"""Pack HF tensors by hand as a training library holds them: its own names, joined and stacked, by rank and chunk.
 
-Compared with real Megatron models in test_real_models.py. Megatron numbers layers and experts on each rank, and joins
-gate and up into `linear_fc1`.
+test_real_models.py compares the result with real Megatron models. Megatron numbers layers and experts on each rank, and
+joins gate and up into `linear_fc1`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_patches.reshard.region import Region, region_of
 GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
 _EXPERTS = "decoder.layers.{layer}.mlp.experts."
 GROUPED = {GATE: f"{_EXPERTS}weight1", UP: f"{_EXPERTS}weight1", DOWN: f"{_EXPERTS}weight2"}
-# how parameters are stored -> library that cuts them, name of each kind's parameter
+# storage of parameters -> library that cuts them, name of each kind's parameter
 STORAGES = {
     "local": ("megatron-local", MEGATRON_NAMES),
     "te": ("megatron-te", MEGATRON_NAMES),  # respelled below
@@ -30,7 +30,7 @@ Stack = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    """The region of its HF tensor."""
+    """Return the region of the parameter's HF tensor."""
     return whole.narrow(region.axis, region.start, region.rows)
 
 
@@ -42,9 +42,9 @@ def pack(
     storage: str,
     stack_up: Stack | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """What `rank` holds of the HF `tensors`, by native name, chunk by chunk; on device meta only shapes are made.
+    """Return the part of the HF `tensors` on `rank`, by native name, for each chunk; device meta makes shapes only.
 
-    stack_up: in place of the library's stack of all local experts' gate and up.
+    stack_up replaces the library's stack of all local experts' gate and up.
     """
     library, names = STORAGES[storage]
     shards = local_parameters(inventory, layout, rank, library).shards.values()
@@ -73,7 +73,7 @@ def _in_chunk(parameter: Parameter, number: int, layers: range, layout: Parallel
 
 
 def _stack(name: str, pieces: list[torch.Tensor], stack_up: Stack | None) -> torch.Tensor:
-    """Each expert's transposed matrix after the other in memory, in the shape that GroupedMLP gives it."""
+    """Stack the experts' transposed matrices one after the other in memory, in GroupedMLP's shape."""
     if not name.endswith((".experts.weight1", ".experts.weight2")):
         assert len(pieces) == 1, name
         return pieces[0].clone()

@@ -1,4 +1,4 @@
-"""A HF folder as DeepSeek publishes it, after conversion of its weights to bf16: config.json still says fp8."""
+"""Make a HF folder as DeepSeek publishes it, with weights converted to bf16 and a config.json that still says fp8."""
 
 import json
 
@@ -6,7 +6,7 @@ from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 
 
 def as_published(folder, public):
-    """Give `folder` (a tiny model's) the keys of `public`, fp8 entry too, and an MTP layer's tensors; returns it."""
+    """Add the keys of `public`, fp8 entry included, and an MTP layer's tensors to a tiny model's folder; return it."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Memory groups as real storages, which a scheduler moves and a ledger measures."""
+"""Make memory groups of real storages, which a scheduler moves and a ledger measures."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SIZES = {
 
 
 class Buffer:
-    """A handler of one storage, which logs each move that has an effect."""
+    """Handle one storage and log each move that has an effect."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -58,7 +58,7 @@ class Buffer:
 
 @pytest.fixture
 def made():
-    """made(groups, stays) -> (scheduler, log of moves, handlers); its ledger is strict and measures the storages."""
+    """Return made(groups, stays) -> (scheduler, log of moves, handlers), whose strict ledger measures the storages."""
 
     def make(groups=tuple(SIZES), stays=(), schedule=SCHEDULE, action="strict", rank=0):
         log = []

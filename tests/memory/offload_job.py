@@ -1,6 +1,6 @@
-"""Tests of offload over Megatron's real DDP and Adam: functions that test_offload.py runs on gloo ranks.
+"""Test offload over Megatron's real DDP and Adam, in functions that test_offload.py runs on gloo ranks.
 
-Under the rows of VERL_PATCHES and without MindSpeed. Each raises if what its name says does not hold.
+They run with the patches of VERL_PATCHES and without MindSpeed. Each raises if the statement of its name is false.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from verl_patches.worker.memory import Trained
 
 
 def failures(names):
-    """{name: traceback of that function, "" if it holds}."""
+    """Return {name: traceback of that function, "" if it passes}."""
     parallel_state.initialize_model_parallel()
     texts = {}
     for name in names:
@@ -57,7 +57,7 @@ def failures(names):
 
 
 def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
-    """Two chunks of an actor and a reference: offloaded, loaded for log-probs, then for training."""
+    """Offload two chunks of an actor and a reference, load them for log-probs, then for training."""
     torch.manual_seed(0)
     chunks, reference = [chunk(), chunk(experts=False)], torch.nn.Linear(2, 3)
     both, full = Params([*chunks, reference]), sizes(chunks)
@@ -81,7 +81,7 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
 
     load(chunks)
     assert sizes(chunks) == full and gradients() == {0}
-    assert same(views, [p.view(-1) for p in chunks[0].parameters()])  # of the same memory
+    assert same(views, [p.view(-1) for p in chunks[0].parameters()])  # views of the same memory
     with torch.no_grad():
         for parameter in (p for each in chunks for p in each.parameters()):
             parameter.add_(1)
@@ -98,7 +98,7 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
 
 
 def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
-    """Three steps with everything offloaded between them, against the same without; `Counted` sees every copy."""
+    """Compare three steps with everything offloaded between them to three without; `Counted` counts every copy."""
     for dtype in (FP32, BF16):
         plain, offloaded, steps = trained(dtype), trained(dtype), []
         for number in range(3):
@@ -159,7 +159,7 @@ def a_storage_that_other_code_changed_is_refused_by_name():
 
 
 class Upstream:
-    """verl's worker as far as checkpoints and the ledger look at it; `save` and `load` are its own bodies."""
+    """Stand in for verl's worker for checkpoints and the ledger; `save` and `load` are verl's own functions."""
 
     _is_actor, _is_rollout, _is_ref = True, False, False
 
@@ -174,7 +174,7 @@ class Upstream:
 
 
 def worker_of(chunks, optimizer, offload=True):
-    """The recipe's worker over `Upstream`."""
+    """Return the recipe's worker over `Upstream`."""
     from verl_patches.worker.recipe_worker import RecipeWorker
 
     megatron = {"param_offload": True, "optimizer_offload": offload}
@@ -184,13 +184,13 @@ def worker_of(chunks, optimizer, offload=True):
     context().schedule, context().stays = None, frozenset()
     worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = Trained(chunks, optimizer, None)
-    worker.checkpoint = None  # as with row checkpoint.parts off: verl's own bodies are called
+    worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
     return worker
 
 
 @contextlib.contextmanager
 def started(worker):
-    """The scheduler of this process, which moves the memory of `worker`."""
+    """Start the scheduler of this process, which moves the memory of `worker`."""
     worker.memory.start(worker, worker.trained)
     try:
         yield context().scheduler
@@ -199,7 +199,7 @@ def started(worker):
 
 
 def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
-    """Row memory.order: loaded weights are copied to the host, weights that were saved are not."""
+    """Check patch memory.order: loaded weights are copied to the host, saved weights are not."""
     chunks, optimizer = trained(BF16)
     worker, before = worker_of(chunks, optimizer), weights(chunks)
     loads, offloads = (
@@ -234,10 +234,10 @@ def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
 
 
 def states_that_a_resume_makes_are_offloaded_too():
-    """In fp32: load_checkpoint makes the states."""
+    """Check this in fp32, where load_checkpoint makes the states."""
 
     def bytes_of(case):
-        """Bytes of states in load_checkpoint, after it, in the update."""
+        """Return the bytes of states in load_checkpoint, after it, and in the update."""
         chunks, optimizer = trained(FP32)
         worker, held = worker_of(chunks, optimizer, offload=case == "moved"), []
 
@@ -263,9 +263,9 @@ def states_that_a_resume_makes_are_offloaded_too():
 
 
 def a_checkpoint_uses_the_host_copies_of_the_schedule():
-    """Only weights, which the schedule leaves on the device after an update, are copied: instead of at their offload.
+    """Check that only weights, which stay on the device after an update, are copied, in place of at their offload.
 
-    What the checkpoint reads stays until that update's states are offloaded, which is why an update waits for it.
+    The memory that the checkpoint reads stays until the next update's states are offloaded, so an update waits for it.
     """
     chunks, optimizer = trained(BF16)
     worker = worker_of(chunks, optimizer)
@@ -299,13 +299,13 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
 
 
 def checkpointed(chunks, optimizer):
-    """Weights, main parameters and moments."""
+    """Return weights, main parameters and moments."""
     shards = [tensor for shard in optimizer_shards(optimizer) for tensor in shard.states.values()]
     return [*(p.detach() for each in chunks for p in each.parameters()), *shards]
 
 
 def every_group_of_a_worker_is_watched():
-    """Also memory that a sync leaves behind."""
+    """Check that the ledger watches every group, memory that a sync leaves behind included."""
     chunks, optimizer = trained(BF16)
     attention = torch.nn.Linear(4, 6, bias=False)
     attention.impl = SimpleNamespace(W_UV=attention.weight.data.clone(), W_UK_T=attention.weight.data.t())

@@ -1,4 +1,4 @@
-"""Megatron's real DDP and Adam, small, and a count of copies; no size is a multiple of an alignment."""
+"""Make small real DDP and Adam of Megatron, and count copies; no size is a multiple of an alignment."""
 
 import megatron.core.optimizer
 import torch
@@ -18,10 +18,10 @@ if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a
 
 
 class Counted(torch.overrides.TorchFunctionMode):
-    """Counts copies between host and device, and new host memory, from outside: by the tensor calls that make them.
+    """Count copies between host and device, and new host memory, by the tensor calls that make them.
 
-    On a CPU nothing says on which side a tensor is, and `.to` copies nothing: `host`, shared by all that count the same
-    objects, holds the storages that `.to("cpu")` sent there. The device is what torch.cuda.current_device() gives.
+    On a CPU a tensor does not tell its side, and `.to` copies nothing: `host`, shared by all counters of the same
+    objects, holds the storages that `.to("cpu")` sent there. The device is torch.cuda.current_device().
     """
 
     def __init__(self, host=None):
@@ -53,7 +53,7 @@ class Counted(torch.overrides.TorchFunctionMode):
 
 
 def chunk(experts=True, dtype=FP32, distributed=True):
-    """A chunk with dense parameters and one of an expert, marked by `allreduce`."""
+    """Make a chunk with dense parameters and one of an expert, marked by `allreduce`."""
     module = torch.nn.Module()
     for number in range(5):
         module.register_parameter(f"dense{number}", torch.nn.Parameter(torch.randn(8, 3 + number).to(dtype)))
@@ -64,7 +64,7 @@ def chunk(experts=True, dtype=FP32, distributed=True):
 
 
 def in_ddp(module, dtype, distributed=True):
-    """`module` as Megatron trains it."""
+    """Wrap `module` in DDP as Megatron trains it."""
     shape = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
     config = module.config = TransformerConfig(**shape, bf16=dtype == BF16, params_dtype=dtype)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
@@ -72,7 +72,7 @@ def in_ddp(module, dtype, distributed=True):
 
 
 def trained(dtype=FP32, distributed=True):
-    """Two chunks and their optimizer, equal at every call."""
+    """Make two chunks and their optimizer, equal at every call."""
     torch.manual_seed(1)
     chunks = [chunk(True, dtype, distributed), chunk(False, dtype, distributed)]
     types = {"bf16": dtype == BF16, "params_dtype": dtype, "use_distributed_optimizer": distributed}
@@ -81,7 +81,7 @@ def trained(dtype=FP32, distributed=True):
 
 
 def step(chunks, optimizer, number):
-    """One update with gradients of that number; its gradient norm."""
+    """Make an update with gradients seeded by the number and return the gradient norm."""
     torch.manual_seed(100 + number)
     for one in chunks:
         one.zero_grad_buffer()
@@ -92,7 +92,7 @@ def step(chunks, optimizer, number):
 
 
 def load(chunks, optimizer=None):
-    """All of the actor is on the device."""
+    """Load all of the actor to the device."""
     Params(chunks).load()
     Grads(chunks).alloc()
     if optimizer is not None:
@@ -100,7 +100,7 @@ def load(chunks, optimizer=None):
 
 
 def offload(chunks, optimizer=None):
-    """Nothing of the actor is on the device."""
+    """Offload all of the actor from the device."""
     Grads(chunks).free()
     Params(chunks).offload()
     if optimizer is not None:
@@ -108,7 +108,7 @@ def offload(chunks, optimizer=None):
 
 
 def states_of(optimizer):
-    """Adam's states of every parameter."""
+    """Return Adam's states of every parameter."""
     return [state for one in optimizer.chained_optimizers for state in one.optimizer.state.values()]
 
 
@@ -125,7 +125,7 @@ def same(one, other):
 
 
 def sizes(chunks):
-    """Bytes in the storages of each kind."""
+    """Return the bytes in the storages of each kind."""
     totals = {}
     for kind in ("buffers", "expert_parallel_buffers"):
         for name in ("param_data", "grad_data"):
@@ -135,12 +135,12 @@ def sizes(chunks):
 
 
 def moves():
-    """["load actor_params", ...] since the last call."""
+    """Return the moves since the last call: ["load actor_params", ...]."""
     return [f"{move['verb']} {move['group']}" for move in counters.take_moves()]
 
 
 def refused(action):
-    """The error of `action`, "" if there is none."""
+    """Return the error of `action`, "" without one."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Transformers' answer for the tiny model, which the model tests compare with, and jobs on line a3's own model."""
+"""Provide transformers' results for the tiny model, the reference of the model tests, and jobs on line a3's model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.layout.public_folder import as_published
 
 PUBLIC = Path(__file__).resolve().parents[1] / "layout" / "deepseek_v3_public_config.json"
-LENGTHS, WIDTH = (150, 97, 131), 160  # beyond the 64 tokens that yarn starts from
+LENGTHS, WIDTH = (150, 97, 131), 160  # beyond the 64 tokens where yarn starts
 
 
 def _make_batch():
@@ -30,7 +30,7 @@ def _make_batch():
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory, tiny_model):
-    """transformers' answer in fp32, each sequence by itself, and the folder that holds model and batch.pt.
+    """Return transformers' results in fp32, each sequence by itself, and the folder that holds model and batch.pt.
 
     The model's config.json and extra tensors are then made those of a published folder (tests/layout).
 
@@ -63,10 +63,10 @@ def reference(tmp_path_factory, tiny_model):
 
 @pytest.fixture(scope="session")
 def run_a3(a3_sources, reference, run_ranks):
-    """run_a3("file:function", layout, *arguments, dtype, off, **sizes): what it returns on every rank.
+    """Return run_a3("file:function", layout, *arguments, dtype, off, **sizes), which lists each rank's result.
 
-    layout: (ranks, sizes) of mindspeed_start.LAYOUTS, over which `sizes` go. The function, which gets the folder of
-    `reference` and the engine's configuration before `arguments`, runs once the engine has been started.
+    layout: (ranks, sizes) of mindspeed_start.LAYOUTS; `sizes` override it. The function gets the folder of `reference`
+    and the engine's configuration before `arguments`, and runs once the engine has been started.
     """
     from tests.model.mindspeed_start import engine_config
 

@@ -1,4 +1,4 @@
-"""Cases of the tests of model/log_prob.py, with answers by the plain formula, and what one rank does under the rows."""
+"""Define cases for the tests of model/log_prob.py, their results by the plain formula, and the work of a rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ROWS_OF_A_CHUNK = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Logits [T, V] = offset + scale * normal; a weight of 0: that result is not in the loss; of None: it is
-    not computed."""
+    """Describe logits [T, V] = offset + scale * normal and the weights of the results in the loss.
+
+    A result with weight 0 is not in the loss; one with None is not computed."""
 
     tokens: int = 10  # not a multiple of the chunk
     words: int = 64
@@ -32,7 +33,7 @@ class Case:
     masked: int = 0  # tokens at the start without weight
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [T, V], labels [T]), the same in every process; every eighth label is the last word."""
+        """Return (logits [T, V], labels [T]), the same in every process; every eighth label is the last token id."""
         generator = torch.Generator().manual_seed(7)
         logits = self.offset + self.scale * torch.randn(self.tokens, self.words, generator=generator)
         labels = torch.randint(0, self.words, (self.tokens,), generator=generator)
@@ -40,7 +41,7 @@ class Case:
         return logits.to(self.dtype), labels
 
     def loss(self, log_probs: torch.Tensor, entropy: torch.Tensor | None = None) -> torch.Tensor:
-        """A weighted sum of both, with another weight for each token."""
+        """Return a weighted sum of both, with another weight for each token."""
         weights = torch.linspace(-1, 1, self.tokens, dtype=log_probs.dtype)
         weights = weights.masked_fill(torch.arange(self.tokens) < self.masked, 0.0)
         total = log_probs.new_zeros(())
@@ -50,7 +51,7 @@ class Case:
         return total
 
     def expected(self) -> dict[str, Any]:
-        """log_probs, entropy [T] and gradient [T, V], in float64."""
+        """Return log_probs, entropy [T] and gradient [T, V], in float64."""
         logits, labels = self.inputs()
         logits = logits.double().requires_grad_()
         every = logits.log_softmax(dim=-1)
@@ -77,7 +78,7 @@ CASES = {
 
 
 def start_tensor_parallel() -> None:
-    """Megatron's groups: all ranks are one tensor-parallel group."""
+    """Make Megatron's groups with all ranks in one tensor-parallel group."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -85,9 +86,9 @@ def start_tensor_parallel() -> None:
 
 
 def answer(case: Case) -> dict[str, torch.Tensor]:
-    """log_probs, entropy [T], and this rank's part of the gradient [T, V/tp]; in chunks of ROWS_OF_A_CHUNK tokens.
+    """Compute log_probs, entropy [T], and this rank's part of the gradient [T, V/tp] in small chunks.
 
-    By the functions that verl's actor calls, in its order.
+    A chunk has ROWS_OF_A_CHUNK tokens. The functions are those that verl's actor calls, in its order.
     """
     from verl.workers.actor import megatron_actor
 
@@ -105,7 +106,7 @@ def answer(case: Case) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def all_reduce_left_out(number: int):
-    """The `number`-th all-reduce of this module does nothing."""
+    """Skip the `number`-th all-reduce of model/log_prob.py."""
     calls = iter(range(100))
 
     def all_reduce(tensor, **kwargs):
@@ -117,12 +118,12 @@ def all_reduce_left_out(number: int):
 
 
 def without_maximum():
-    """The largest logit counts as 0."""
+    """Take 0 for the largest logit."""
     return mock.patch.object(torch.Tensor, "amax", lambda tensor, dim: tensor.new_zeros(len(tensor)))
 
 
 def answers() -> dict[str, dict]:
-    """Of every case, and of case `both` with one thing left out each."""
+    """Return the `answer` of each case, and of case `both` with one step left out each time."""
     start_tensor_parallel()
     found = {name: answer(case) for name, case in CASES.items()}
     for number in range(3):
@@ -134,13 +135,13 @@ def answers() -> dict[str, dict]:
 
 
 def both_in_the_loss() -> str:
-    """The error of a loss with log-probs and entropy of the same logits, "" if there is none."""
+    """Return the error of a loss with log-probs and entropy of the same logits, "" without an error."""
     start_tensor_parallel()
     return _error(lambda: answer(CASES["both"]))
 
 
 def in_place() -> dict[str, object]:
-    """How often collectives are called; where the gradient is; what a second backward and other uses say."""
+    """Return whether the gradient is in place, the number of collectives, and errors of wrong uses."""
     start_tensor_parallel()
     case, found = CASES["both"], {}
     logits, labels = case.inputs()

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of Megatron's own checkpoint: load it as Megatron does, and compare."""
+"""Load Megatron's own checkpoint on a rank as Megatron does, and compare parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from verl_patches.reshard.parameters import named_weights
 
 
 def load_checkpoint_job(model: Path, config, folder: Path, args) -> list[str]:
-    """Parameters that core_r0.8.0's load_checkpoint reads from `folder` in another way than we from the HF model.
+    """Return parameters that core_r0.8.0's load_checkpoint reads from `folder` but that differ from the HF model's.
 
-    As with --load FOLDER --no-load-optim --no-load-rng, strict. The model holds NaN before.
+    It loads as with --load FOLDER --no-load-optim --no-load-rng, strict. The model holds NaN before.
     """
     from megatron.training import checkpointing
 
@@ -30,7 +30,7 @@ def load_checkpoint_job(model: Path, config, folder: Path, args) -> list[str]:
 
 
 def our_loader_job(model: Path, config, folder: Path, args) -> list[str]:
-    """Parameters that differ between our loader of the Megatron folder and that of the HF model."""
+    """Return parameters that differ between our loader of the Megatron folder and that of the HF model."""
     from verl_patches.weights.load import load_weights
 
     expected, found = _build(model / "model", args, True), _build(model / "model", args, False)
@@ -61,7 +61,7 @@ def _unlike(found, expected) -> list[str]:
 
 
 def load_state_dict_job(model: Path, folders: dict[str, Path]) -> dict[str, list[str]]:
-    """{layout: parameters that differ after model.load_state_dict(strict=True) of this rank's file}, on line pypi."""
+    """Return {layout: parameters that differ after load_state_dict(strict=True) of this rank's file}, on line pypi."""
     from tests.model.megatron_model import start_parallel
     from verl_patches.weights.megatron import ITERATION, rank_files
 

@@ -15,7 +15,7 @@ from verl.utils.megatron_utils import get_model
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.weights.load import load_weights
 
-_loads = itertools.count()  # of this process; the same on every rank
+_loads = itertools.count()  # the layout of this process; the same on every rank
 
 
 def start_parallel(layout: ParallelLayout, seed: int = 42) -> None:
@@ -45,7 +45,7 @@ def build_model(
     distributed_optimizer: bool = False,
     line: str = "pypi",
 ):
-    """(chunks, transformer config, HF config) of this rank for the HF folder, with its weights unless `load` is False.
+    """Return (chunks, transformer config, HF config) of this rank for a HF folder, with weights unless not `load`.
 
     Follows `verl.workers.megatron_workers.ActorRolloutRefWorker._build_model_optimizer`: config converter, model
     initializer, wrappers.
@@ -66,7 +66,7 @@ def build_model(
 
 
 def converted(folder: Path, cases: list[tuple[dict, dict]]) -> list[dict | str]:
-    """Fields of verl's config, or its error, of (changes of the HF config, overrides)."""
+    """Return fields of verl's config for (changes of the HF config, overrides), or the error."""
     parallel_state.initialize_model_parallel()
     found: list[dict | str] = []
     for changes, overrides in cases:

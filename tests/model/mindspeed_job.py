@@ -1,4 +1,4 @@
-"""What one rank does in the tests of line a3: parity, updates and micro batches; see mindspeed_start.py."""
+"""Run parity, updates and micro batches on a rank of line a3's tests, which mindspeed_start.py starts."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ RESPONSE = 16  # tokens
 
 
 def build(model: Path, args, with_ddp: bool = True):
-    """`build_model` of this line."""
+    """Build the model of this line as `build_model`."""
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     return build_model(model, args.params_dtype, wrap_with_ddp=with_ddp, line="a3")
 
 
 def parity_job(folder: Path, config, args) -> dict:
-    """What parity_job.py finds of any model, and the layers of this rank."""
+    """Return the findings of parity_job.py, and the layers of this rank."""
     built = build(folder / "model", args)
     layers = [layer.layer_number for chunk in unwrap_model(built[0]) for layer in chunk.decoder.layers]
     return {**answers(built, folder, "a3"), "layers": layers}
 
 
 def bf16_job(folder: Path, config, args) -> dict:
-    """`in_bf16` of this line's model."""
+    """Return `in_bf16` of this line's model."""
     return in_bf16(build(folder / "model", args), folder)
 
 
 def controls_job(folder: Path, config, args) -> dict:
-    """Logits as they should be, and with one thing wrong each.
+    """Return correct logits, and logits with one fault each.
 
-    columns: weight1 filled as its shape [H, e * 2F] says, the published mistake, instead of as view(e, H, 2F).
+    The fault "columns" fills weight1 by its shape [H, e * 2F], a published mistake, instead of as view(e, H, 2F).
     """
 
     def by_columns(tensor):
@@ -64,7 +64,7 @@ def controls_job(folder: Path, config, args) -> dict:
 
 
 def attention_job(folder: Path, config, args) -> list[dict[str, int]]:
-    """How often our model code waits for lengths, works out places and attends, after one forward and after two."""
+    """Count how often our model code waits for lengths, computes places and attends, in one forward and in two."""
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     chunks, config, hf_config = build(model, args, with_ddp=False)
     calls = {
@@ -80,7 +80,7 @@ def attention_job(folder: Path, config, args) -> list[dict[str, int]]:
 
 
 def _count(holder, name: str) -> list:
-    """A list that gets (file of the caller, arguments) of every call of holder.name from here on."""
+    """Return a list that gets (file of the caller, arguments) of each later call of holder.name."""
     seen, original = [], getattr(holder, name)
 
     @functools.wraps(original)
@@ -93,7 +93,7 @@ def _count(holder, name: str) -> list:
 
 
 def start_worker(folder: Path, config, role: str = "actor_rollout"):
-    """(verl's worker without a rollout, {name: tensor} of this rank's share of 4 prompts x 2 responses)."""
+    """Return verl's worker without a rollout, and {name: tensor} of this rank's share of 4 prompts x 2 responses."""
     from verl.workers.megatron_workers import ActorRolloutRefWorker
 
     class Trainer(ActorRolloutRefWorker):
@@ -115,7 +115,7 @@ def start_worker(folder: Path, config, role: str = "actor_rollout"):
 
 
 def update_of(worker, tensors) -> tuple[torch.Tensor, dict]:
-    """(log-probs before it, metrics) of one update by verl's actor, in micro batches of one."""
+    """Make one update by verl's actor in micro batches of one; return (log-probs before it, metrics)."""
     data = DataProto.from_dict(dict(tensors))
     data.meta_info["micro_batch_size"] = 1
     log_probs, _ = worker.actor.compute_log_prob(data)
@@ -124,9 +124,9 @@ def update_of(worker, tensors) -> tuple[torch.Tensor, dict]:
 
 
 def worker_job(folder: Path, config, args) -> dict:
-    """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics.
+    """Make two updates by verl's own worker and actor; return log-probs before each, and the actor's metrics.
 
-    `calls`: how often what a key of recipe.train switches on was called. `load`: of experts, with recipe.expert_load.
+    `calls` counts the functions that keys of recipe.train switch on; `load` is the experts' with recipe.expert_load.
     """
     import fused_weight_gradient_mlp_cuda
     import mindspeed.ops.gmm
@@ -152,10 +152,10 @@ def worker_job(folder: Path, config, args) -> dict:
 
 
 def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
-    """Two updates; with `bad_rank` a third, in which the gradients of one parameter of that rank are NaN, and a fourth.
+    """Make two updates; with `bad_rank` a third, with NaN gradients of one parameter on that rank, and a fourth.
 
-    Returns metrics and weights of each. `events` of the second: "sync" where a bucket's reduction starts, "grad NAME"
-    where backward reaches a parameter, "forward". And Adam's groups.
+    Returns metrics and weights of each, the `events` of the second ("sync" when a bucket's reduction starts, "grad
+    NAME" when backward reaches a parameter, "forward"), and Adam's groups.
     """
     worker, tensors = start_worker(folder, config)
     chunk, optimizers = worker.actor_module[0], single_optimizers(worker.actor_optimizer)
@@ -194,7 +194,7 @@ def _watch(chunk, events: list[str]) -> None:
 
 
 def _watch_biases() -> list:
-    """Gets (tokens by expert on this rank, rate) of each update of the correction biases."""
+    """Record (tokens by expert on this rank, rate) of each update of the correction biases."""
     from mindspeed_llm.core.distributed import finalize_model_grads as module
 
     seen, original = [], module.get_updated_expert_bias
@@ -212,13 +212,13 @@ def _watch_biases() -> list:
 
 
 def _spoil(chunk):
-    """A hook that turns the gradient of a layer's weight into NaN, and with it that of nothing else."""
+    """Register a hook that turns the gradient of one layer's weight, and no other, into NaN."""
     last = chunk.module.decoder.layers[-1]
     return last.mlp.router.weight.register_hook(lambda grad: grad * float("nan"))
 
 
 def reference_job(folder: Path, config, args) -> dict:
-    """{micro batch of the reference: (its log-probs, its forward passes)}."""
+    """Return {size of the reference's micro batch: (its log-probs, its forward passes)}."""
     worker, tensors = start_worker(folder, config, role="ref")
     passes, found = [], {}
     worker.ref_module[0].register_forward_pre_hook(lambda *_: passes.append(1))
@@ -234,9 +234,9 @@ def reference_job(folder: Path, config, args) -> dict:
 
 
 def batches_job(folder: Path, config, boundaries: bool, args) -> dict:
-    """Two updates: log-probs and entropy before each, grad_norm, weights afterwards, and the passes' input shapes.
+    """Make two updates; return log-probs and entropy before each, grad_norm, final weights and passes' input shapes.
 
-    Without `boundaries` attention takes the packed sequences of a micro batch for one.
+    Without `boundaries` attention treats the packed sequences of a micro batch as one.
     """
     worker, tensors = start_worker(folder, config)
     tensors = _unequal(tensors)
@@ -266,12 +266,12 @@ def batches_job(folder: Path, config, boundaries: bool, args) -> dict:
 
 
 def _first(count: int) -> int:
-    """The number of this rank's first sample; each replica has `count`."""
+    """Return the number of this rank's first sample; each replica has `count`."""
     return mpu.get_data_parallel_rank() * count
 
 
 def _unequal(tensors: dict) -> dict:
-    """The samples of `start_worker` with padding on both sides, which differs for each of all ranks' samples."""
+    """Return the samples of `start_worker` padded on both sides, by another amount for each sample of all ranks."""
     mask = tensors["attention_mask"].clone()
     for row in range(len(mask)):
         number = _first(len(mask)) + row

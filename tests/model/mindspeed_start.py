@@ -1,4 +1,4 @@
-"""A rank of a line a3 test: engine start under the rows, as in a worker, and then the test's function."""
+"""Start a rank of a line a3 test: the engine with our patches, as in a worker, and then the test's function."""
 
 import dataclasses
 import importlib
@@ -74,7 +74,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 
 
 def rows():
-    """The rows of this line that a rank without verl's loop needs."""
+    """Return the patches of this line that a rank without verl's loop needs."""
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
     shared += [
         row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER
@@ -85,7 +85,7 @@ def rows():
 
 
 def run(job: str, config: Any, *arguments: Any) -> Any:
-    """What "module:function" returns for (*arguments, Megatron's arguments), once the engine has been started.
+    """Start the engine and return what "module:function" returns for (*arguments, Megatron's arguments).
 
     config: verl's actor_rollout_ref section with the facts of the run.
     """
@@ -100,10 +100,10 @@ def run(job: str, config: Any, *arguments: Any) -> Any:
 
 
 def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
-    """{case: Megatron's arguments, or what refuses them}; with `early`, what `prepare` says once that is imported.
+    """Return {case: Megatron's arguments, or the error}; with `early`, the error of `prepare` after that import.
 
-    A case: {"world_size", "config" (the section a worker sees), "hf" (config.json)}; the process is prepared for the
-    one called base.
+    A case is {"world_size", "config" (the section of a worker), "hf" (config.json)}; the process is prepared for the
+    case called base.
     """
     engine.start(rows(), from_environment()).apply()
     import torch

@@ -1,4 +1,4 @@
-"""What one rank does in test_objective.py: first updates of SFT and DPO by verl's worker, without the loop."""
+"""Make first updates of SFT and DPO by verl's worker on a rank, without the loop, for test_objective.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MORE = ("algo=dpo", "actor_rollout_ref.actor.optim.lr=1e-12")  # moves no weight
 
 
 def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, float]]:
-    """{objective: (loss, gradient norm)} of updates of SAMPLES samples, pairs of two for DPO; of one replica.
+    """Return {objective: (loss, gradient norm)} of updates of one replica's SAMPLES samples, pairs of two for DPO.
 
     section: actor_rollout_ref of a run with algo=dpo; SFT's actor has no reference.
     """
@@ -53,7 +53,7 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
 
 
 def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
-    """`first_steps` on line pypi: {name: sizes of the actor's megatron section}."""
+    """Return `first_steps` on line pypi by layout; cases: {name: sizes of the actor's megatron section}."""
     found = {}
     for name, sizes in cases.items():
         more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
@@ -65,5 +65,5 @@ def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
 
 
 def a3_job(folder: Path, config: DictConfig, args) -> dict:
-    """`first_steps` on line a3."""
+    """Return `first_steps` on line a3."""
     return first_steps(config, folder)

@@ -1,4 +1,4 @@
-"""What both sides of the parity tests compute alike, and how they are compared."""
+"""Compute losses and compare logits and gradients for both sides of the parity tests."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ SAMPLES, FROM, WORD = 8, 60, 7
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the real tokens: logits [B, S, V], ids and mask [B, S]."""
+    """Return the mean cross entropy of the real tokens: logits [B, S, V], ids and mask [B, S]."""
     wanted = mask[:, 1:] & mask[:, :-1]
     return torch.nn.functional.cross_entropy(logits[:, :-1][wanted].float(), ids[:, 1:][wanted])
 
 
 def logits_error(reference, found):
-    """max |difference| over max |logit|, on real tokens."""
+    """Return max |difference| / max |logit| on real tokens."""
     mask, expected = reference["mask"], reference["logits"]
     return ((found[mask] - expected[mask]).abs().max() / expected[mask].abs().max()).item()
 
 
 def whole_gradients(ranks, layout):
-    """HF name -> gradient, put together from what every rank knows."""
+    """Return {HF name: gradient}, assembled from the parts of all ranks."""
     found = {}
     for rank in ranks:
         for region, shape, tensor in rank[layout]["gradients"]:
@@ -33,6 +33,6 @@ def whole_gradients(ranks, layout):
 
 
 def gradient_errors(expected, found):
-    """HF name -> |difference| over |gradient|, both as norms over the tensor."""
+    """Return {HF name: |difference| / |gradient|}, both as norms over the tensor."""
     assert found.keys() == expected.keys()
     return {name: ((found[name] - g).norm() / g.norm().clamp(min=1e-12)).item() for name, g in expected.items()}

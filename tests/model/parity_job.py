@@ -1,4 +1,4 @@
-"""What one rank does in the parity tests; runs under the rows."""
+"""Compute logits and gradients on a rank of the parity tests, with our patches applied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_
 
 
 def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_batches=None):
-    """Logits [B, S, V] by verl's forward, TP shards gathered; None on all but the last pipeline stage.
+    """Return logits [B, S, V] by verl's forward, gathered over TP; None except on the last pipeline stage.
 
     micro_batches: rows of each, by default one of all rows. The loss is next_token_loss of the whole batch.
     """
@@ -65,7 +65,7 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_bat
 
 
 def local_gradients(chunks, folder, line):
-    """What this rank knows of each gradient: (region, shape of the whole, tensor); parity.whole_gradients reads it."""
+    """Return this rank's part of each gradient, (region, shape of the whole, tensor), for parity.whole_gradients."""
     layout, rank = layout_of_model(chunks), torch.distributed.get_rank()
     inventory = build_inventory(replace(build_inventory(folder).model, torch_dtype="float32"))
     native = [
@@ -77,7 +77,7 @@ def local_gradients(chunks, folder, line):
 
 
 def answers(built, folder: Path, line: str = "pypi") -> dict:
-    """Of a model with DDP: logits packed and padded, what verl sends to the rollout (rank 0), gradients."""
+    """Return packed and padded logits, the weights that verl sends to the rollout (rank 0), and gradients."""
     chunks, config, hf_config = built
     batch = torch.load(folder / "batch.pt")
     found = {"packed": run(*built, batch), "padded": run(*built, batch, packed=False)}
@@ -91,7 +91,7 @@ def answers(built, folder: Path, line: str = "pypi") -> dict:
 
 
 def layouts_job(folder: Path, layouts: dict[str, dict], answers=answers) -> dict:
-    """`answers` at every layout: {name: sizes and `overrides`}."""
+    """Return `answers` at each layout; layouts: {name: sizes and `overrides`}."""
     found = {}
     for name, sizes in layouts.items():
         overrides = sizes.pop("overrides", {})
@@ -102,7 +102,7 @@ def layouts_job(folder: Path, layouts: dict[str, dict], answers=answers) -> dict
 
 
 def controls_job(folder: Path) -> dict:
-    """Logits with one thing left out each."""
+    """Return logits of the whole model, and with one part left out each time."""
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     start_parallel(ParallelLayout(torch.distributed.get_world_size()))
     left_out = {
@@ -124,7 +124,7 @@ def controls_job(folder: Path) -> dict:
 
 
 def bf16_job(folder: Path) -> dict:
-    """Correction biases after loading and after a step of a bf16 model at TP2 x EP2; what TP without SP says."""
+    """Return `in_bf16` of a model at TP2 x EP2, and the error of TP without SP."""
     model = folder / "model"
     start_parallel(ParallelLayout(torch.distributed.get_world_size(), tp=2, ep=2, etp=1))
     found = in_bf16(build_model(model, dtype=torch.bfloat16, wrap_with_ddp=True), folder)
@@ -137,7 +137,7 @@ def bf16_job(folder: Path) -> dict:
 
 
 def in_bf16(built, folder: Path) -> dict:
-    """Of a bf16 model: correction biases after loading and after a step, its logits, dtypes of all other weights."""
+    """Return a bf16 model's correction biases after loading and a step, its logits, and all other weights' dtypes."""
     chunk, batch = unwrap_model(built[0])[0], torch.load(folder / "batch.pt")
 
     def biases() -> dict[str, torch.Tensor]:

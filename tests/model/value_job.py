@@ -1,4 +1,4 @@
-"""What one rank does in the tests of critics (test_value.py): verl's CriticWorker under the rows, without the loop."""
+"""Run verl's CriticWorker on a rank with our patches, without the loop, for test_value.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verl_patches.worker.models import load_model, reference_weights
 
 
 def start_critic(section: DictConfig):
-    """The critic's worker with the layout of `section`, actor_rollout_ref; the process group is there already."""
+    """Make the critic's worker with the layout of `section`, actor_rollout_ref; the process group exists already."""
     from verl.workers.megatron_workers import CriticWorker
 
     here = context()
@@ -48,7 +48,7 @@ def start_critic(section: DictConfig):
 
 
 def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[int, torch.Tensor]:
-    """{sample: scores [M]} of the reward models of `folders`, beside the worker that `start_critic` has made."""
+    """Return {sample: scores [M]} of the reward models of `folders`, beside the worker of `start_critic`."""
     from verl.workers.megatron_workers import RewardModelWorker
 
     own = OmegaConf.to_container(section)
@@ -70,7 +70,7 @@ def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[i
 
 
 def with_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
-    """(the samples with one more token, its place in the response [B]), as algo=rm trains on them."""
+    """Return (samples with one more token, its place in the response [B]), as algo=rm trains on them."""
     longer = {name: tensor.clone() for name, tensor in tensors.items()}
     places = torch.stack([row.nonzero().max() for row in longer["attention_mask"]]) + 1
     rows = torch.arange(len(places))
@@ -80,7 +80,7 @@ def with_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
 
 
 def samples(folder: Path) -> dict[str, torch.Tensor]:
-    """This rank's share of SAMPLES samples, rows of `reference`; `returns`: one number a sample."""
+    """Return this rank's share of SAMPLES samples, rows of `reference`; `returns` is one number a sample."""
     ids, mask, position_ids = torch.load(folder / "batch.pt")
     rows = torch.arange(SAMPLES) % len(ids)
     returns = torch.linspace(-1, 1, SAMPLES)[:, None].expand(-1, ids.shape[1] - FROM)
@@ -91,13 +91,13 @@ def samples(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def values_of(worker, tensors: dict) -> dict[int, torch.Tensor]:
-    """{sample: values [R]}."""
+    """Return {sample: values [R]}."""
     values = worker.compute_values(DataProto.from_dict(dict(tensors))).batch["values"]
     return dict(zip(tensors["sample"].tolist(), values, strict=True))
 
 
 def update_of(worker, tensors: dict) -> dict:
-    """verl's metrics of one update by the critic."""
+    """Make one update by the critic and return verl's metrics."""
     values = torch.stack(list(values_of(worker, tensors).values()))
     data = DataProto.from_dict({**tensors, "values": values})
     data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
@@ -107,21 +107,21 @@ def update_of(worker, tensors: dict) -> dict:
 
 
 def head_of(worker) -> tuple[torch.Tensor, ...]:
-    """(weight, bias) of the score; empty on other pipeline stages."""
+    """Return (weight, bias) of the score head; empty on other pipeline stages."""
     named = [p for chunk in worker.critic_module for n, p in chunk.named_parameters() if "output_layer.score" in n]
     return tuple(p.detach() for p in named)
 
 
 def set_head(worker, weight) -> None:
-    """A head of this weight and no bias."""
+    """Set the score head to this weight and no bias."""
     for parameter in head_of(worker):
         parameter.copy_(weight if parameter.dim() == 2 else torch.zeros(1))
 
 
 def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
-    """Norms of two updates, the head before and after them; values of a head that is a word's; loss of a zero head.
+    """Return gradient norms of two updates, the head before and after, values of a token's head, loss of a zero head.
 
-    `spoilt`: "reduction" or "bias" is left out, of the control.
+    `spoilt`: "reduction" or "bias", which is left out as a negative control.
     """
     worker, tensors = start_critic(section), samples(folder)
     if spoilt == "reduction":
@@ -164,7 +164,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
 
 
 def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
-    """(whether a causal LM has the folder's weights, bytes that it read of it, bytes of its head): a reference's."""
+    """Return (whether a reference model has the folder's weights, bytes that it read, bytes of its head)."""
     chunks, read = build_model(model, load=False)[0], build_model(model)[0]
     read_bytes = load_model(str(model), chunks, "pypi", 60.0)
     weights = [[dict(named_weights(chunk)) for chunk in each] for each in (chunks, read)]
@@ -174,7 +174,7 @@ def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
 
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:
-    """One checkpoint of the critic, as trainer/checkpoint.py has workers write it."""
+    """Write a checkpoint of the critic as trainer/checkpoint.py lets workers write it."""
     layout = str(worker.checkpoint.state().layout)
     checkpoint.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -189,7 +189,7 @@ def save(worker, checkpoint: Path, section: DictConfig) -> None:
 
 
 def layouts_job(folder: Path, cases: dict[str, tuple[str, dict]]) -> dict:
-    """`answers` on line pypi: {name: (spoilt, sizes of the actor's megatron section)}."""
+    """Return `answers` on line pypi; cases: {name: (spoilt, sizes of the actor's megatron section)}."""
     found = {}
     for name, (spoilt, sizes) in cases.items():
         more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
@@ -201,7 +201,7 @@ def layouts_job(folder: Path, cases: dict[str, tuple[str, dict]]) -> dict:
 
 
 def a3_job(folder: Path, config: DictConfig, spoilt: str, args) -> dict:
-    """`answers` on line a3; with stages the critic's section has its own list of recomputed layers."""
+    """Return `answers` on line a3; with stages the critic's section has its own list of recomputed layers."""
     if args.pipeline_model_parallel_size == 2:
         place = "model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
         OmegaConf.update(config, place, [1, 2], merge=False)

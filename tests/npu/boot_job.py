@@ -1,10 +1,10 @@
-"""The start of one kind of process of line a3 on platform npu, as production does it, without a device.
+"""Start one kind of process of line a3 on platform npu as production does, without a device.
 
     python boot_job.py KIND FOLDER      KIND: driver | controller | worker
 
-FOLDER holds model/ (config.json, tokenizer) and data.parquet. The driver leaves driver.pickle, what Ray would carry to
-other processes: set-up hook, task and configuration; the others start from it. Each leaves KIND.json: state of every
-row, modules that were imported, and "failed": "step: error" where a step raised, after which nothing more is tried.
+FOLDER holds model/ (config.json, tokenizer) and data.parquet. The driver writes driver.pickle, which holds what Ray
+would carry to other processes: set-up hook, task and configuration; the others start from it. Each process writes
+KIND.json: state of each patch, imported modules, and "failed": "step: error" for the first step that raised, if any.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from typing import Any
 from omegaconf import OmegaConf
 
 CONFIG = "deepseekv3_256die_true_weight"
-# what Ray and verl give a worker of a group (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool);
+# Ray and verl set these for a worker (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool);
 # DISABLE_WORKER_INIT, because ActorRolloutRefWorker is made inside another worker, which has registered the group
-# already (verl.single_controller.ray.base.create_colocated_worker_cls)
+# already (verl.single_controller.ray.base.create_colocated_worker_cls).
 WORKER = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "16", "WG_PREFIX": "group",
     "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
 }  # fmt: skip
-SERVERS: list[Any] = []  # as long as the process lives
-# chosen where rollout.name is sglang (verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout)
+SERVERS: list[Any] = []  # keeps them alive as long as the process
+# verl imports these only if rollout.name is sglang (verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout)
 NOT_CHOSEN = ("verl.workers.rollout.sglang_rollout", "verl.workers.sharding_manager.megatron_sglang")
 
 
 class Reached(Exception):
-    """The process came to the first call that needs Ray or a device."""
+    """Report that the process came to the first call that needs Ray or a device."""
 
 
 def stop(*args: Any, **kwargs: Any) -> Any:
-    """Stands where the process would go on to what is not here; what it is called with is in the exception."""
+    """Raise Reached with the arguments, in place of a call that needs Ray or a device."""
     raise Reached(*args)
 
 
 def head() -> str:
-    """HOST:PORT of what answers as the head of a Ray that lives, and has no nodes."""
+    """Start a server that answers as the head of a Ray without nodes, and return its HOST:PORT."""
     from concurrent.futures import ThreadPoolExecutor
 
     import grpc
@@ -65,7 +65,7 @@ def head() -> str:
 
 
 def overrides(folder: Path, address: str) -> list[str]:
-    """Hydra overrides that name what is in `folder`, and the head of Ray."""
+    """Return Hydra overrides for the model and data in `folder` and for the head of Ray."""
     files = [f"data.{kind}_files={folder / 'data.parquet'}" for kind in ("train", "val")]
     return [
         f"actor_rollout_ref.model.path={folder / 'model'}",
@@ -76,7 +76,7 @@ def overrides(folder: Path, address: str) -> list[str]:
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
-    """verl_patches/main.py until it starts Ray."""
+    """Run verl_patches/main.py until it starts Ray."""
     with step(found, "verl_patches.main"):
         driver = importlib.import_module("verl_patches.main")
         import ray
@@ -106,7 +106,7 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
 
 
 def controller(folder: Path, found: dict[str, Any]) -> None:
-    """A Ray worker process that runs verl's TaskRunner, until the worker groups are made."""
+    """Run a Ray worker process with verl's TaskRunner until the worker groups are made."""
     import ray
 
     hook, task, config = ray.cloudpickle.loads((folder / "driver.pickle").read_bytes())
@@ -124,7 +124,7 @@ def controller(folder: Path, found: dict[str, Any]) -> None:
 
 
 def worker(folder: Path, found: dict[str, Any]) -> None:
-    """A Ray worker process of verl's group: engine, then ActorRolloutRefWorker, then what its methods import."""
+    """Run a worker process of verl's group: start the engine, make ActorRolloutRefWorker, import its lazy modules."""
     import ray
 
     hook, _, config = ray.cloudpickle.loads((folder / "driver.pickle").read_bytes())
@@ -149,7 +149,7 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
 
 
 def prepare_engine(hook: Callable[[], None], found: dict[str, Any]) -> None:
-    """Set-up hook, then the import of verl, which prepares MindSpeed; notes what of the engine is there after each."""
+    """Run the set-up hook, then import verl, which prepares MindSpeed; note after each which library came first."""
     with step(found, "set-up hook"):
         hook()
         found["first of the engine after the hook"] = first_of_engine()
@@ -159,13 +159,13 @@ def prepare_engine(hook: Callable[[], None], found: dict[str, Any]) -> None:
 
 
 def first_of_engine() -> str | None:
-    """The package, MindSpeed-LLM or Megatron, whose module was imported first in this process; None without either."""
+    """Return which of MindSpeed-LLM and Megatron was imported first in this process; None without either."""
     packages = (name.partition(".")[0] for name in sys.modules)  # in the order in which imports ended
     return next((package for package in packages if package in ("mindspeed_llm", "megatron")), None)
 
 
 def first_call_of_a_device(call: Callable[[], Any], found: dict[str, Any]) -> None:
-    """Call until torch.distributed would start HCCL; RuntimeError where another asks for it than our engine's start."""
+    """Call until torch.distributed would start HCCL; raise RuntimeError unless our engine's start asks for it."""
     import torch
 
     def reached(*args: Any, **kwargs: Any) -> None:
@@ -185,7 +185,7 @@ def first_call_of_a_device(call: Callable[[], Any], found: dict[str, Any]) -> No
 
 
 def lazy_imports(workers: Any) -> list[str]:
-    """Modules that methods of ActorRolloutRefWorker import, NOT_CHOSEN left out."""
+    """Return the modules that methods of ActorRolloutRefWorker import, without NOT_CHOSEN."""
     tree = ast.parse(Path(workers.__file__).read_text())
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ActorRolloutRefWorker")
     names = [node.module for node in ast.walk(body) if isinstance(node, ast.ImportFrom)]
@@ -193,7 +193,7 @@ def lazy_imports(workers: Any) -> list[str]:
 
 
 def engine() -> dict[str, Any]:
-    """vLLM's platform by its entry point, and the classes that it and the registry give for DeepSeek-V3."""
+    """Return the class of vLLM's platform, found by entry point, and those it and the registry name for DeepSeek-V3."""
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
     from vllm.utils import resolve_obj_by_qualname
@@ -211,7 +211,7 @@ def engine() -> dict[str, Any]:
 
 
 def vllm_ascend_modules() -> Iterator[str]:
-    """Every module of the package, by its files."""
+    """Yield the name of each module of vllm_ascend, by its files."""
     import vllm_ascend
 
     for path in sorted(Path(vllm_ascend.__path__[0]).rglob("*.py")):
@@ -220,7 +220,7 @@ def vllm_ascend_modules() -> Iterator[str]:
 
 
 def refusal(name: str) -> str | None:
-    """ "Type: message" of what importing a module raises."""
+    """Return "Type: message" of the error when a module is imported, None without an error."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -229,12 +229,12 @@ def refusal(name: str) -> str | None:
 
 
 class Failed(Exception):
-    """A step raised; it has been noted."""
+    """Report that a step raised, which is noted already."""
 
 
 @contextlib.contextmanager
 def step(found: dict[str, Any], name: str) -> Iterator[None]:
-    """One part of a start."""
+    """Note the error of one part of a start."""
     try:
         yield
     except BaseException as error:
@@ -245,7 +245,7 @@ def step(found: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def main(kind: str, folder: Path) -> None:
-    """Run one start and write what was found."""
+    """Run one start and write its findings."""
     found: dict[str, Any] = {"steps": []}
     with contextlib.suppress(Failed):
         {"driver": driver, "controller": controller, "worker": worker}[kind](folder, found)

@@ -1,4 +1,4 @@
-"""Calls of torch_npu and of our attention, with what comes out.
+"""Define calls of torch_npu and of our attention, and record their results.
 
 The same calls are made with fake tensors of an NPU and with real ones of a CPU.
 """
@@ -18,28 +18,28 @@ ENDS = [5, 12]
 
 
 class Maker:
-    """Makes the inputs on one device; under FakeTensorMode they hold nothing, so values are given as code for both."""
+    """Make inputs on one device; values are given as code, because tensors under FakeTensorMode hold none."""
 
     def __init__(self, device: str):
         self.device = device
         self.leaves: dict[str, torch.Tensor] = {}
 
     def leaf(self, name: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        """An input whose gradient counts."""
+        """Make an input whose gradient is recorded."""
         made = (torch.randn(shape, device=self.device) * 0.1).to(dtype).requires_grad_()
         self.leaves[name] = made
         return made
 
     def values(self, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        """An input without gradient."""
+        """Make an input without gradient."""
         return (torch.randn(shape, device=self.device) * 0.1).to(dtype)
 
     def chosen(self) -> torch.Tensor:
-        """[T, K] int32, different experts for each token."""
+        """Make [T, K] int32 with different experts for each token."""
         return (torch.arange(T * K, dtype=torch.int32, device=self.device) % E).view(T, K)
 
     def counts(self, experts: int = E, rows: int = T * K) -> torch.Tensor:
-        """[experts] int64 that sum to rows."""
+        """Make [experts] int64 that sum to rows."""
         return torch.full((experts,), rows // experts, dtype=torch.int64, device=self.device)
 
 
@@ -52,7 +52,7 @@ def _rotary(npu: Any, m: Maker, mode: str) -> torch.Tensor:
     return npu.npu_rotary_mul(m.leaf("x", T, 1, N, 8), m.values(T, 1, 1, 8), m.values(T, 1, 1, 8), rotary_mode=mode)
 
 
-# name -> call(torch_npu, maker), which gives the outputs; the gradients of all leaves are looked at too
+# name -> call(torch_npu, maker) that returns the outputs; the gradients of all leaves are recorded too
 CASES: dict[str, Callable[[Any, Maker], torch.Tensor | tuple[torch.Tensor, ...]]] = {
     "rms_norm": lambda npu, m: npu.npu_rms_norm(m.leaf("x", T, H), m.leaf("gamma", H), epsilon=1e-6)[0],
     "rms_norm fp32 gamma": lambda npu, m: npu.npu_rms_norm(m.leaf("x", T, H), m.leaf("gamma", H, dtype=FP32))[0],
@@ -74,7 +74,7 @@ CASES: dict[str, Callable[[Any, Maker], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def outcome(case: Callable, npu: Any, device: str) -> dict[str, list]:
-    """{"output 0": [shape, dtype, device], ..., "gradient NAME": ...} of one case, forward and backward."""
+    """Return {"output 0": [shape, dtype, device], ..., "gradient NAME": ...} of one case, forward and backward."""
     m = Maker(device)
     made = case(npu, m)
     made = made if isinstance(made, (list, tuple)) else (made,)
@@ -87,7 +87,7 @@ def outcome(case: Callable, npu: Any, device: str) -> dict[str, list]:
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
-    """ "Type: message" of what a call raises, None if it goes through."""
+    """Return "Type: message" of the error that a call raises, None without an error."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The calls of cases.py, each made once: on the references here, on the real torch_npu by job.py in its own Python."""
+"""Make each call of cases.py once: on the references here, on the real torch_npu by job.py in its own Python."""
 
 import json
 import os
@@ -17,7 +17,7 @@ QUIET = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
 
 
 def run_program(python: str, *command: str | Path, env: dict[str, str]) -> subprocess.CompletedProcess:
-    """A program of this folder that has ended well; the test fails with the end of its words if it did not."""
+    """Run a program of this folder; fail the test with the end of its output unless it exits 0."""
     done = subprocess.run([python, *command], env=env, timeout=900, **QUIET)
     if done.returncode:
         pytest.fail(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr[-6000:]}")
@@ -26,7 +26,7 @@ def run_program(python: str, *command: str | Path, env: dict[str, str]) -> subpr
 
 @pytest.fixture(scope="session")
 def references() -> dict:
-    """The calls on the plain-torch references, with real tensors of a CPU."""
+    """Return the results of the calls on the plain-torch references, with real tensors of a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch_npu", torch_npu)  # as the rows of platform cpu do
         return {name: outcome(case, torch_npu, "cpu") for name, case in CASES.items()}
@@ -34,7 +34,7 @@ def references() -> dict:
 
 @pytest.fixture(scope="session")
 def npu_python() -> tuple[str, dict[str, str]]:
-    """The Python that has the real torch_npu, and its variables; its environment is made if it is not there."""
+    """Return the Python that has the real torch_npu, and its variables; make its environment if it is missing."""
     done = subprocess.run(["bash", ROOT / "scripts" / "npu_venv.sh", "--venv", sys.prefix], timeout=900, **QUIET)
     if done.returncode:
         pytest.fail(f"scripts/npu_venv.sh ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -44,7 +44,7 @@ def npu_python() -> tuple[str, dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def npu(npu_python, tmp_path_factory) -> dict:
-    """The calls on the real torch_npu."""
+    """Return the results of the calls on the real torch_npu."""
     python, settings = npu_python
     env = {name: value for name, value in os.environ.items() if name not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
     out = tmp_path_factory.mktemp("npu") / "npu.json"

@@ -1,6 +1,6 @@
-"""What the tests here ask of the real torch_npu, with fake tensors of the stand-in device (.venv.npu).
+"""Query the real torch_npu for the tests here, with fake tensors of the stand-in device (.venv.npu).
 
-python job.py OUT    writes what it found as JSON
+python job.py OUT    writes its findings as JSON
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_patches.emulation import op_schemas
 
 
 def npu() -> dict[str, Any]:
-    """Everything that is asked of the real torch_npu."""
+    """Return all facts of the real torch_npu that the tests need."""
     import torch_npu
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -37,7 +37,7 @@ def npu() -> dict[str, Any]:
 
 
 def schemas() -> dict[str, str | None]:
-    """{"function.overload": schema as this torch_npu has it, or None} of all that the pinned version declares."""
+    """Return {"function.overload": schema in this torch_npu, or None} of all that the pinned version declares."""
     found: dict[str, str | None] = {}
     for name, overloads in op_schemas.read().items():
         for overload in (schema.overload for schema in overloads):
@@ -48,22 +48,22 @@ def schemas() -> dict[str, str | None]:
     return found
 
 
-# what worker/profile.py calls of torch_npu
+# The functions of torch_npu that worker/profile.py calls.
 PROFILER = {
     "profile": lambda npu: npu.profiler.profile,
     "tensorboard_trace_handler": lambda npu: npu.profiler.tensorboard_trace_handler,
-    "_record_memory_history": lambda npu: npu.npu.memory._record_memory_history_impl,  # it passes all on to this one
+    "_record_memory_history": lambda npu: npu.npu.memory._record_memory_history_impl,  # gets all arguments
     "_snapshot": lambda npu: npu.npu.memory._snapshot,
 }
 
 
 def parameters(function: Any) -> list[str]:
-    """Names of what a function or class takes."""
+    """Return the names of a function's or class's parameters."""
     return list(inspect.signature(function).parameters)
 
 
 def record_calls(torch_npu: Any) -> list[list]:
-    """From here on, every call of these functions from Python: [name, how many arguments by position, other names]."""
+    """Return a list that gets [name, number of arguments by position, other names] of each later call from Python."""
     calls: list[list] = []
 
     def recorded(name: str, function: Any) -> Any:

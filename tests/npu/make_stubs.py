@@ -1,13 +1,13 @@
-"""Stand-ins for the libraries that a package of this Python names and this machine lacks, so that it can be imported.
+"""Make stand-ins for the shared libraries that a package needs and this machine lacks, so that it can be imported.
 
     python tests/npu/make_stubs.py OUT torch-npu|torch      prints a line of what was made
 
-torch-npu: the libraries of CANN; torch: those of CUDA, for a CUDA build on a machine without it. What is missing is
-asked of the wheel itself: the libraries that the loader does not find for its .so files, and the symbols that neither
-they, nor torch, nor the system define. Every one becomes a function that returns 0 (C++ vtables and type information
-become zeroed memory), but those of the package's file in ANSWERS, which must say something or refuse. One library holds
-all, under each missing name and with the versions that symbols are asked for by; it notes each call (answers.c says
-where). Needs gcc, nm and ldd. Exits: 0 made, 1 it cannot be.
+torch-npu: the libraries of CANN; torch: those of CUDA, for a CUDA build on a machine without it. The wheel itself tells
+what is missing: the libraries that the loader does not find for its .so files, and the symbols that neither they, nor
+torch, nor the system define. Each symbol becomes a function that returns 0 (C++ vtables and type information become
+zeroed memory), except those in the package's file in ANSWERS, which must return something or refuse. One library holds
+all, under each missing name and with the symbols' versions; it logs each call (answers.c says where). Needs gcc, nm and
+ldd. Exit codes: 0 made, 1 it cannot be made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIBRARY = "libstubs.so"
 
 
 class NoStubs(Exception):
-    """The stubs cannot be made; the message says why and what to do."""
+    """Report that the stubs cannot be made; the message says why and what to do."""
 
 
 def run(*command: str, **env: str) -> str:
@@ -46,7 +46,7 @@ def _path() -> str:
 
 
 def wheel_files(package: str) -> list[Path]:
-    """The shared libraries of an installed package."""
+    """Return the shared libraries of an installed package."""
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError:
@@ -58,13 +58,13 @@ def wheel_files(package: str) -> list[Path]:
 
 
 def symbols(file: Path, which: str) -> set[str]:
-    """Names that a library defines ("defined") or wants ("undefined", weak ones left out), without their versions."""
+    """Return names that a library defines ("defined") or needs ("undefined", without weak ones), without versions."""
     lines = map(str.split, run("nm", "-D", f"--{which}-only", str(file)).splitlines())  # [address,] kind, name@version
     return {line[-1].partition("@")[0] for line in lines if len(line) > 1 and (which == "defined" or line[-2] == "U")}
 
 
 def versions(files: list[Path], libraries: list[str]) -> str:
-    """A linker script that gives each symbol the version, named as its library, that `files` ask for it by."""
+    """Return a linker script that gives each symbol the version, named as its library, by which `files` need it."""
     wanted: dict[str, set[str]] = {}
     for file in files:
         for line in run("nm", "-D", "--undefined-only", str(file)).splitlines():
@@ -75,7 +75,7 @@ def versions(files: list[Path], libraries: list[str]) -> str:
 
 
 def missing(wheel: list[Path], torch: list[Path]) -> tuple[list[str], list[str]]:
-    """(library names, symbols) that nothing on this machine gives to `wheel`; torch: libraries loaded before it."""
+    """Return (library names, symbols) that `wheel` needs and this machine lacks; torch: libraries loaded before it."""
     folders = ":".join(dict.fromkeys(str(file.parent) for file in wheel + torch))
     libraries: set[str] = set()
     system: set[Path] = {Path(sys.executable).resolve()}  # the interpreter's own symbols
@@ -92,7 +92,7 @@ def missing(wheel: list[Path], torch: list[Path]) -> tuple[list[str], list[str]]
 
 
 def source(names: list[str], answers: Path) -> str:
-    """C for every symbol that `answers` does not define."""
+    """Return C code for each symbol that `answers` does not define."""
     answered = set(re.findall(r"^\w[\w *]*\b(\w+)\(", answers.read_text(), re.MULTILINE))
     odd = [name for name in names if not re.fullmatch(r"\w+", name)]
     if odd:
@@ -108,7 +108,7 @@ def source(names: list[str], answers: Path) -> str:
 
 
 def make(out: Path, package: str) -> str:
-    """Build the stubs of `package` in `out`; returns what was made, in words."""
+    """Build the stubs of `package` in `out` and return a line about them."""
     wheel = wheel_files(package)
     libraries, names = missing(wheel, wheel_files("torch"))
     if not libraries:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of patches."""
+"""Define fixtures for the tests of patches."""
 
 import json
 import textwrap
@@ -10,7 +10,7 @@ from tests.patching.world import FILES
 
 @pytest.fixture
 def tree(tmp_path):
-    """A folder with the files of world.py."""
+    """Return a folder with the files of world.py."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
@@ -19,7 +19,7 @@ def tree(tmp_path):
 
 @pytest.fixture
 def play(run_python, tree):
-    """play(code): runs code in its own process, with the names of world.py; returns its variable `out`."""
+    """Return play(code), which runs code in its own process with the names of world.py and returns its `out`."""
 
     def run(code):
         text = f"import sys\nfrom tests.patching.world import *\nout = None\n{textwrap.dedent(code)}\n"
@@ -32,7 +32,7 @@ def play(run_python, tree):
 
 @pytest.fixture
 def play_world(run_python, tmp_path):
-    """play_world(program, *arguments): runs a program of this folder in an empty folder; returns the process."""
+    """Return play_world(program, *arguments), which runs a program of this folder in an empty folder."""
 
     def run(program, *arguments):
         code = f"import runpy, sys; sys.argv[0] = {str(program)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -1,11 +1,11 @@
-"""Every order of events against a small model of what must hold after each; run as a program in a fresh process.
+"""Try every order of events on patches and compare with a small model; run as a program in a fresh process.
 
     python orders_world.py FOLDER WORLD LENGTH [SPOIL]
 
-A world is a fresh fake package for each sequence of steps, with rows on every kind of target. WORLD says what goes
-wrong in it: `healthy`; `provider`: one row's provider raises ImportError until the step heal; `body`: the module's own
-code raises at its first import; `inside-` before one of them: the module's first line applies the rows, as the prelude
-line does. SPOIL breaks the engine on purpose. Prints {"sequences": n, "faults": [text, ...]} as JSON.
+A world is a fresh fake package for each sequence of steps, with patches on every kind of target. WORLD names its fault:
+`healthy`: none; `provider`: one patch's provider raises ImportError until the step heal; `body`: the module's own
+code raises at its first import; `inside-` before one of them: the module's first line applies the patches, as the
+prelude line does. SPOIL breaks the engine on purpose. Prints {"sequences": n, "faults": [text, ...]} as JSON.
 """
 
 import itertools
@@ -45,7 +45,7 @@ OURS = """
         world.in_provider()
         return lambda x: f"{original(x)}!"
 """
-# row id, target, provider; rows after t.flaky come after the one that fails
+# Patch id, target, provider; those after t.flaky come after the one that fails.
 ROWS = (
     ("t.f", "f", "louder"),
     ("t.over_f", "f", "louder"),
@@ -80,7 +80,7 @@ OURS_IN = {
 
 
 class World:
-    """One fresh package, an engine over it, and the model: what was applied, imported, healed."""
+    """Hold one fresh package, an engine over it, and the model: what was applied, imported, healed."""
 
     def __init__(self, folder, number, kind):
         self.name = f"up{number}"
@@ -158,7 +158,7 @@ class World:
         self.healed = True
 
     def look(self):
-        """Compare states and what a caller sees with the model."""
+        """Compare states and a caller's view with the model."""
         states = {row["id"]: row["state"] for row in self.engine.status()}
         assert states == self.model_states(states), f"states {states}, expected {self.model_states(states)}"
         assert (f"{self.name}.base" in sys.modules) == self.base, "left imported" if not self.base else "not imported"
@@ -205,7 +205,7 @@ def sequences(kind, length):
 
 
 def spoil(what):
-    """Break the engine, so that the model has something to see."""
+    """Break the engine, so that the comparison must find a fault."""
     if what == "arms once":
         armed, arm = set(), hooks._arm
         hooks._arm = lambda name: name in armed or armed.add(name) or arm(name)

@@ -1,14 +1,14 @@
-"""Apply, import, status and revert from many threads at once; run as a program, as a deadlock ends it after a while.
+"""Call apply, import, status and revert from many threads at once; run as a program, which ends at a deadlock.
 
     python threads_world.py FOLDER storm | crossed | crossed-naive | late | late-naive | stored-original | stored-lower
 
-storm: fresh packages, eight threads each. crossed: one thread is inside the import of a module whose hook wants the
-engine, while another one inside apply() imports a provider that imports that module. late: a row is applied while
-another thread has asked the finders for its module already. stored: a module fetches an object (the original, or the
-lower of our two rows) before our rows are in place and stores it afterwards, at the end of its import. The naive ones
-show that the trap is real: there the engine installs under its lock, or hooks do not wait for a running import. A
-deadlock exits 1 with all stacks on stderr.
-Events, not times, bring the threads to the place that counts, so a busy machine changes nothing.
+storm: fresh packages, eight threads each. crossed: one thread is inside the import of a module whose hook needs the
+engine, while another one inside apply() imports a provider that imports that module. late: a patch is applied after
+another thread has asked the finders for its module. stored: a module fetches an object (the original, or the lower of
+our two patches) before our patches are in place and stores it afterwards, at the end of its import. The naive variants
+are negative controls: the engine installs under its lock, or hooks do not wait for a running import. A deadlock exits 1
+with all stacks on stderr. Events, not times, bring the threads to the critical place, so a busy machine changes
+nothing.
 """
 
 import faulthandler
@@ -51,10 +51,10 @@ def run_all(*works):
 
 
 def storm(folder, number):
-    """Everything at once; afterwards every row is active, everywhere.
+    """Do everything at once; afterwards every patch must be active everywhere.
 
-    No provider imports a module that another thread imports and that needs the target: of such a circle Python itself
-    reports a _DeadlockError in one thread, as for any import.
+    No provider imports a module that another thread imports and that needs the target: for such a circle Python itself
+    raises a _DeadlockError in one thread, as for any import.
     """
     up = f"up{number}"
     write(
@@ -90,7 +90,7 @@ def storm(folder, number):
 
 
 def look_any(e, *allowed):
-    """A function that reads status() while rows come and go."""
+    """Return a function that reads status() while patches come and go."""
 
     def look():
         for _ in range(20):
@@ -100,7 +100,7 @@ def look_any(e, *allowed):
 
 
 def crossed(folder, naive):
-    """apply() is inside a provider that imports up.slow, while the hook of up.slow is about to enter the engine."""
+    """Run apply() into a provider that imports up.slow while the hook of up.slow is about to enter the engine."""
     main = sys.modules["__main__"]
     main.importing, main.inside, main.hooked = threading.Event(), threading.Event(), threading.Event()
     main.crossed = lambda: naive and faulthandler.dump_traceback_later(3, exit=True)  # from here on it hangs
@@ -136,7 +136,7 @@ def crossed(folder, naive):
 
 
 def late(folder, naive):
-    """The finder of up.late is asked before apply(), and answers when apply() waits for it, or (naive) is through."""
+    """Ask the finder of up.late before apply(); it answers when apply() waits for it, or (naive) has ended."""
     write(folder, "up", late="def f(x): return x\n", ours=WRAP)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -163,7 +163,7 @@ def late(folder, naive):
 
 
 def stored(folder, what):
-    """up.user fetches up.base.f before both rows or between them, and stores it once both are in place."""
+    """Let up.user fetch up.base.f before both patches or between them, and store it once both are in place."""
     main = sys.modules["__main__"]
     main.fetched, main.store = threading.Event(), threading.Event()
     importer = threading.Thread(target=lambda: __import__("up.user"))
@@ -184,7 +184,7 @@ def stored(folder, what):
         main.fetched.wait()
 
     def in_place(record):
-        """Called by the log where a row is in place and its bindings were not looked at again."""
+        """Act when the log reports that a patch is in place, before its bindings are checked again."""
         if what == "original" and record.args[0] == "t.f":
             run_all(e.apply)  # another thread puts the upper row in place
         if record.args[0] == {"original": "t.f", "lower": "t.over"}[what]:

@@ -1,4 +1,4 @@
-"""A small upstream package and names for code that a test runs in its own process (fixture `play`)."""
+"""Define a small upstream package, and names for code that a test runs in its own process (fixture `play`)."""
 
 import logging
 import textwrap
@@ -79,7 +79,7 @@ warned = []
 
 
 def write(folder, package, **files):
-    """A package of modules {name: text}."""
+    """Write a package of modules {name: text}."""
     (folder / package).mkdir()
     for name, text in {"__init__": "", **files}.items():
         (folder / package / f"{name}.py").write_text(textwrap.dedent(text))
@@ -104,13 +104,13 @@ FEATURE = row("t.feature", "up.base:Thing.m", "override", "ours:OurThing.m", nee
 
 
 def engine(*rows, text=""):
-    """An engine with the switches `text`, as the process's own."""
+    """Make an engine with the switches `text` and set it as the process's own."""
     engines.of_process.value = Engine(rows, parse(f"line=pypi,platform=cpu,{text}"))
     return engines.of_process.value
 
 
 def drift(*targets):
-    """From now on these targets differ from what was reviewed."""
+    """Make these targets differ from the reviewed code from now on."""
     fingerprint.reviewed_hash = lambda line, target: "0" * 16 if target in targets else None
 
 
@@ -123,7 +123,7 @@ def states(e):
 
 
 def tried(action):
-    """The error that a call raises, as text; None without one."""
+    """Return the error that a call raises, as text; None without one."""
     try:
         action()
     except (PatchError, ImportError, ValueError, SystemExit) as error:

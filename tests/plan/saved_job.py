@@ -1,4 +1,4 @@
-"""What one rank does in test_activations.py: counts the bytes that a layer keeps for its backward pass."""
+"""Count on a rank the bytes that a layer keeps for its backward pass, for test_activations.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# what ops keep on a device, of their inputs i and outputs o: torch_npu's derivatives, and mindspeed/ops/csrc/cann
+# Which inputs i and outputs o an op keeps on a device: after torch_npu's derivatives and mindspeed/ops/csrc/cann.
 TORCH_NPU = {
     "npu_rms_norm": lambda i, o: (i[0], i[1], o[1]),
     "npu_swiglu": lambda i, o: (i[0],),
@@ -21,7 +21,7 @@ BUILDERS = {
 
 
 class Kept:
-    """Bytes that autograd saves in counted functions: each storage once, without `weights` and earlier storages."""
+    """Count bytes that autograd saves in counted functions: each storage once, without `weights` and earlier ones."""
 
     def __init__(self, weights):
         self._seen = {tensor.untyped_storage()._cdata: tensor for tensor in weights}
@@ -43,7 +43,7 @@ class Kept:
 
 
 class _Opaque(torch.autograd.Function):
-    """An op as a device has it: computed by the reference, saving only what its backward op takes; forward only."""
+    """Run an op forward by its reference, but save only the tensors that its backward op takes on a device."""
 
     @staticmethod
     def forward(ctx, call, saves, *tensors):
@@ -55,7 +55,7 @@ class _Opaque(torch.autograd.Function):
 
 
 def opaque(function, saves):
-    """`function`, whose leading tensors are differentiable, saving saves(tensors, outputs)."""
+    """Return `function`, whose leading tensors are differentiable, so that it saves saves(tensors, outputs)."""
 
     def call(*args, **kwargs):
         count = next((i for i, value in enumerate(args) if not torch.is_tensor(value)), len(args))
@@ -66,7 +66,7 @@ def opaque(function, saves):
 
 
 def in_bnsd(function):
-    """The attention op in layout BNSD, by the reference's SBH; what it saves is still in BNSD."""
+    """Run the attention op in layout BNSD by the reference's SBH; it saves tensors in BNSD."""
 
     def call(query, key, value, heads, layout, **options):
         mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
@@ -79,10 +79,10 @@ def in_bnsd(function):
 
 
 def saved_by_layers(model: Path, tokens: list[int], published: bool, args) -> dict[int, dict[int, int]]:
-    """{tokens: {layer: bytes}} of forward passes of one sequence through MindSpeed-LLM's layers on this rank.
+    """Return {tokens: {layer: bytes}} of forward passes of one sequence through MindSpeed-LLM's layers on this rank.
 
-    Packed; or `published`: as the public recipe, with MindSpeed-LLM's own attention in layout BNSD, and a mask of all
-    pairs of tokens, which all layers share and none is charged for.
+    The sequence is packed; or, with `published`, as in the public recipe: MindSpeed-LLM's own attention in layout BNSD,
+    and a mask of all pairs of tokens, which all layers share and which is not counted.
     """
     import torch_npu
     from megatron.core import tensor_parallel

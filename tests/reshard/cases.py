@@ -1,4 +1,4 @@
-"""A weight sync of a tiny DeepSeek-V3 on gloo ranks, compared bit for bit with slices of the HF tensors.
+"""Run a weight sync of a tiny DeepSeek-V3 on gloo ranks and compare it bit for bit with slices of the HF tensors.
 
 Training and rollout memory is made here, with the layouts of real memory: transposed, strided, gate and up joined,
 experts stacked, vocabulary padded. Values depend on name and seed only.
@@ -35,7 +35,7 @@ FIRST = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Case:
-    """All that decides one sync. `model`'s dtype is training's."""
+    """Describe all that decides one sync; the dtype of `model` is training's."""
 
     model: ModelShape
     train: ParallelLayout
@@ -48,28 +48,28 @@ class Case:
 
     @property
     def inventory(self) -> Inventory:
-        """In training's dtypes, which are sent."""
+        """Return the inventory in training's dtypes, which are sent."""
         return build_inventory(self.model)
 
     def plan(self) -> ReshardPlan:
-        """The real plan."""
+        """Return the real plan."""
         libraries = dict(train_library=self.train_library, rollout_library=self.rollout_library)
         return plan_reshard(self.inventory, self.train, self.rollout, **libraries, bucket_bytes=self.bucket_bytes)
 
 
-# 72 words: ranks 1 and 3 of the rollout hold 8 and padding
+# vocabulary of 72: ranks 1 and 3 of the rollout hold 8 rows and padding
 PLAIN = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout(1, dp=2, tp=2))
 
 
 def full_tensor(case: Case, name: str, seed: int | None = None) -> torch.Tensor:
-    """The HF tensor that all ranks of a case train parts of."""
+    """Return the whole HF tensor, of which all ranks of a case train parts."""
     parameter, seed = case.inventory.by_name[name], case.seed if seed is None else seed
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(parameter.shape, generator=generator).to(getattr(torch, parameter.dtype))
 
 
 def write_through(destinations: Destinations, tensors: Mapping[str, torch.Tensor]) -> None:
-    """As a weight sync: HF `tensors` into their places, over NaN in everything that is loaded."""
+    """Write HF `tensors` into their places as a weight sync does, over NaN in all memory that is loaded."""
     memory = named_tensors(destinations.model)
     with torch.no_grad():
         for name in destinations.views:
@@ -82,7 +82,7 @@ def write_through(destinations: Destinations, tensors: Mapping[str, torch.Tensor
 
 
 def grow(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Give `module` these parameters, by name, and the modules that the names need."""
+    """Add these parameters to `module` by name, with the submodules that the names need."""
     for name, tensor in parameters.items():
         *path, key = name.split(".")
         holder = module
@@ -94,7 +94,7 @@ def grow(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> Non
 
 
 def train_memory(case: Case, rank: int) -> dict[str, TrainTensor]:
-    """The rank's training tensors: plain, transposed, or in the middle of wider memory."""
+    """Make the rank's training tensors: plain, transposed, or in the middle of wider memory."""
     sources = {}
     shards = local_parameters(case.inventory, case.train, rank, case.train_library).shards
     for number, (name, shard) in enumerate(shards.items()):
@@ -112,7 +112,10 @@ def train_memory(case: Case, rank: int) -> dict[str, TrainTensor]:
 
 
 def rollout_memory(case: Case, rank: int) -> tuple[dict[str, tuple[RolloutTensor, ...]], dict[str, torch.Tensor]]:
-    """(HF name -> places, live parameters): gate and up joined, experts stacked, down projections transposed."""
+    """Make rollout memory with gate and up joined, experts stacked, down projections transposed.
+
+    Returns {HF name: places} and the live parameters.
+    """
     model = replace(case.model, torch_dtype=case.rollout_dtype)
     shards = local_parameters(build_inventory(model), case.rollout, rank, case.rollout_library).shards
     places: dict[str, tuple[RolloutTensor, ...]] = {}
@@ -147,7 +150,7 @@ def _parameter(shard: Shard, joined: bool, experts: int) -> torch.Tensor:
 
 
 class Rank:
-    """Training and rollout memory of this process's rank, and its plan."""
+    """Hold the training and rollout memory of this process's rank, and its plan."""
 
     def __init__(self, case: Case):
         self.case, self.rank, self.plan = case, dist.get_rank(), case.plan()
@@ -155,17 +158,17 @@ class Rank:
         self.destinations, self.live = rollout_memory(case, self.rank)
 
     def build(self) -> Executor:
-        """The executor of all that."""
+        """Build the executor of the rank's plan and memory."""
         return build_executor(self.plan, self.rank, self.sources, self.destinations, finish=lambda: None, device="cpu")
 
     def verifier(self) -> Verifier:
-        """A verifier that has poisoned the rollout memory."""
+        """Return a verifier that has poisoned the rollout memory."""
         verifier = Verifier(self.plan, self.rank, self.sources, self.destinations, "cpu")
         verifier.poison()
         return verifier
 
     def differences(self) -> list[str]:
-        """Live parameters that are not, bit for bit, slices of the HF tensors (padding must be as it was)."""
+        """Return live parameters that are not bit-equal to slices of the HF tensors (padding must be unchanged)."""
         places, expected = rollout_memory(self.case, self.rank)
         for name in places:
             for place in places[name]:
@@ -174,12 +177,12 @@ class Rank:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same elements, NaN included."""
+    """Return whether two tensors have the same elements, NaN included."""
     return torch.equal(*(tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
 
 
 def sync_and_compare(case: Case) -> tuple[SyncReport, int]:
-    """One rank's part of a sync: plan, compile, poison, run, verify, and compare bit for bit; elements verified."""
+    """Plan, compile, poison, run, verify and compare a rank's part of a sync; return the count of verified elements."""
     rank = Rank(case)
     executor, verifier = rank.build(), rank.verifier()
     report, verified = executor.run(), verifier.check()

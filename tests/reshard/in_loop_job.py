@@ -1,7 +1,7 @@
-"""Rank functions for tests of reshard/weight_sync.py: syncs between memory of a tiny model, with one error in them.
+"""Run syncs between memory of a tiny model on ranks, with one error in them, to test reshard/weight_sync.py.
 
-All but Megatron, vLLM and verl is real: training memory is cases.py's, the engine is a module whose load_weights works
-as vLLM's does, and two functions of verl are stand-ins that record their calls.
+Only Megatron, vLLM and verl are replaced: training memory is cases.py's, the engine is a module whose load_weights
+works as vLLM's does, and two functions of verl are stand-ins that record their calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BROKEN_RANK = 1
 
 
 class Engine(torch.nn.Module):
-    """A rollout model in the memory of `case`. Its load_weights writes padding of the vocabulary too, as zeros."""
+    """Hold a rollout model in the memory of `case`, whose load_weights writes vocabulary padding too, as zeros."""
 
     def __init__(self, case: Case, rank: int):
         super().__init__()
@@ -40,12 +40,12 @@ class Engine(torch.nn.Module):
         grow(self, live)
 
     def view(self, place: RolloutTensor) -> torch.Tensor:
-        """The place in the parameter's present memory."""
+        """Return the place in the parameter's present memory."""
         old = place.tensor
         return self.get_parameter(place.parameter).data.as_strided(old.shape, old.stride(), old.storage_offset())
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """One pass, in the order given."""
+        """Load in one pass, in the given order."""
         for name, whole in weights:
             for place in self.places.get(name, ()):
                 values = part(whole, place.region)
@@ -54,13 +54,13 @@ class Engine(torch.nn.Module):
                     self.get_parameter(name).data[len(values) :].fill_(0)
 
     def move(self) -> None:
-        """Give all parameters other memory; the old one stays allocated, so that no other tensor gets it."""
+        """Move all parameters to other memory; the old one stays allocated, so that no other tensor gets it."""
         self.old = [parameter.data for parameter in self.parameters()]
         for parameter in self.parameters():
             parameter.data = parameter.data.clone()
 
     def wrong(self, seed: int) -> list[str]:
-        """HF tensors whose places do not have, bit for bit, the values of `seed`; padding must be zero."""
+        """Return HF tensors whose places are not bit-equal to the values of `seed`; padding must be zero."""
         wrong = []
         for name, places in self.places.items():
             for place in places:
@@ -73,14 +73,14 @@ class Engine(torch.nn.Module):
 
 
 class Upstream:
-    """Stands for verl's sharding manager below ours."""
+    """Stand in for verl's sharding manager below ours."""
 
     def __enter__(self) -> None:
         raise AssertionError("verl's own path was taken")
 
 
 class Sync(NamedTuple):
-    """One sync: its message, HF tensors with wrong values, and its report (none, if it raised)."""
+    """Hold one sync's message, HF tensors with wrong values, and report (None if it raised)."""
 
     message: str
     wrong: list[str]
@@ -88,7 +88,7 @@ class Sync(NamedTuple):
 
 
 class World:
-    """One rank: training, engine and verl's sharding manager. `spoilt`: the step that raises on BROKEN_RANK."""
+    """Hold one rank's training, engine and sharding manager; `spoilt` is the step that raises on BROKEN_RANK."""
 
     def __init__(self, case: Case, verify: str):
         self.case, self.rank, self.spoilt = case, dist.get_rank(), None
@@ -110,12 +110,12 @@ class World:
         )
 
     def step(self, name: str) -> None:
-        """Raise, if the step is the spoilt one."""
+        """Raise if the step is the spoilt one."""
         if self.spoilt and name.startswith(self.spoilt) and self.rank == BROKEN_RANK:
             raise OSError(f"broken {self.spoilt}")
 
     def sync(self, seed: int) -> Sync:
-        """Change all training weights in place, and sync as verl calls it."""
+        """Change all training weights in place, and sync by verl's call."""
         for name, source in self.sources.items():
             source.tensor.copy_(part(full_tensor(self.case, name, seed), source.region))
         error = message(self.manager.__enter__)
@@ -124,7 +124,7 @@ class World:
 
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[World]:
-        """Meanwhile weight_sync.py gets this world's memory in place of Megatron's, and verl's functions from here."""
+        """Give weight_sync.py this world's memory in place of Megatron's, and stand-ins for verl's functions."""
         verl_utils = ModuleType("verl.utils.vllm_utils")
         verl_utils.patch_vllm_moe_model_weight_loader = lambda model: None
 
@@ -152,10 +152,10 @@ class World:
 
 
 def syncs(case: Case, verify: str, moved: str, step: str = "", number: int = 0) -> list[Sync]:
-    """Three syncs. Before each the rollout's memory has lost its values, as after sleep.
+    """Run three syncs; before each the rollout's memory has lost its values, as after sleep.
 
-    `moved`: before the second the rollout memory of "all" ranks, or the "rollout" or "training" memory of one, is
-    elsewhere. `step`: in sync `number` it raises on one rank.
+    `moved`: before the second sync the rollout memory of "all" ranks, or the "rollout" or "training" memory of one,
+    moves. `step`: the step that raises on one rank in sync `number`.
     """
     results = []
     with World(case, verify).stand_ins() as world:

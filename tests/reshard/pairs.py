@@ -1,4 +1,4 @@
-"""Random pairs of layouts on tiny models, as a hypothesis strategy: all that the planner must be able to serve."""
+"""Draw random pairs of layouts on tiny models, all of which the planner must support, as a hypothesis strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = st.sampled_from(("bfloat16", "float32", "float16"))
 
 @st.composite
 def pairs(draw, worlds: Sequence[int]) -> Case:
-    """A case that both sides can hold, on one of `worlds` ranks; layers are spread unevenly, stages may be empty."""
+    """Draw a case that both sides can hold, on one of `worlds` ranks; layers are uneven, stages may be empty."""
     world, layers = draw(st.sampled_from(worlds)), draw(st.integers(2, 4))
     model = replace(
         TINY,
@@ -46,7 +46,7 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
         for layout, library in zip((train, rollout), libraries, strict=True):
             for rank in range(world):
                 local_parameters(case.inventory, layout, rank, library)
-    except ConfigError:  # the tests of layouts and shards cover refusals
+    except ConfigError:  # refusals are covered by the tests of layouts and shards
         return draw(pairs(worlds))
     return replace(
         case,
@@ -59,7 +59,7 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
 
 
 def _factors(draw, number: int, count: int) -> list[int]:
-    """`count` factors, the product of which divides `number`."""
+    """Draw `count` factors whose product divides `number`."""
     factors = []
     for _ in range(count):
         factors.append(draw(st.sampled_from([n for n in range(1, number + 1) if number % n == 0])))

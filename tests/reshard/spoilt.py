@@ -1,4 +1,4 @@
-"""Rank functions for tests of refusals: a sync with one error in it, which return the message that the rank gets."""
+"""Run syncs with one error in them on ranks, and return the message that each rank gets, for tests of refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_patches.reshard.verify import check_map
 
 
 def message(do: Callable, *arguments) -> str:
-    """The text of what `do` raises; "fine" if nothing."""
+    """Return the text of the error that `do` raises, "fine" without one."""
     try:
         do(*arguments)
     except ReshardError as why:
@@ -78,7 +78,7 @@ def with_memory(case: Case, spoil: str) -> str:
 
 
 def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
-    """Two syncs, rank 1 failing in the first: (message of the first, of the second, bytes allocated afterwards)."""
+    """Run two syncs, in the first of which rank 1 fails; return both messages and the bytes allocated afterwards."""
     rank = Rank(case)
     broken, executor = rank.rank == 1, rank.build()
     packing, pack = executor._buckets[0].pack, executor._buckets[0].pack.run
@@ -99,7 +99,7 @@ def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
 
 
 def with_wrong_bytes(case: Case, spoil: str) -> str:
-    """A sync that runs through but writes something wrong on one rank: the message of `Verifier.check`."""
+    """Run a sync that ends but writes wrong bytes on one rank; return the message of `Verifier.check`."""
     rank = Rank(case)
     executor, verifier = rank.build(), rank.verifier()
     if rank.rank == 2:
@@ -128,7 +128,7 @@ def _spoil_copies(executor: Executor, spoil: str) -> None:
 
 
 def with_wrong_map(case: Case, spoil: str) -> list[str]:
-    """`check_map` on memory whose map has an expert transposed, or two experts exchanged; load_weights is right."""
+    """Return `check_map`'s message for a map with an expert transposed, or two swapped; load_weights is right."""
     rank = Rank(case)
     places, model = rank.destinations, torch.nn.Module()
     grow(model, rank.live)
@@ -152,7 +152,7 @@ def with_wrong_map(case: Case, spoil: str) -> list[str]:
 
 
 def with_a_bit_flipped(case: Case) -> list[str]:
-    """The result of `Rank.differences` when rank 3 has one bit of one element wrong."""
+    """Return `Rank.differences` when one bit of one element is wrong on rank 3."""
     rank = Rank(case)
     rank.build().run()
     if rank.rank == 3:
@@ -161,7 +161,7 @@ def with_a_bit_flipped(case: Case) -> list[str]:
 
 
 def peak_while_running(case: Case) -> tuple[int, int, int, int]:
-    """(peak bytes that torch's allocator saw during a sync, the report's, held afterwards, held with wires open)."""
+    """Return a sync's peak bytes by torch's allocator, by the report, held afterwards, and held with wires open."""
     from torch.profiler import ProfilerActivity, profile
 
     executor = Rank(case).build()

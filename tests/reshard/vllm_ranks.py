@@ -1,4 +1,4 @@
-"""Learn where vLLM's real DeepSeek-V3 puts each HF tensor, rank by rank in one process, and try the map.
+"""Learn where vLLM's real DeepSeek-V3 puts each HF tensor, rank by rank in one process, and test the map.
 
 Groups are formed by vLLM under torch's fake process group, as in tests/layout/build_vllm.py, whose helpers are used.
 """
@@ -59,7 +59,7 @@ def run_rank(case: dict, rank: int) -> dict:
 
 
 def compare(learnt, model, inventory) -> dict:
-    """Parameters that differ between load_weights and the map's writes over NaN; and with an expert transposed."""
+    """Return parameters that differ between load_weights and the map's writes over NaN; also with a wrong expert."""
     tensors = dict(hf_tensors(inventory))
     model.load_weights(tensors.items())
     expected = values(model)
@@ -72,9 +72,9 @@ def compare(learnt, model, inventory) -> dict:
 
 
 def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
-    """{name: rows}; a case is as build_vllm.py takes it, with `planned`: other sizes or another library in the plan.
+    """Return {name: rows}; a case is one of build_vllm.py with `planned`, other sizes or another library in the plan.
 
-    A row, of a rank: rank, groups, mapped, constants, and
+    A row is a rank's: rank, groups, mapped, constants, and
         dtypes, plan        tensors whose parameter has another dtype, or region, than layout/sharding.py says
         touched             parameters that learning changed
         differ, transposed  see `compare`

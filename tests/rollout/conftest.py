@@ -1,4 +1,4 @@
-"""Ranks of an in-process rollout for tests, and what one of them without parallelism computes."""
+"""Start ranks of an in-process rollout for tests, and compute the results of one rank without parallelism."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_US
 
 @pytest.fixture(scope="session")
 def run_rollout(run_ranks):
-    """run_rollout("module:function", *arguments, size=1, ...): what the function of this folder returns on each rank.
+    """Return run_rollout("module:function", *arguments, size=1, ...), which runs a function of this folder on ranks.
 
-    As `run_ranks`, under the rows of platform cpu and the variables of an in-process vLLM.
+    It is `run_ranks` with the patches of platform cpu and the variables of an in-process vLLM.
     """
     return lambda job, *arguments, **options: run_ranks(
         f"tests.rollout.{job}", *arguments, **{"patches": CPU, "env": ENV, **options}
@@ -27,7 +27,7 @@ def run_rollout(run_ranks):
 
 @pytest.fixture(scope="session")
 def public_folder(tiny_model, tmp_path_factory) -> Path:
-    """The same model, exported from Megatron's files of a layout, as DeepSeek publishes it, with weights in bf16."""
+    """Export the model from Megatron's files of a layout to a folder as DeepSeek publishes it, with bf16 weights."""
     from verl_patches.layout.parallel import parse_layout
     from verl_patches.weights.convert import convert  # imports torch
     from verl_patches.weights.plan import plan_conversion
@@ -42,7 +42,7 @@ def public_folder(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def requests() -> list[list]:
-    """[prompt, number of tokens to generate]: one short sequence, then five longer ones."""
+    """Return pairs of a prompt and the number of tokens to generate: one short sequence, then five longer ones."""
     import random
 
     draw = random.Random(1)
@@ -54,7 +54,7 @@ def requests() -> list[list]:
 
 @pytest.fixture(scope="session")
 def one_rank(run_rollout, tiny_model, public_folder, requests) -> dict:
-    """What one process without parallelism computes: everything in one go, because starting it is what costs."""
+    """Return all results of one process without parallelism, computed together because starting it is slow."""
     tokens = [(7 * i * i + 3 * i) % 509 + 3 for i in range(150)]  # far beyond original_max_position_embeddings = 64
     spec = {"model": str(tiny_model), "tokens": tokens, "prompt_tokens": 110, "requests": requests}
     spec |= {"rollout": {"tensor_model_parallel_size": 1}, "public_folder": str(public_folder)}
@@ -63,7 +63,7 @@ def one_rank(run_rollout, tiny_model, public_folder, requests) -> dict:
 
 
 def _wrong_configs(model: Path) -> dict[str, dict]:
-    """HF config overrides under which a part of DeepSeek-V3 is missing."""
+    """Return HF config overrides, each of which removes a part of DeepSeek-V3."""
     yarn = json.loads((model / "config.json").read_text())["rope_scaling"]
     flat = {**yarn, "rope_type": "yarn", "mscale": 0.0, "mscale_all_dim": 0.0}  # 0.1 * 0 * ln(40) + 1 = 1
     return {"no_mscale": {"rope_scaling": flat}, "no_groups": {"n_group": 1, "topk_group": 1}}

@@ -1,4 +1,4 @@
-"""Decode steps of vLLM V1 with vllm-ascend on platform npu_emulated whose model does nothing: host work alone.
+"""Measure the host's work in decode steps of vLLM V1 with vllm-ascend on npu_emulated, with an empty model.
 
 `measure` builds one engine with graphs (not traced), puts stand-ins for the model's forward and its logits in place,
 and runs batches of sampled requests as verl does (log-probs of the sampled tokens, no text).
@@ -22,7 +22,7 @@ SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detoke
 
 
 def engine_of(model: str, batch: int) -> Any:
-    """The engine of the 256-die configurations: graphs, Ascend's scheduler of V1, torch's own pool."""
+    """Build the engine of the 256-die configurations: graphs, Ascend's scheduler of V1, torch's own pool."""
     import torch
     from vllm import LLM
 
@@ -48,7 +48,7 @@ def engine_of(model: str, batch: int) -> Any:
 
 
 def without_model(llm: Any) -> None:
-    """Forward returns zeros and the logits are the same random ones in every step, as a device would hand them over."""
+    """Make forward return zeros and the logits the same random ones in each step, as a device would return them."""
     import torch
 
     runner, model = worker_of(llm).model_runner, model_of(llm)
@@ -65,7 +65,7 @@ def without_model(llm: Any) -> None:
 
 
 def decode(llm: Any, batch: int, tokens: int, profiler: cProfile.Profile | None = None) -> tuple[float, list]:
-    """(mean CPU ms of a decode step, the last one's outputs included, (tokens, log-probs) of each request)."""
+    """Return (mean CPU ms of a decode step, including the last one's outputs, (tokens, log-probs) of each request)."""
     import torch
     from vllm import SamplingParams
 
@@ -98,9 +98,9 @@ ROWS = ["rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.step
 
 
 def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | None = None) -> dict[str, Any]:
-    """{"before", "after": CPU ms of a decode step, median over repeats of one process; "same": equal responses}.
+    """Return {"before", "after": CPU ms of a decode step, the median of repeats; "same": whether responses are equal}.
 
-    Before: without ROWS, and the collector as it was. profile: a file for the profiler's tables, without and with.
+    "before" is without ROWS and with garbage collection unchanged. profile: a file for the profiler's tables of both.
     """
     import torch
 
@@ -131,12 +131,12 @@ def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | N
 
 
 def uneven(model: str) -> dict[str, Any]:
-    """Whether responses are equal with ROWS, without all and without each, where requests end at different steps.
+    """Return whether responses are equal with ROWS, without all and without each, if requests end at different steps.
 
-    12 sampled requests of 1 to 29 tokens, of which some end by a token, in batches of at most 8 and with too few KV
-    blocks for all; `freed` and `alike`: blocks freed and steps that were not scheduled, with all rows. `text`: of
-    requests with text, which are handed out in each step. `some log-probs`: of every third request. `one prompt`: two
-    responses of each of four prompts, which share blocks, after requests that were aborted. `control`: with a fault.
+    There are 12 sampled requests of 1 to 29 tokens, of which some end by a token, in batches of at most 8 and with too
+    few KV blocks for all; `freed` and `alike`: blocks freed and steps that were not scheduled, with all rows. `text`:
+    requests with text, which is returned in each step. `some log-probs`: every third request has them. `one prompt`:
+    two responses of each of four prompts, which share blocks, after aborted requests. `control`: with a fault.
     """
     import torch
     from vllm import LLM, SamplingParams

@@ -1,9 +1,9 @@
-"""The rollout of a 256-die configuration, built by verl's own vLLMRollout on platform npu_emulated with smaller sizes.
+"""Build the rollout of a 256-die configuration by verl's own vLLMRollout on npu_emulated, with smaller sizes.
 
 Only sizes differ from the shipped YAML: those of the model, lengths and batched tokens divided by `SCALE`, parallel
 sizes 1, as many prompts as fill `max_num_seqs`; and dtype, float32, which tells an error from rounding. The model's
-weights are read (load_format=auto), where the run has a weight sync. Experts over ranks, MC2 and dummy batches of
-data-parallel ranks: tests/loop/test_emulated_npu.py.
+weights are read (load_format=auto), whereas a run gets them by a weight sync. tests/loop/test_emulated_npu.py covers
+experts over ranks, MC2 and dummy batches of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRUE_WEIGHT = "deepseekv3_256die_true_weight"
 
 
 def scaled(config: Any, model: str) -> Any:
-    """`config.actor_rollout_ref.rollout` with the sizes of one emulated die."""
+    """Return `config.actor_rollout_ref.rollout` with the sizes of one emulated die."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     rollout.dtype, rollout.load_format, rollout.tensor_model_parallel_size = "float32", "auto", 1
     rollout.prompt_length, rollout.response_length = data.max_prompt_length // SCALE, data.max_response_length // SCALE
@@ -43,7 +43,7 @@ def scaled(config: Any, model: str) -> Any:
 
 
 def build(config: Any, model: str) -> Any:
-    """verl's vLLMRollout, awake."""
+    """Build verl's vLLMRollout and wake it up."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
     from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
@@ -60,9 +60,9 @@ def build(config: Any, model: str) -> Any:
 
 
 def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list[list[Response]]:
-    """For each prompt its n responses: tokens and their log-probs, by verl's own sampling parameters.
+    """Generate each prompt's n responses by verl's own sampling parameters; return tokens and their log-probs.
 
-    `shrinks`: 64 responses, of which 32, 16 and 8 go on two tokens longer each time.
+    `shrinks`: 64 responses, of which 32, 16 and 8 go on for two more tokens each time.
     """
     params = [made.sampling_params.clone() for _ in prompts]
     for number, each in enumerate(params):
@@ -74,19 +74,19 @@ def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list
 
 
 def largest_difference(responses: list[list[Response]], prompts: list[list[int]], model: str) -> float:
-    """The largest |dlogp| of sampled tokens against transformers in fp32; infinite where one is not finite."""
+    """Return the largest |dlogp| of sampled tokens against transformers in fp32; infinite if one is not finite."""
     reference = reference_of(model)
     return max(score(reference, ids, made)[0] for ids, made in zip(prompts, responses, strict=True))
 
 
 def batches_of(made: Any) -> list[tuple[int, int]]:
-    """A list that gets (decodes, prefills) of each batch from now on."""
+    """Return a list that gets (decodes, prefills) of each later batch."""
     builder = worker_of(made.inference_engine).model_runner.attn_metadata_builder
     return record(builder, "build", lambda metadata, *_, **__: (metadata.num_decodes, metadata.num_prefills))
 
 
 def options_read(made: Any) -> dict[str, Any]:
-    """recipe.rollout.ascend as the engine's own objects hold it."""
+    """Return recipe.rollout.ascend as the engine's own objects hold it."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm_ascend.ascend_config import get_ascend_config
 
@@ -113,14 +113,14 @@ def options_read(made: Any) -> dict[str, Any]:
 
 
 def addresses(model: Any) -> dict[str, int]:
-    """Of parameters and absorbed projections, which captured graphs read."""
+    """Return the addresses of parameters and absorbed projections, which captured graphs read."""
     from verl_patches.memory.sleep_mode import all_weights
 
     return {name: tensor.data_ptr() for name, tensor in all_weights(model).items()}
 
 
 def sync(made: Any, folder: str) -> None:
-    """The weights of `folder` through the map that the direct weight sync learns; all others would be NaN."""
+    """Write the weights of `folder` through the direct weight sync's map; parameters that it missed would be NaN."""
     from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
 
     from tests.reshard.cases import write_through
@@ -137,14 +137,14 @@ def sync(made: Any, folder: str) -> None:
 
 
 def prompts_for(config: Any) -> list[list[int]]:
-    """As many prompts as fill the replica with their n responses; the longest is the configuration's, scaled."""
+    """Make as many prompts as fill the replica with their n responses; the longest has the scaled maximum length."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length // SCALE
     count = rollout.engine_kwargs.vllm.max_num_seqs // rollout.n
     return prompts_of([longest, longest - 100, 5, 1 + longest // 2][:count])
 
 
 def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
-    """The configuration, with its variables set in this process, and its rollout."""
+    """Set the configuration's variables in this process and return the configuration and its rollout."""
     from tests.runs import composed, config_of
     from verl_patches.run.environment import worker_environment
 
@@ -156,7 +156,7 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
-    """What is generated with the weights of `model`, with those of `other` after a sync, and with the first again."""
+    """Return responses with the weights of `model`, with those of `other` after a sync, and with the first again."""
     from verl_patches.step.replay.expert_load import of_rollout
 
     config, made = start(model, TRUE_WEIGHT, overrides)
@@ -189,7 +189,7 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def sample(llm: Any) -> list[Response]:
-    """The response to each prompt, by top-k."""
+    """Sample a response to each prompt by top-k."""
     from vllm import SamplingParams
 
     shared = {"temperature": 1.0, "top_k": 50, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
@@ -199,7 +199,7 @@ def sample(llm: Any) -> list[Response]:
 
 
 def answers(made: Any) -> list[Response]:
-    """Responses at first, after sleep, wake-up and weights written back, and with the prompts in the prefix cache."""
+    """Return responses before sleep, after wake-up with weights written back, and with prompts in the prefix cache."""
     llm = made.inference_engine
     found = sample(llm)
     llm.weights_written(last=False)
@@ -211,11 +211,11 @@ def answers(made: Any) -> list[Response]:
 
 
 def switches(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """{name: answers of each line of `table`, "read": {name: recipe.rollout.ascend as the engine holds it}}.
+    """Return {name: `answers` of each line of `table`, "read": {name: recipe.rollout.ascend of the engine}}.
 
-    A line: `keys` of recipe.rollout.ascend, `more` overrides, `without`: rows whose originals are in place. The first
-    must switch top_k_optimize off: vllm-ascend reads its variable once a process. "balanced routing": the last engine
-    once more, with other experts.
+    A line has `keys` of recipe.rollout.ascend, `more` overrides, and `without`: patches whose originals are in place.
+    The first must switch top_k_optimize off: vllm-ascend reads its variable once a process. "balanced routing" is the
+    last engine once more, with other experts.
     """
     refresh = (
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.refresh=true"  # one process, many engines
@@ -237,7 +237,7 @@ def switches(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, An
 
 
 def forget_pool() -> None:
-    """What a device's pool does once an engine has ended; the emulated one gives nothing back."""
+    """Free the emulated device's pool after an engine has ended, as a device does; the emulated one frees nothing."""
     from vllm_ascend.device_allocator.camem import CaMemAllocator
 
     from verl_patches.emulation.npu import memory_pool
@@ -249,7 +249,7 @@ def forget_pool() -> None:
 
 
 def start_again(model: str, overrides: list[str], rows: list[str], first: bool) -> Any:
-    """verl's rollout with upstream's objects in the places of `rows`; after the first one top-k is optimised."""
+    """Build verl's rollout with upstream's objects in place of `rows`; after the first one top-k is optimised."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 

@@ -1,4 +1,4 @@
-"""What the data-parallel tests run on each rank."""
+"""Run the data-parallel tests' generation on a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.rollout import engine_rank
 
 
 def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
-    """Rounds of generation one after the other, and the place of this rank: groups and experts.
+    """Generate round after round; return the results and this rank's groups and experts.
 
     `rounds[i][d]` is round i of DP rank d.
     """
@@ -33,7 +33,7 @@ def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
 
 
 def _round(llm, spec: dict, passes: dict[str, list]) -> dict:
-    """One call of generate, perhaps without one feature; tokens, log-probs and forward passes, or an error."""
+    """Call generate once, perhaps without one feature; return tokens, log-probs and forward passes, or an error."""
     from vllm import LLM
     from vllm.distributed import get_ep_group
 

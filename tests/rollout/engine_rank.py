@@ -1,4 +1,4 @@
-"""What ranks of a rollout test share: verl's own vLLMRollout in this process, its engine, its model and its logits."""
+"""Build verl's own vLLMRollout in a rank of a rollout test, and reach its engine, its model and its logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.emulation.emulated_engine import model_of, responses_of
 
 
 def verl_rollout(model: str | Path, **overrides):
-    """verl's vLLMRollout for the model folder, with verl's own config file and `overrides` of its rollout section."""
+    """Build verl's vLLMRollout for a model folder by verl's own config file and `overrides` of its rollout section."""
     import verl
     from omegaconf import OmegaConf
     from transformers import AutoConfig, AutoTokenizer
@@ -26,14 +26,14 @@ def verl_rollout(model: str | Path, **overrides):
 
 
 def awake(model: str | Path, **overrides):
-    """The engine inside verl's rollout, woken: verl puts it to sleep as soon as it is built."""
+    """Wake up and return the engine inside verl's rollout: verl puts it to sleep as soon as it is built."""
     llm = verl_rollout(model, **overrides).inference_engine
     llm.wake_up()
     return llm
 
 
 def hf_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, tensor) of an HF folder."""
+    """Yield each (name, tensor) of an HF folder."""
     from safetensors.torch import load_file
 
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -41,7 +41,7 @@ def hf_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def generate_with(llm, requests: list) -> dict:
-    """{tokens, logprobs}: greedy continuations of [prompt, length] requests; with none, only the other ranks' steps."""
+    """Return {tokens, logprobs} of greedy responses to [prompt, length] requests; without any, join others' steps."""
     from vllm import SamplingParams
 
     if not requests:
@@ -54,7 +54,7 @@ def generate_with(llm, requests: list) -> dict:
 
 
 def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """(list that receives every logits tensor [tokens, V], before sampling acts on it; function that ends it)."""
+    """Return a list that gets each logits tensor [tokens, V] before sampling, and a function that ends this."""
     seen: list[torch.Tensor] = []
     processor = model_of(llm).logits_processor
 

@@ -1,4 +1,4 @@
-"""What the parity tests run on each rank."""
+"""Compute the parity tests' logits on a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl_patches.memory import measure
 
 
 def logits_of(llm, spec: dict) -> torch.Tensor:
-    """Logits of all tokens but the last [len - 1, V]: the prompt in one prefill, the rest forced one by one."""
+    """Return logits [len - 1, V] of all tokens but the last: the prompt in one prefill, the rest forced one by one."""
     from vllm import SamplingParams
 
     tokens, prompt_tokens = spec["tokens"], spec["prompt_tokens"]
@@ -26,13 +26,13 @@ def logits_of(llm, spec: dict) -> torch.Tensor:
 
 
 def parity(spec: dict) -> dict:
-    """Logits of one engine in the spec's layout."""
+    """Return the logits of one engine in the spec's layout."""
     llm = engine_rank.awake(spec["model"], **spec["rollout"])
     return {"logits": logits_of(llm, spec)}
 
 
 def one_rank(spec: dict) -> dict:
-    """Parity, its negative controls, an update in memory, and the reference of the data-parallel tests."""
+    """Run parity, its negative controls, an update in memory, and the reference of the data-parallel tests."""
     llm = engine_rank.awake(spec["model"], **spec["rollout"])
     model = engine_rank.model_of(llm)
     found = {"logits": logits_of(llm, spec), "generated": engine_rank.generate_with(llm, spec["requests"])}
@@ -74,7 +74,7 @@ def one_rank(spec: dict) -> dict:
 
 
 def _sleep_and_wake(llm) -> tuple[int, int]:
-    """KV cache bytes while asleep, and after waking as verl 0.4.0 does: weights first, then kv_cache."""
+    """Return KV cache bytes while asleep, and after waking as verl 0.4.0 does: weights first, then kv_cache."""
     llm.sleep(level=1)
     asleep = measure.held_bytes(measure.kv_caches(llm), "cpu")
     llm.wake_up(tags=["weights"])

@@ -1,4 +1,4 @@
-"""What the rebalance tests run on each data-parallel rank: one emulated engine, several rounds of generation."""
+"""Run one emulated engine for several rounds of generation on a data-parallel rank of the rebalance tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_patches.errors import RecipeError
 
 
 def build(model: str, dp: int, tp: int, **options: Any) -> Any:
-    """The engine of this rank, as verl builds it."""
+    """Build the engine of this rank as verl does."""
     from vllm import LLM
 
     parallel = {"tensor_parallel_size": tp, "data_parallel_size": dp, "enable_expert_parallel": True}
@@ -20,7 +20,7 @@ def build(model: str, dp: int, tp: int, **options: Any) -> Any:
 
 
 def prompts_of(place: int, spec: dict) -> tuple[list, list]:
-    """The prompts of a DP rank and their parameters: two of three seeded, with a penalty and top-k."""
+    """Return the prompts of a DP rank and their parameters: two of three seeded, with a penalty and top-k."""
     from vllm import SamplingParams
 
     lengths = spec["lengths"][place]
@@ -34,7 +34,7 @@ def prompts_of(place: int, spec: dict) -> tuple[list, list]:
 
 
 def generate(llm: Any, place: int, spec: dict) -> dict:
-    """Tokens and log-probs of each request in order, or the error."""
+    """Generate and return tokens and log-probs of each request in order, or the error."""
     prompts, params = prompts_of(place, spec)
     try:
         outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else llm._run_engine(use_tqdm=False)
@@ -47,7 +47,7 @@ def generate(llm: Any, place: int, spec: dict) -> dict:
 
 
 def to_and_fro(rebalance: Any, state: Any, *args: Any) -> Any:
-    """In place of the planner: of each rank that has two or more, the first movable request goes to the next rank."""
+    """Replace the planner: each rank with two or more movable requests gives the first one to the next rank."""
     moves = []
     for rank, row in enumerate(state.lengths):
         movable = [at for at, tokens in enumerate(row) if tokens > 0]
@@ -58,16 +58,17 @@ def to_and_fro(rebalance: Any, state: Any, *args: Any) -> Any:
 
 
 def begun(group: Any) -> int:
-    """Collectives that this process has begun in a group."""
+    """Return the number of collectives that this process has begun in a group."""
     (device,) = group._device_types
     return group._get_backend(device)._get_sequence_number_for_group()
 
 
 def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> list[dict]:
-    """Each spec: lengths and tokens of the prompts of each DP rank; every, plan, spoil (functions of this file).
+    """Run a round for each spec: lengths and tokens of each DP rank's prompts; every, plan, spoil; `without`.
 
-    `without`: rows whose original is put in place meanwhile. Of each round, `steps`: forward passes of this rank, dummy
-    ones too; `syncs`: collectives over its DP group.
+    plan and spoil are functions of this file, `without` lists patches whose originals are put in place meanwhile. A
+    round's result has `steps`, the forward passes of this rank with dummy ones, and `syncs`, collectives over its DP
+    group.
     """
     import torch
 
@@ -105,7 +106,7 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
 
 
 def _forget_requests(engine: Any) -> None:
-    """After an error, of a run that would have ended."""
+    """Remove the requests that an error left; a run would have ended."""
     from vllm.v1.request import RequestStatus
 
     scheduler = engine.engine_core.engine_core.scheduler
@@ -115,7 +116,7 @@ def _forget_requests(engine: Any) -> None:
 
 
 def drop_a_block(rebalancer: Any, place: int) -> None:
-    """Negative control: what arrives in the first block of each request is lost."""
+    """Lose what arrives in the first block of each request, as a negative control."""
     exchange = rebalancer._exchange_blocks
 
     def spoilt(moves: Any, arrivals: Any) -> None:
@@ -128,7 +129,7 @@ def drop_a_block(rebalancer: Any, place: int) -> None:
 
 
 def lose_the_generator(rebalancer: Any, place: int) -> None:
-    """Negative control: a moved request starts its random numbers anew."""
+    """Restart the random numbers of a moved request, as a negative control."""
     import torch
 
     insert = rebalancer._insert
@@ -142,18 +143,18 @@ def lose_the_generator(rebalancer: Any, place: int) -> None:
 
 
 def fail_to_receive(rebalancer: Any, place: int) -> None:
-    """The receiver has no blocks left."""
+    """Leave the receiver no blocks."""
     if place == 1:
         rebalancer.scheduler.kv_cache_manager.allocate_slots = lambda *args, **kwargs: None
 
 
 def fail_to_pack(rebalancer: Any, place: int) -> None:
-    """A donor fails."""
+    """Make a donor fail."""
     if place == 0:
         rebalancer._moved = lambda request: 1 / 0
 
 
 def fail_to_read(rebalancer: Any, place: int) -> None:
-    """A rank fails before the first collective."""
+    """Make a rank fail before the first collective."""
     if place == 1:
         rebalancer._fill = lambda row: 1 / 0

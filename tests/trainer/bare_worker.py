@@ -1,4 +1,4 @@
-"""A worker of verl's for the test of proofs, and the controller that collects the proofs of two of them."""
+"""Define a worker for the test of proofs, and a controller that collects the proofs of two of them."""
 
 import importlib
 import os
@@ -14,9 +14,9 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 
 
 class Bare(Worker):
-    """Stands for ActorRolloutRefWorker; under the prelude its process adds the method of row update.recipe_worker."""
+    """Stand in for ActorRolloutRefWorker; with the prelude, patch update.recipe_worker adds its method."""
 
-    run = SimpleNamespace(samples=True)  # of the facts of a run, what its proof reads
+    run = SimpleNamespace(samples=True)  # the facts of a run that its proof reads
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Bare(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self):
-        """Join the group, as init_model does."""
+        """Join the process group, as init_model does."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
 
@@ -37,13 +37,13 @@ def add_proof():
 
 
 def prelude_on_rank_one():
-    """Worker set-up hook."""
+    """Import the prelude on rank 1 only; this is the worker set-up hook."""
     if os.environ.get("RANK") == "1":
         importlib.import_module("verl_patches.prelude_patch")
 
 
 def proofs():
-    """(digest of the controller, [{rank, where, digest}], refusal or None): worker 1 ran the prelude, worker 0 not."""
+    """Return (digest of the controller, [{rank, where, digest}], refusal or None); only worker 1 ran the prelude."""
     from verl_patches import prelude_patch
     from verl_patches.patching import handshake
     from verl_patches.patching.engine import PatchError

@@ -1,7 +1,7 @@
-"""Workers that report their die, when they knew it, and their interfaces; the program that starts Ray and asks them.
+"""Start Ray with workers that report their die, when they knew it, and their network interfaces.
 
 No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. `verl` is an empty
-module on PYTHONPATH, as only when it is imported matters here.
+module on PYTHONPATH, because only the time of its import matters here.
 """
 
 import os
@@ -22,9 +22,9 @@ INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 class Asked:
-    """An actor of verl's worker group, as far as this goes."""
+    """Stand in for an actor of verl's worker group."""
 
-    def __new__(cls):  # as verl's Worker: Ray then handles a class that cannot be loaded in another way
+    def __new__(cls):  # as in verl's Worker: Ray then treats a class that fails to load differently
         return super().__new__(cls)
 
     def __init__(self):
@@ -32,7 +32,7 @@ class Asked:
             raise ConfigError("row a.b: has drifted")
 
     def report(self, visible=1):
-        """What this process knows of its die. The runtime sees `visible` devices."""
+        """Return the facts that this process has about its die; the runtime sees `visible` devices."""
         try:
             refused = npu.check_visible_die(visible)
         except ConfigError as error:
@@ -44,17 +44,17 @@ class Asked:
 
 
 class NodeAgent:
-    """The watch's, on a node where no process of the run can start."""
+    """Stand in for the watch's agent on a node where no process of the run can start."""
 
     def __init__(self):
         raise ConfigError("row a.b: has drifted")
 
 
 def hook():
-    """The user's set-up hook, pickled by value: workers must not import this module, and verl with it, so early."""
+    """Return the user's set-up hook, pickled by value: importing this module would import verl too early."""
 
     def note():
-        """Fails if FAIL is "hook"; if it is "class", the class fails when it is loaded."""
+        """Fail if FAIL is "hook"; if it is "class", make the class fail when it is loaded."""
         from verl_patches.patching.hooks import after_import
 
         def prepare(engine):
@@ -76,7 +76,7 @@ def hook():
 
 
 def start():
-    """Ray with two pretended dies; (makes an actor of Asked, task that sleeps)."""
+    """Start Ray with two pretended dies; return a function that makes an actor of Asked, and a task that sleeps."""
     options = {"num_cpus": 4, "resources": {"NPU": 2}, "include_dashboard": False, "log_to_driver": False}
     switches = {"VERL_PATCHES": os.environ["VERL_PATCHES"]}
     network = {"nodes": 1, "interface": None}
@@ -91,7 +91,7 @@ def start():
 
 
 def dies():
-    """{case: what that worker reports of its die}, and what a wait returns after actors were ended on purpose."""
+    """Return {case: that worker's report of its die}, and the results of waits after actors were ended on purpose."""
     worker, wait = start()
     first, second = worker(), worker()
     reports = {"first": first.report.remote(), "second": second.report.remote()}
@@ -109,12 +109,12 @@ def dies():
 
 
 def verls_wait(task):
-    """As verl itself waits."""
+    """Wait as verl itself does."""
     return ray_start.unless_start_fails(lambda: ray.get(task))
 
 
 def failure(kind):
-    """The error that ends a wait of an hour where a worker fails in its hook, when its class is loaded or is made."""
+    """Return the error that ends a wait of an hour if a worker fails in its hook, or as its class is loaded or made."""
     worker, wait = start()
     failing, way = worker(npus=0, FAIL=kind), verls_wait if kind == "init" else ray_start.result_of
     try:
@@ -127,6 +127,6 @@ def failure(kind):
 
 
 def answers():
-    """{"dies": {case: report of that worker}, "ended": [None, None], "failed": {kind: error}}."""
+    """Return {"dies": {case: report of that worker}, "ended": [None, None], "failed": {kind: error}}."""
     reports, ended = dies()
     return {"dies": reports, "ended": ended, "failed": {kind: failure(kind) for kind in ("hook", "class", "init")}}

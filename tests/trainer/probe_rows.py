@@ -1,4 +1,4 @@
-"""For each row around verl's trainer and workers, whether its effect is there. Run under the prelude."""
+"""Check for each patch of verl's trainer and workers whether its effect is there; run under the prelude."""
 
 from types import SimpleNamespace
 
@@ -49,7 +49,7 @@ def validation_has_pass_at_k():
 
 
 def empty_cache_is_left_to_the_schedule():
-    """What the stand-in does: tests/memory/test_scheduler.py."""
+    """Return whether verl's modules have a stand-in for torch, which tests/memory/test_scheduler.py tests."""
     seen = [module.torch for module in (workers, megatron_actor)]
     return all(each is not torch and each.Tensor is torch.Tensor for each in seen)
 
@@ -65,7 +65,7 @@ def optimizer_takes_the_models_dtype():
 
 
 def effects():
-    """{row id: whether its effect is there}."""
+    """Return {patch id: whether its effect is there}."""
     actor = workers.ActorRolloutRefWorker
     return {
         "update.recipe_worker": issubclass(actor, recipe_worker.RecipeWorker),

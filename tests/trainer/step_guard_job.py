@@ -1,4 +1,4 @@
-"""What one rank does in test_step_guard.py: Megatron's real DDP and Adam with bad gradients, guarded and not."""
+"""Step Megatron's real DDP and Adam with bad gradients on a rank, guarded and not, for test_step_guard.py."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ KINDS = {"fp32": (FP32, True), "bf16": (BF16, True), "plain fp32": (FP32, False)
 
 
 def update(chunks, optimizer, number, bad=None):
-    """One update with gradients of that number; `bad`: (rank, parameter of the first chunk, value) put into them."""
+    """Make an update with gradients seeded by `number`; `bad`: (rank, parameter of the first chunk, value) to spoil."""
     torch.manual_seed(100 * number + dist.get_rank())
     for one in chunks:
         one.zero_grad_buffer()
@@ -26,7 +26,7 @@ def update(chunks, optimizer, number, bad=None):
 
 
 def found(world, steps, clip_grad=1.0):
-    """{kind: [per step: whether weights moved, the guard's report, the norm], and more}."""
+    """Return {kind: [for each step: whether weights moved, the guard's report, the norm], and more}."""
     parallel_state.initialize_model_parallel()
     results = {}
     for kind, (dtype, distributed) in KINDS.items():

@@ -59,7 +59,7 @@ def at_import(env):
 
 
 def import_ahead():
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a fork would lack this thread of pyarrow's allocator
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a fork would lack pyarrow's thread
     for name in AHEAD:
         importlib.import_module(name)
     found = sorted({name.partition(".")[0] for name in sys.modules} & set(NEVER))

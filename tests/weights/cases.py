@@ -1,4 +1,4 @@
-"""Random small models and layouts, HF folders with and without FP8, and what every tensor of them should be."""
+"""Make random small models and layouts, HF folders with and without FP8, and the expected value of each tensor."""
 
 import json
 import random
@@ -22,14 +22,14 @@ from verl_patches.weights.run_folders import CHECKPOINTS, take_start
 from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import complete_as, write_bytes, write_tensors
 
-NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's own folder
+NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # block size of DeepSeek's own folder
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
 SMALL_LAYOUT = parse_layout("tp2 pp2 ep6 etp1 @12 layers=1,1")
 
 
 def as_value_model(model, folder, word):
-    """A copy of a causal LM's folder as HF's ...ForSequenceClassification, whose head is that of a word; the head."""
+    """Copy a causal LM's folder as HF's ...ForSequenceClassification, whose head is a token's; return the head."""
     shutil.copytree(model, folder)
     index = json.loads((folder / INDEX).read_text())
     file = folder / index["weight_map"].pop("lm_head.weight")
@@ -52,7 +52,7 @@ def run(source, destination, layout=None, dtype=None, file_bytes=100_000, line="
 
 
 def random_case(seed):
-    """(config, layout, another layout): uneven layers, any number of experts, with or without q_lora, bias, shared."""
+    """Draw (config, layout, another layout): uneven layers, any number of experts, optional q_lora, bias, shared."""
     draw = random.Random(seed)
     tp = draw.choice([1, 2, 4])
     etp = draw.choice([1, tp])
@@ -81,7 +81,7 @@ def random_case(seed):
 
 
 def random_layout(draw, layers, experts, tp, etp):
-    """A layout that the model fits, with uneven stages."""
+    """Draw a layout that the model fits, with uneven stages."""
     while True:
         pp = draw.randint(1, min(3, layers))
         ends = sorted(draw.choices(range(layers + 1), k=pp - 1))
@@ -95,7 +95,7 @@ def random_layout(draw, layers, experts, tp, etp):
 
 
 def make_folder(folder, config, seed=0, files=2, tensors=None):
-    """A HF folder of random weights (bf16, the correction bias fp32) in `files` files; returns its tensors."""
+    """Make a HF folder of random weights (bf16, the correction bias fp32) in `files` files; return its tensors."""
     generator = torch.Generator().manual_seed(seed)
     if tensors is None:
         tensors = {}
@@ -119,14 +119,14 @@ def store(folder, tensors, files=2):
 
 
 def rewrite(folder, change):
-    """Store the folder's tensors again, in the files of `make_folder`, after `change` of their dict."""
+    """Store the folder's tensors again, in the files of `make_folder`, after `change` has changed their dict."""
     tensors = read_folder(folder)
     change(tensors)
     store(folder, tensors)
 
 
 def in_fp8(tensors):
-    """The tensors as DeepSeek stores them, by its own formulas one block at a time, and the bf16 values of them."""
+    """Return tensors as DeepSeek stores them, by its own formulas one block at a time, and their bf16 values."""
     stored, values = {}, {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or any(word in name for word in NOT_IN_FP8):
@@ -147,7 +147,7 @@ def in_fp8(tensors):
 
 
 def make_fp8_folder(folder, config, seed=0, files=2):
-    """A HF folder in FP8; returns (the tensors stored, the bf16 values that they stand for)."""
+    """Make a HF folder in FP8; return (the stored tensors, their bf16 values)."""
     plain = make_folder(folder / "plain", config, seed)
     stored, values = in_fp8(plain)
     make_folder(folder / "fp8", config | {QUANTIZATION: QUANTIZED}, seed, files, stored)
@@ -155,7 +155,7 @@ def make_fp8_folder(folder, config, seed=0, files=2):
 
 
 def read_folder(folder):
-    """Every tensor of a folder's safetensors files, read by safetensors alone; no name may be in two files."""
+    """Read all tensors of a folder's safetensors files by safetensors alone; no name may be in two files."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -166,7 +166,7 @@ def read_folder(folder):
 
 
 def is_same(found, expected):
-    """Whether two dicts of tensors are equal bit for bit, dtypes too."""
+    """Return whether two dicts of tensors are equal bit for bit, dtypes too."""
     return found.keys() == expected.keys() and all(_same(found[name], expected[name]) for name in expected)
 
 
@@ -179,13 +179,13 @@ def _bytes(tensor):
 
 
 def make_checkpoint(folder, step, **facts):
-    """A whole checkpoint folder/global_step_N with one tensor."""
+    """Make a complete checkpoint folder/global_step_N with one tensor."""
     facts = {"step": step, "line": "pypi", "digest": "d", "settings": {}, **facts}
     return write_checkpoint(folder / f"global_step_{step}", {"w": torch.zeros(4)}, tiny_config(), facts)
 
 
 def make_start(home, steps=(), parent=None, source=None):
-    """The folder of a new start of the run `home`, with checkpoints of these steps."""
+    """Make the folder of a new start of the run `home`, with checkpoints of these steps."""
     folder = home / take_start([home], parent, source)
     for step in steps:
         make_checkpoint(folder / CHECKPOINTS, step)
@@ -193,7 +193,7 @@ def make_start(home, steps=(), parent=None, source=None):
 
 
 def write_checkpoint(folder, weights, config, facts):
-    """The checkpoint of one rank with these whole weights; without any it has no file of the rank."""
+    """Write a checkpoint of one rank with these whole weights; without weights it has no file of the rank."""
     entries = [whole_tensor(f"weight/{n}", DTYPES[t.dtype], t.shape, name=n) for n, t in weights.items()]
     tensors = "rank_00000.safetensors"
     texts = {"config.json": json.dumps(config), "tokenizer.json": "{}"}

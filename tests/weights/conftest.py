@@ -1,4 +1,4 @@
-"""fsync is left out in these tests (test_files_are_durable_before_they_have_their_names calls it): disks are slow."""
+"""Skip fsync in these tests, because disks are slow; test_files_are_durable_before_they_have_their_names calls it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of loading."""
+"""Load weights on a rank in the tests of loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_patches.weights.source import open_source
 
 
 def wait_job() -> dict[str, object]:
-    """Rank 0's error while the others have not arrived, and whether all wait for a late one."""
+    """Return rank 0's error while the others have not arrived, and whether all wait for a late one."""
     rank, found, store = dist.get_rank(), {}, dist.distributed_c10d._get_default_store()
     if rank == 0:
         try:
@@ -50,7 +50,7 @@ def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 
 
 def folders_job(folders: dict[str, Path], layouts: list[str], layers: int) -> dict[str, object]:
-    """{layout: {folder: (names of parameters that differ from those of folder "bf16", bytes read)}}.
+    """Return {layout: {folder: (names of parameters that differ from those of folder "bf16", bytes read)}}.
 
     "layout given" is folder "bf16" again, by ranks that know their layout and make no collective before they wait.
     """
@@ -85,7 +85,7 @@ def folders_job(folders: dict[str, Path], layouts: list[str], layers: int) -> di
 
 
 def copies_job(folder: Path, other: Path) -> dict[str, object]:
-    """What the second model of a process takes from the first; each entry is (parameters that differ, bytes read)."""
+    """Load a second model that copies from the first; each result is (parameters that differ, bytes read)."""
     from tests.model.megatron_model import start_parallel
     from verl_patches.memory.offload import Params
     from verl_patches.worker.models import load_model, reference_weights
@@ -126,13 +126,13 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     found["control"] = second()
     for chunk in reference:
         for parameter in chunk.parameters():
-            parameter.data = parameter.data.to("cpu", torch.float64).float()  # other memory, as verl's offload
+            parameter.data = parameter.data.to("cpu", torch.float64).float()  # other memory, as after verl's offload
     found["after verl's offload"] = second()
     return found
 
 
 def peak_job(folder: Path, by_regions: bool) -> int:
-    """Bytes by which the process's peak grows while bf16 targets, or, as a control, whole files in memory are read."""
+    """Return the growth of the process's peak bytes while bf16 targets, or, as a control, whole files are read."""
     source = open_source(folder)
     targets = {name: torch.ones(t.shape, dtype=torch.bfloat16) for name, t in source.tensors.items()}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Rendered scripts of a job, and programs of the tests in the place of ssh, docker and a scheduler's."""
+"""Render the scripts of a job, and put test programs in place of ssh, docker and a scheduler's commands."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ WAIT_S = 600
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """program(name, bash): a program on PATH; each call is a line of the file `calls`."""
+    """Return program(name, bash), which puts a program on PATH; each call of it is a line of the file `calls`."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def make(name, text):
@@ -32,7 +32,7 @@ def program(tmp_path, monkeypatch):
 
 @pytest.fixture
 def scripts(tmp_path):
-    """scripts(job as a dictionary): the folder of its rendered scripts."""
+    """Return scripts(job as a dictionary), which renders a job's scripts and returns their folder."""
 
     def make(job, environ=None):
         file = tmp_path / "job.yaml"
@@ -46,7 +46,7 @@ def scripts(tmp_path):
 
 @pytest.fixture
 def call():
-    """call(script, *arguments): a script as a process with pipes, in a group of its own, as of a terminal."""
+    """Return call(script, *arguments), which starts a script with pipes in its own process group, as a terminal."""
     started = []
 
     def begin(script, *arguments, before=(), **environ):
@@ -63,12 +63,12 @@ def call():
 
 
 def ended(process):
-    """(exit code, output, errors) of a process, once it has ended."""
+    """Wait for a process to end and return (exit code, output, errors)."""
     out, err = process.communicate(timeout=WAIT_S)
     return process.returncode, out, err
 
 
 def files_with(text: bytes, *folders):
-    """The files below folders that have a text."""
+    """Return the files below folders that contain a text."""
     paths = (path for folder in folders for path in Path(folder).rglob("*"))
     return [path for path in paths if path.is_file() and not path.is_symlink() and text in path.read_bytes()]

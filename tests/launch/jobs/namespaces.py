@@ -1,8 +1,8 @@
-"""Nodes of one machine: network namespaces on a bridge, with an sshd each where asked for, and one to call them from.
+"""Make nodes on one machine: network namespaces on a bridge, with an sshd each on request, and one to call them from.
 
-Tests that use them are skipped, with the reason, where there is no root, `ip`, network namespace or, if it is asked
-for, OpenSSH's server. A node's own folder is bound over `Nodes.shared` in its mount namespace, so nodes do not share
-the folder of a job; all other files they share.
+Tests that use them are skipped, with the reason, without root, `ip`, network namespaces or, if requested, OpenSSH's
+server. A node's own folder is bound over `Nodes.shared` in its mount namespace, so nodes do not share the folder of a
+job; they share all other files.
 """
 
 import os
@@ -39,14 +39,14 @@ ConnectTimeout 15
 
 
 def ip(*words):
-    """Run `ip`; RuntimeError with its message where it fails."""
+    """Run `ip`; raise RuntimeError with its message if it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 class Nodes:
-    """`count` nodes with the addresses `hosts`; `real_ssh`: skipped where no sshd can be reached."""
+    """Hold `count` nodes with the addresses `hosts`; with `real_ssh` the test is skipped if no sshd can be reached."""
 
     def __init__(self, count, folder: Path, net="10.97.41", real_ssh=False):
         self._real = real_ssh
@@ -75,7 +75,7 @@ class Nodes:
         return self
 
     def _make_network(self):
-        """A bridge and the caller's end in the namespace of the desk, one namespace for each node."""
+        """Make a bridge and the caller's end in the namespace of the desk, and one namespace for each node."""
         ip("netns", "add", self._desk)
         ip("-n", self._desk, "link", "add", "br0", "type", "bridge")
         ip("-n", self._desk, "address", "add", f"{self._net}.254/24", "dev", "br0")
@@ -92,7 +92,7 @@ class Nodes:
             ip("-n", self._desk, "link", "set", f"v{number}", "master", "br0", "up")
 
     def _start_sshd(self):
-        """Start them; the test is skipped where no connection can be made, such as to a locked account."""
+        """Start the servers; skip the test if no connection can be made, such as to a locked account."""
         folder = self.folder
         for name in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
@@ -101,7 +101,7 @@ class Nodes:
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         public = (folder / "host_key.pub").read_text()
         (folder / "known_hosts").write_text("".join(f"{host} {public}" for host in self.hosts))
-        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd changes its root to; Debian's service makes it
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd changes its root to it; Debian's service makes it
         for number in range(len(self.hosts)):
             command = [SSHD, "-D", "-f", f"{folder}/sshd_config", "-E", f"{folder}/sshd-{number}.log"]
             self._sshd.append(self.start(number, *command))
@@ -112,7 +112,7 @@ class Nodes:
                 time.sleep(0.1)
 
     def __exit__(self, *_):
-        """End what still runs in the namespaces, then remove them."""
+        """End all processes in the namespaces, then remove these."""
         for name in self._names():
             for pid in self._pids(name):
                 try:
@@ -133,44 +133,44 @@ class Nodes:
         return [int(pid) for pid in done.stdout.split()]
 
     def name(self, number):
-        """The namespace of a node."""
+        """Return the namespace of a node."""
         return f"{self._prefix}-{number}"
 
     @property
     def ssh(self):
-        """The words before a host: ssh from the desk."""
+        """Return the words of an ssh command from the desk, before the host."""
         return ["ip", "netns", "exec", self._desk, "ssh", "-F", str(self.folder / "ssh_config")]
 
     def start(self, number, *command, **options):
-        """A process of a node, where the node's own folder is `shared`; options of Popen."""
+        """Start a process of a node, in which the node's own folder is `shared`; options are Popen's."""
         return subprocess.Popen([*self.words(number), *command], start_new_session=True, **options)
 
     def words(self, number):
-        """The words before a command of a node."""
+        """Return the words that run a command in a node."""
         inside = 'mount --bind "$0" "$1" && shift && exec "$@"'
         enter = ["ip", "netns", "exec", self.name(number), "bash", "-c", inside]
         return [*enter, str(self.folder / str(number)), str(self.shared)]
 
     def stop_sshd(self, number):
-        """Connections of a node are refused from now on; those that are open stay."""
+        """Refuse new connections to a node; open ones stay."""
         self._sshd[number].kill()
         self._sshd[number].wait()
 
     def drop_connections(self, number):
-        """Connections of a node that are open end."""
+        """End the open connections of a node."""
         for process in psutil.Process(self._sshd[number].pid).children():
             process.kill()
 
     def cut(self, number):
-        """A node loses its network."""
+        """Cut a node off from the network."""
         ip("-n", self.name(number), "link", "set", "eth0", "down")
 
     def join(self, number):
-        """A node that was cut off has its network again."""
+        """Connect a node to the network again."""
         ip("-n", self.name(number), "link", "set", "eth0", "up")
 
     def processes(self, number):
-        """The processes in a node's namespace, without sshd's."""
+        """Return the processes in a node's namespace, without sshd's."""
         found = []
         for pid in self._pids(self.name(number)):
             try:

@@ -1,4 +1,4 @@
-"""Four gloo ranks in one update: rank 2 hangs before its second all-reduce, for which the others wait."""
+"""Run four gloo ranks in one update, in which rank 2 hangs before its second all-reduce and the others wait."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ BOUNDS = {
 
 
 def one_hangs(folder, how, by):
-    """On rank 0: [sentence of the stall, names of culprits, their stacks, who waits for whom]; else None."""
+    """Return on rank 0 [sentence of the stall, names of culprits, their stacks, who waits for whom]; else None."""
     rank, folder = dist.get_rank(), Path(folder)
     heartbeat.here().start(folder, f"rank {rank}", rank)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     ones, ended = torch.ones(2), threading.Event()
     if rank == 0:
-        dist.send(ones, 1)  # counted too, by one rank of a group more than by the other
+        dist.send(ones, 1)  # counted too, so that counts differ within a group
     if rank == 1:
         dist.recv(ones, 0)
     for _ in range(2):  # the second call of a phase has the bound of the first
@@ -42,7 +42,7 @@ def one_hangs(folder, how, by):
         heartbeat.here().phase("update")
         dist.all_reduce(ones)
         if rank == 2 and how == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)  # the watch, which wants its stacks, continues it
+            os.kill(os.getpid(), signal.SIGSTOP)  # the watch continues it to get its stacks
         if rank == 2 and how == "busy":
             while not (folder / "found").exists():
                 pass

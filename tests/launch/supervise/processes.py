@@ -1,4 +1,4 @@
-"""Processes with a real heartbeat that stop, hang or die where a test says.
+"""Run processes with a real heartbeat that stop, hang or die at a place that a test chooses.
 
 Run as `python -m tests.launch.supervise.processes`.
 """

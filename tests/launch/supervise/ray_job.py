@@ -1,4 +1,4 @@
-"""Drills on three raylets of this machine; `main` prints what the watch says, as JSON."""
+"""Run drills on three raylets of this machine; `main` prints the watch's findings as JSON."""
 
 import json
 import os
@@ -44,14 +44,14 @@ class Rank:
 
 
 def until(true):
-    """What `true()` returns once it is true; the test ends a drill that hangs."""
+    """Return the value of `true()` once it is true; the test ends a drill that hangs."""
     while not (found := true()):
         time.sleep(0.2)
     return found
 
 
 def raised(watcher, error):
-    """The words of this error of a look, if there is one."""
+    """Return the message of the error that a look raises, if any."""
     try:
         watcher.check()
     except error as found:
@@ -63,7 +63,7 @@ def at(node_id):
 
 
 def folder_on(node_id):
-    """Of the run's heartbeats on one of the raylets, which share a file system."""
+    """Return the folder of the run's heartbeats on one of the raylets, which share a file system."""
     own = heartbeat.folder_of_run()
     return own.with_name(own.name.replace(ray.get_runtime_context().get_node_id(), node_id))
 

@@ -1,4 +1,4 @@
-"""The command line in this process."""
+"""Run the command line in this process."""
 
 import sys
 
@@ -9,7 +9,7 @@ from verl_patches.__main__ import main
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """call(command) -> (exit code, stdout, stderr) of the command line in this process."""
+    """Return call(command) -> (exit code, stdout, stderr), which runs the command line in this process."""
 
     def run(words):
         monkeypatch.setattr(sys, "argv", ["verl_patches", *words])

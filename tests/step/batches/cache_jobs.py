@@ -1,4 +1,4 @@
-"""Functions of gloo ranks for test_redistribute.py. A sample's values follow from its number: all ranks know them."""
+"""Define functions of gloo ranks for test_redistribute.py, with values that follow from a sample's number."""
 
 from contextlib import closing, contextmanager
 from unittest import mock
@@ -15,14 +15,14 @@ DTYPES = {"prompts": torch.int32, "responses": torch.int32, "log_probs": torch.f
 
 
 def specs_of(lengths):
-    """Responses are a third of a sample's tokens or none, prompts the rest."""
+    """Split a sample's tokens into a response, a third of them or none, and a prompt."""
     responses = [length // 3 for length in lengths]
     prompts = [a - b for a, b in zip(lengths, responses, strict=True)]
     return {name: TensorSpec(dtype, prompts if name == "prompts" else responses) for name, dtype in DTYPES.items()}
 
 
 def ragged_of(name, samples, specs):
-    """Any bits, including NaN and infinities."""
+    """Return random bits as values, including NaN and infinities."""
     parts = [torch.empty(0, dtype=DTYPES[name])]
     for sample in samples:
         source = torch.Generator().manual_seed(1000 * sample + sorted(DTYPES).index(name))
@@ -32,7 +32,7 @@ def ragged_of(name, samples, specs):
 
 
 def redistribute(arguments):
-    """(arrived as planned, collectives, bytes by wire_bytes, names left after close)."""
+    """Redistribute; return (arrived as planned, collectives, bytes by wire_bytes, names left after close)."""
     rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
     cache = TensorCache()
     with collectives() as calls, closing(cache):
@@ -48,7 +48,7 @@ def redistribute(arguments):
 
 @contextmanager
 def collectives():
-    """Every collective of torch.distributed meanwhile, with the bytes of both sides of an AlltoAllV."""
+    """Record each collective of torch.distributed inside, with the bytes of both sides of an AlltoAllV."""
     calls = []
 
     def noted(name, real):
@@ -63,7 +63,7 @@ def collectives():
 
 
 def spoilt(arguments, how, on_rank):
-    """(error, names left) of a rank when one rank differs from the others."""
+    """Return (error, names left) of a rank when one rank differs from the others."""
     rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
     cache, how = TensorCache(), how if dist.get_rank() == on_rank else ""
     with closing(cache):
@@ -83,7 +83,7 @@ def spoilt(arguments, how, on_rank):
 
 
 def disordered(arguments):
-    """Whether `redistribute` finds the values as planned although they are taken in another order."""
+    """Return whether `redistribute` finds the values as planned although they are taken in another order."""
     take = Ragged.take
     with mock.patch.object(Ragged, "take", lambda self, places: take(self, places[::-1])):
         return redistribute(arguments)[0]

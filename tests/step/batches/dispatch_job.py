@@ -1,4 +1,4 @@
-"""verl's real RayWorkerGroup with rows dispatch.* and then without them; four workers (TP2 x DP2) in two actors."""
+"""Call verl's real RayWorkerGroup with patches dispatch.* and without; four workers (TP2 x DP2) in two actors."""
 
 import hashlib
 
@@ -17,11 +17,11 @@ LARGE = 1 << 18  # int64 values: 2 MiB
 
 
 class Echo:
-    """A worker that returns digests of its arguments, or the argument itself."""
+    """Return digests of the arguments, or the argument itself, from a worker."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def say(self, *args, **kwargs):
-        """[digest of each value, whether its arrays can be written to]."""
+        """Return [digest of each value, whether its arrays can be written to]."""
         return [[digest(value), writable(value)] for value in (*args, *kwargs.values())]
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -60,13 +60,13 @@ def writable(value):
 
 
 def batch(seed):
-    """8 samples, 4 MiB."""
+    """Return 8 samples of 4 MiB."""
     x = torch.arange(2 * LARGE).reshape(8, -1) + seed
     return DataProto.from_dict({"x": x}, {"n": np.arange(8) + seed}, {"step": seed})
 
 
 def cases(group):
-    """{case: () -> answers}."""
+    """Return {case: () -> answers}."""
     array, (first, second) = np.arange(LARGE), batch(1).chunk(2)
     each = [np.arange(LARGE) + n for n in range(4)]
     return {
@@ -81,9 +81,9 @@ def cases(group):
 
 
 def facts(group):
-    """{case: facts}, and how a worker's error arrives.
+    """Return {case: facts}, and the form in which a worker's error arrives.
 
-    `large`: objects above 1 MB that this process serialised; `row`: the row's own counts.
+    `large`: objects above 1 MB that this process serialised; `row`: the patch's own counts.
     """
     found = {}
     take_calls()
@@ -100,7 +100,7 @@ def facts(group):
 
 
 def on_and_off():
-    """{"on"|"off": {case: facts}}, and the starts that the workers recorded."""
+    """Return {"on"|"off": {case: facts}}, and the starts that the workers recorded."""
     ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
     group, actors = group_of(Echo, 2, 4)
     group.lay_out(tp=2, dp=2, pp=1)

@@ -1,13 +1,13 @@
-"""Lengths of samples as a step has them: a long tail, cut off where generation is."""
+"""Draw lengths of samples as a step has them: a long tail, cut at the limit of generation."""
 
 import math
 import random
 
-PROMPT, RESPONSE = 1024, 3072  # most tokens, configs of the 256-die run
+PROMPT, RESPONSE = 1024, 3072  # largest numbers of tokens in configs of the 256-die run
 
 
 def lognormal_lengths(samples, cv, *, seed, group=16, mean_response=1000, mean_prompt=200):
-    """[sample] -> tokens of prompt and response; `cv` is that of uncut responses; prompts are shared by `group`."""
+    """Return tokens of prompt and response by sample; `cv` is of uncut responses; a `group` shares a prompt."""
     source = random.Random(seed)
 
     def draw(mean, most):

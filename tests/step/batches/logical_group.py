@@ -1,4 +1,4 @@
-"""verl's RayWorkerGroup over logical workers: several in one actor, with the ranks of a Megatron layout."""
+"""Build verl's RayWorkerGroup over logical workers, several in one actor, with the ranks of a Megatron layout."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -10,10 +10,10 @@ from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup
 
 
 class LogicalGroup(RayWorkerGroup, MegatronWorkerGroup):
-    """As NVMegatronRayWorkerGroup, but an actor that stands for several workers cannot be asked for their ranks."""
+    """Stand in for NVMegatronRayWorkerGroup, which asks each actor for one rank; here an actor has several workers."""
 
     def lay_out(self, tp, dp, pp):
-        """Ranks in Megatron's order: tp within dp within pp."""
+        """Set the ranks in Megatron's order: tp within dp within pp."""
         ranks = [(t, d, p) for p in range(pp) for d in range(dp) for t in range(tp)]
         self._megatron_rank_info = [DistRankInfo(tp_rank=t, dp_rank=d, pp_rank=p, cp_rank=0) for t, d, p in ranks]
         self._megatron_global_info = DistGlobalInfo(tp_size=tp, dp_size=dp, pp_size=pp, cp_size=1)
@@ -21,7 +21,7 @@ class LogicalGroup(RayWorkerGroup, MegatronWorkerGroup):
 
 
 def group_of(cls, actors, workers):
-    """(group, actors): `workers` logical workers of class `cls`, the n-th in actor n % actors."""
+    """Return (group, actors) of `workers` logical workers of class `cls`, the n-th in actor n % actors."""
     made = [ray.remote(num_cpus=0)(cls).remote() for _ in range(actors)]
     group = LogicalGroup(
         ray_cls_with_init=RayClassWithInitArgs(ray.remote(cls)),
@@ -33,7 +33,7 @@ def group_of(cls, actors, workers):
 
 @contextmanager
 def serialised_sizes():
-    """A list of the bytes of each object that Ray serialises in this process meanwhile."""
+    """Yield a list of the bytes of each object that Ray serialises in this process inside the context."""
     from ray._private.serialization import SerializationContext
 
     sizes, original = [], SerializationContext.serialize

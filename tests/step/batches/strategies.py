@@ -1,4 +1,4 @@
-"""Steps of any shape, as arguments of plan_batch."""
+"""Draw steps of any shape as arguments of plan_batch."""
 
 from hypothesis import strategies as st
 
@@ -7,7 +7,7 @@ ANY = st.integers(1, 12)
 
 @st.composite
 def steps(draw, worlds=ANY):
-    """Any world, and train replicas that need not divide it."""
+    """Draw any world, and train replicas that need not divide it."""
     world = draw(worlds)
     replicas, micro = draw(st.integers(1, world)), draw(st.integers(1, 3))
     mini = replicas * micro * draw(st.integers(1, 4))

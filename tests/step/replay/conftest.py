@@ -1,3 +1,3 @@
-"""Transformers' answer for the tiny model, as the model tests have it."""
+"""Provide transformers' results for the tiny model, as the model tests do."""
 
 from tests.model.conftest import reference  # noqa: F401  the fixture

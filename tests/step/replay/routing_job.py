@@ -1,4 +1,4 @@
-"""What one rank does in the tests of routing replay: record, spoil the selection, replay; of a model of either line."""
+"""Record, spoil the selection and replay on a rank in the tests of routing replay, with a model of either line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from verl_patches.errors import RecipeError
 from verl_patches.reshard.parameters import named_weights
 from verl_patches.step.replay.routing_replay import RoutingReplay
 
-RECORDED, REPLAYED = [[0], [1, 2]], [[2, 0], [1]]  # rows of micro batches: other packing, other order
+RECORDED, REPLAYED = [[0], [1, 2]], [[2, 0], [1]]  # rows of micro batches, with another packing and order
 
 
 def answers(built, folder: Path, line: str = "pypi") -> dict:
-    """Logits and gradients with replay under spoilt correction biases, which only the selection reads; and controls."""
+    """Return logits and gradients of replay with spoilt correction biases, which only selection reads, and controls."""
     chunks, batch = built[0], torch.load(folder / "batch.pt")
     replay = RoutingReplay(chunks)
     with torch.no_grad(), replay.recording():
@@ -35,7 +35,7 @@ def answers(built, folder: Path, line: str = "pypi") -> dict:
     with replay.replaying():
         found["replayed"] = run(*built, batch, micro_batches=REPLAYED, backward=True)
     found |= {"gradients": local_gradients(chunks, folder / "model", line), "counts": replay.end_step()}
-    if mpu.get_pipeline_model_parallel_world_size() == 1:  # the other stage would wait for this one
+    if mpu.get_pipeline_model_parallel_world_size() == 1:  # an error would leave the other stage waiting
         try:
             with replay.replaying():
                 run(*built, batch, micro_batches=REPLAYED)
@@ -45,12 +45,12 @@ def answers(built, folder: Path, line: str = "pypi") -> dict:
 
 
 def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
-    """`answers` at every layout of line pypi."""
+    """Return `answers` at each layout of line pypi."""
     return parity_job.layouts_job(folder, layouts, answers)
 
 
 def mindspeed_job(folder: Path, args) -> dict:
-    """`answers` of line a3's model."""
+    """Return `answers` of line a3's model."""
     from tests.model.mindspeed_job import build
 
     return answers(build(folder / "model", args), folder, "a3")

@@ -1,4 +1,4 @@
-"""A build sets HF_HOME for the rest of its process, which is that of all tests."""
+"""Isolate HF_HOME in each test: a build sets it for the rest of the process, which all tests share."""
 
 import pytest
 

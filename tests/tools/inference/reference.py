@@ -1,4 +1,4 @@
-"""transformers in fp32, what generate's greedy texts are compared with."""
+"""Generate with transformers in fp32, the reference of generate's greedy texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def greedy_texts(folder: Path, prompts: list[Any], count: int) -> list[tuple[int, str]]:
-    """(number of tokens, their text) of the response to each prompt, messages or text."""
+    """Return (number of tokens, their text) of the response to each prompt, messages or text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

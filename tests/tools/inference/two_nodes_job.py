@@ -1,6 +1,6 @@
-"""A command on a Ray of two nodes with a device each; another job has one of them until the command says that it waits.
+"""Run a command on a Ray of two nodes with a device each, one of which another job has until the command waits.
 
-`python two_nodes_job.py COMMAND...`: runs `python -m verl_patches COMMAND... recipe.ray_address=HOST:PORT`.
+`python two_nodes_job.py COMMAND...` runs `python -m verl_patches COMMAND... recipe.ray_address=HOST:PORT`.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
-"""CANN's Python package as MindSpeed and vllm-ascend import it."""
+"""Stand in for CANN's Python package as MindSpeed and vllm-ascend import it."""
 
 
 def get_soc_name() -> str:
-    """Name of an Atlas A3 die."""
+    """Return the name of an Atlas A3 die."""
     return "Ascend910_9391"

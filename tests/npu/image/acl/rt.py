@@ -1,6 +1,6 @@
-"""Names that vllm_ascend.device_allocator.camem imports."""
+"""Define the names that vllm_ascend.device_allocator.camem imports."""
 
 
 def memcpy(*args):
-    """Refuses: there is no device."""
+    """Refuse the call: there is no device."""
     raise RuntimeError("acl.rt.memcpy was called without a device")

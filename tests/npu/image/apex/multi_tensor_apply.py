@@ -1,4 +1,4 @@
-"""apex/multi_tensor_apply/__init__.py at 4ef930c1."""
+"""Stand in for apex/multi_tensor_apply/__init__.py at 4ef930c1."""
 
 from apex import refused
 

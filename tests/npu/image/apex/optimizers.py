@@ -1,4 +1,4 @@
-"""apex/optimizers/__init__.py at 4ef930c1."""
+"""Stand in for apex/optimizers/__init__.py at 4ef930c1."""
 
 from apex import refused
 
