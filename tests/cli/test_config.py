@@ -1,4 +1,4 @@
-"""The command `config`: the composed configuration, and the engine's arguments key by key."""
+"""Test the command `config`: the composed configuration, and the engine's arguments key by key."""
 
 import json
 

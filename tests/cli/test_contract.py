@@ -1,4 +1,4 @@
-"""`check` and `fingerprint` on the command line, on the installed packages and on copies of them."""
+"""Test `check` and `fingerprint` on the command line, on the installed packages and on copies of them."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ finally: print({"torch", "verl", "megatron", "vllm", "tensordict", "ray"} & set(
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """(exit code, stdout, stderr) of the command line in this process."""
+    """Run the command line in this process and return (exit code, stdout, stderr)."""
 
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["verl_patches", *map(str, words)])
@@ -47,13 +47,13 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """An empty record of reviewed fingerprints."""
+    """Return an empty record of reviewed fingerprints."""
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
 
 
 @pytest.fixture
 def copies(tmp_path):
-    """A folder with a copy of verl beside links to the other installed packages."""
+    """Make a folder with a copy of verl beside links to the other installed packages."""
     shutil.copytree(INSTALLED / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in PACKAGES[1:]:
         (tmp_path / name).symlink_to(INSTALLED / name)
@@ -68,7 +68,7 @@ def edit(file, old, new):
 
 @pytest.mark.slow
 def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
-    """No problem, every row with its place, and nothing of upstream imported: all is read as text."""
+    """Check that there is no problem, each patch has its place, and upstream is read as text without an import."""
     done = run_python(CHECK, "check", "--line", "pypi", "--json")
     report = json.loads(done.out)
     assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
@@ -82,7 +82,7 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path, pytestconfig):
-    """Without vllm's clone; its rows are not those of the interpreter's vllm, and verl's own `torch` names the tree."""
+    """Leave out vllm's clone: the interpreter's vllm must not stand in, and verl's own `torch` names the tree."""
     given = Path(pytestconfig.getoption("--upstream")).absolute()
     for name in ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM"):
         (tmp_path / name).symlink_to(given / name)
@@ -120,7 +120,7 @@ def test_a_fingerprint_is_recorded_for_the_named_row_only(run, record):
 
 
 def test_explain_prints_how_the_body_differs_from_the_pinned_one(run, copies, record):
-    """On line pypi the packages in a folder are the pinned ones; on line a3 a commit of the clone is (below)."""
+    """Use line pypi, where the packages in a folder are pinned; on line a3 a commit of the clone is (below)."""
     words = ("explain", "model.local_names", "--switches", "line=pypi,platform=cpu", "--upstream", copies)
     assert json.loads(run(*words, "--json")[1])["diff"] == []
     edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")

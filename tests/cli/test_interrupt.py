@@ -1,4 +1,4 @@
-"""Ctrl-C of commands that wait: it reaches the whole group of processes, is named as such, and leaves none of them."""
+"""Test Ctrl-C of commands that wait: it reaches the whole process group, is named as such, and leaves no process."""
 
 import os
 import signal
@@ -16,13 +16,13 @@ from verl_patches.run.environment import REPOSITORY
 
 
 def heed_hang_ups():
-    """As in a terminal; under nohup, which these tests may be, they are ignored."""
+    """Heed hang-ups as in a terminal; under nohup, in which these tests may run, they are ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
 def started(tmp_path):
-    """started(*words): a command in a group of its own, both of its streams in one file."""
+    """Return started(*words), which starts a command in a process group of its own, with both streams in one file."""
     made = []
 
     def start(*words):

@@ -1,4 +1,4 @@
-"""What a run does now: from a running launcher's files, after it ended, failed, or was killed; by the command line."""
+"""Test the state of a run on the command line: from a live launcher's files, and after an end, failure or kill."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def step(number, seconds):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A start in its third of ten steps, 2 s into its second call; its launcher holds the lock."""
+    """Make a start in its third of ten steps, 2 s into its second call; its launcher holds the lock."""
     home, tmp_path = tmp_path, tmp_path / take_start([tmp_path], None, None)
     summary = {"run": "r", "exit": "running", "steps": [step(1, 50.0), step(2, 10.0)]}
     write_json(tmp_path / "summary.json", summary)

@@ -1,4 +1,4 @@
-"""Tables, sentences and commands in terminals and in pipes."""
+"""Test the output of tables, sentences and commands in terminals and in pipes."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""The command `plan`: exit codes, JSON, tables, what it offers for a refusal, and that a dry run is the same."""
+"""Test the command `plan`: exit codes, JSON, tables, suggestions after a refusal, and that a dry run is the same."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def test_a_search_lists_as_many_layouts_as_asked_for():
 
 
 def test_no_layout_is_searched_where_none_would_help():
-    """A file that is not there: the layouts that a search lists would be refused again."""
+    """Name a missing file: the layouts that a search lists would be refused again."""
     done = call("plan", NODE, "data.train_files=/nope.parquet", "--search")
     assert isinstance(done.exception, RecipeError) and "/nope.parquet" in str(done.exception)
 
@@ -75,7 +75,7 @@ def test_wrong_use_is_refused(arguments, message):
 
 
 def recorded_run(folder, load):
-    """A run's folder with two steps of 4 responses of 7, 8, 9 and 12 of 16 tokens, to prompts of 2 and 4."""
+    """Make a run's folder with two steps of 4 responses of 7, 8, 9 and 12 of 16 tokens, to prompts of 2 and 4."""
     folder = folder / take_start([folder], None, None)
     (folder / "rollouts").mkdir()
     mask = torch.zeros(4, 4 + 16, dtype=torch.int64)
@@ -89,7 +89,7 @@ def recorded_run(folder, load):
 
 
 def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_path):
-    """Control: balanced routing ignores the load, and a run without what is asked for is refused."""
+    """Check the controls too: balanced routing ignores the load, and a run without the requested record is refused."""
     run = recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": 1.5}, "rollout": {"ranks_over_mean": 2.0}})
     big = "actor_rollout_ref.rollout.ignore_eos=false", "recipe.train.balanced_routing=false"
     (Path(run) / "rollouts" / "step_x.safetensors").touch()  # someone's copy is none
@@ -131,7 +131,7 @@ A2 += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.dp=32"]
 
 
 def test_a2_is_planned_without_seconds():
-    """The control: the same layout on A3 has them, and a larger die."""
+    """Check as a control that the same layout on A3 has seconds, and a larger die."""
     found = {}
     for name, words in (("a2", A2), ("a3", A2[3:4] + A2[5:])):
         done = call("plan", "deepseekv3_256die_true_weight", *words, "--json")

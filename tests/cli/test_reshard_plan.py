@@ -1,4 +1,4 @@
-"""The command `reshard-plan`: figures, the path of one parameter, the picture, and how it refuses."""
+"""Test the command `reshard-plan`: figures, the path of one parameter, the picture, and refusals."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_figures():
 
 
 def test_the_path_of_one_parameter():
-    """Expert 5 is on the second of four EP ranks: rank 5 of stage 1 holds it, ranks 1 and 5 need it in rollout."""
+    """Follow expert 5 on the second of four EP ranks: rank 5 of stage 1 holds it, ranks 1 and 5 need it in rollout."""
     plan = answer("--param", GATE, "--rank", "1")
     assert plan["holds_in_training"] is None and plan["needs_in_rollout"] == f"{GATE}[0:32]"
     assert [h["holders"] for h in plan["holders"]] == [[5]]

@@ -1,4 +1,4 @@
-"""The two commands as a user types them, up to the point where a run would start."""
+"""Test the two commands that start runs as a user types them, up to the start."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ LARGE, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
 
 
 def refusal(*arguments):
-    """The text of the ConfigError that a command ends with."""
+    """Return the text of the ConfigError with which a command ends."""
     error = CliRunner().invoke(app, list(map(str, arguments))).exception
     assert isinstance(error, ConfigError), error
     return str(error)
@@ -31,7 +31,7 @@ def refusal(*arguments):
 
 @pytest.fixture
 def upstream(tmp_path):
-    """Folders named as the line's sources, with verl's configuration and nothing else."""
+    """Make folders named as the line's sources, with verl's configuration alone."""
     folders = "verl/verl/trainer/config Megatron-LM/megatron MindSpeed/mindspeed MindSpeed-LLM/mindspeed_llm"
     for name in folders.split():
         (tmp_path / name).mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
 
 @pytest.fixture
 def said(tmp_path, capsys):
-    """said(code, reason, *overrides): what a run `r` of the tiny config that ended so prints to standard error."""
+    """Return said(code, reason, *overrides), the standard error of a run `r` of the tiny config that ended so."""
 
     def report(code, reason, *overrides):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r"]
@@ -143,7 +143,7 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """started(code, *arguments) -> what `smoke` prints over a launcher that shows four lines and ends with `code`."""
+    """Return started(code, *arguments), the output of `smoke` over a launcher of four lines that ends with `code`."""
 
     def launch(spec, show, dirty):
         for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
@@ -179,7 +179,7 @@ def test_the_table_has_all_columns_with_wide(started):
 
 
 def test_each_stage_of_a_start_is_shown_with_its_seconds_in_a_pipe_and_in_a_terminal(started, monkeypatch):
-    """In a pipe until step one; in a terminal below the lines, where it is removed."""
+    """Check that stages are shown in a pipe until step one; in a terminal they stand below the lines until removed."""
     lines = started(0).stdout.splitlines()
     (stage,) = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
     assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stage)

@@ -1,4 +1,4 @@
-"""The commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
+"""Test the commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_verify_finds_a_hf_file_that_is_cut_off_and_exits_with_1(folder):
 
 
 def with_critic(folder, actor=True, identity="x"):
-    """A checkpoint of a run with a critic; `actor`: it trained the policy too. `identity`: of critic/, as it says."""
+    """Make a checkpoint of a run with a critic; `actor`: with a policy too; `identity`: the stated one of critic/."""
     tensors = {
         name: {each.name: torch.zeros(each.shape) for each in build_inventory(SMALL, value=name == CRITIC).parameters}
         for name in ("actor", CRITIC)
@@ -131,7 +131,7 @@ def test_wrong_use_is_named(folder, tmp_path, arguments, words):
 
 
 def public_folder(folder):
-    """The config and the index of DeepSeek-V3 in FP8 as it is published: 163 files of 671B."""
+    """Make the config and the index of DeepSeek-V3 in FP8 as published: 163 files of 671B."""
     published = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
     names = ["model.layers.61.eh_proj.weight"]  # of the MTP layer
     for parameter in build_inventory(published).parameters:
@@ -146,7 +146,7 @@ def public_folder(folder):
 
 @pytest.mark.slow
 def test_671b_is_planned(tmp_path):
-    """163 files in FP8 to Megatron's checkpoint of the 256-die layout, from the index alone."""
+    """Plan 163 files in FP8 to Megatron's checkpoint of the 256-die layout, from the index alone."""
     source = public_folder(tmp_path / "hf")
     plan = answer("convert", source, tmp_path / "out", "--layout", TRAIN_256, "--dry-run")
     assert plan["planning_s"] > 0 and plan["weight_files"] == 256

@@ -1,6 +1,7 @@
-"""Platform npu_emulated: vLLM's V1 engine with vllm-ascend's own Python, one process an engine (emulated_engine.py).
+"""Test vLLM's V1 engine with vllm-ascend's own Python on platform npu_emulated, one process an engine.
 
-Each process builds one engine and runs several checks: greedy tokens and their log-probs against transformers in fp32.
+Each process (emulated_engine.py) builds one engine and runs several checks: greedy tokens and their log-probs against
+transformers in fp32.
 """
 
 import json
@@ -73,7 +74,7 @@ def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_emul
 
 
 def assert_nothing_grows(found):
-    """After CYCLES of sleep to torch's pool with graphs that read addresses at each call."""
+    """Assert constant memory after CYCLES of sleep to torch's pool with graphs that read addresses at each call."""
     assert len(found["tokens"]) == 1 and found["moved"] > CYCLES // 2
     assert max(found["live"]) <= found["live"][0] * 1.001
     assert max(found["asleep"]) < found["live"][0] - found["weights"]  # the KV cache has gone too

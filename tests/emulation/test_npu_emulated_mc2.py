@@ -1,4 +1,4 @@
-"""MC2's group: of one mode, and in whole engines, whose log-probs are those of transformers."""
+"""Test MC2's group: one mode only, and in whole engines, whose log-probs are those of transformers."""
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +27,7 @@ NIGHTLY = pytest.mark.nightly
     ("instances", "dp", "tp"), [(1, 2, 1), pytest.param(2, 1, 2, marks=NIGHTLY), pytest.param(1, 2, 2, marks=NIGHTLY)]
 )
 def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, run_emulated):  # noqa: F811
-    """Without and with graphs; the controls have upstream's group, on which the prompts' all-to-all has run."""
+    """Decode without and with graphs; the controls have upstream's group, on which the prompts' all-to-all has run."""
     size, job = instances * dp * tp, "tests.emulation.mc2_rank:engines"
     cases = [{"graphs": graphs, "without": rows} for rows in ([], [OWN_GROUP]) for graphs in MODES]
     found = run_emulated(job, str(model), dp, tp, cases, size=size)

@@ -1,7 +1,7 @@
-"""Reference ops that no comparison with transformers reaches whole: the optimizer, and a router's eps.
+"""Test reference ops that comparisons with transformers do not cover: the optimizer, and a router's eps.
 
-The others: gradients and each fused kernel on and off in tests/model/test_mindspeed_parity.py, whole engines, each op
-with a fault, in test_npu_emulated.py.
+tests/model/test_mindspeed_parity.py tests gradients and each fused kernel on and off, test_npu_emulated.py whole
+engines, each op with a fault.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Schemas: of the pinned wheel, of MindSpeed's op builders as in their C++, and calls that are bound by them."""
+"""Test schemas of the pinned wheel and of MindSpeed's op builders in C++, and calls that are bound by them."""
 
 import hashlib
 import inspect
@@ -103,7 +103,7 @@ def kind_of(cpp):
 
 
 def declared(text):
-    """{Python name: [(names or None, kinds, {name: default text}), one for each overload]} of a pybind11 file."""
+    """Return {Python name: [(names or None, kinds, {name: default text}) of each overload]} of a pybind11 file."""
     found = {}
     for name, function, rest in re.findall(r'm\.def\("(\w+)",\s*(?:\(\w+\))?&(\w+),(.*?)\);', text, re.DOTALL):
         named = re.findall(r'pybind11::arg\("(\w+)"\)(?:\s*=\s*(pybind11::none\(\)|[^,\s)]+))?', rest)

@@ -1,4 +1,4 @@
-"""Calls of torch_npu in the pinned sources fit the schemas of the pinned wheel."""
+"""Test that calls of torch_npu in the pinned sources fit the schemas of the pinned wheel."""
 
 import ast
 
@@ -11,7 +11,7 @@ MINDSPORE = "mindspeed/mindspore/"  # a branch of its own, which torch does not 
 
 
 def dotted(node):
-    """The dotted name of an expression, "" for another one."""
+    """Return the dotted name of an expression, "" if it has none."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -20,7 +20,7 @@ def dotted(node):
 
 
 def calls_made(tree, package, prefix):
-    """(name, place, number of positional arguments, keywords) of every call of a name that begins with `prefix`.
+    """Return (name, place, number of positional arguments, keywords) of each call of a name that begins with `prefix`.
 
     Calls that spread *arguments or **keywords are left out.
     """
@@ -35,7 +35,7 @@ def calls_made(tree, package, prefix):
 
 @pytest.mark.upstream
 def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources):
-    """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
+    """Check number of arguments and keywords as written upstream, of all functions that the wheel's yaml declares."""
     calls = [
         call
         for tree, package in TREES.items()

@@ -1,4 +1,4 @@
-"""Heartbeats of real processes, and what their node sees of those that are stopped, hang, or have died."""
+"""Test heartbeats of real processes, and their node's view of those that are stopped, hang, or have died."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from verl_patches.processes import started_at, state_of
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(rank, work) -> pid of a process in phase update of update_actor; all are killed at the end."""
+    """Return start(rank, work) -> pid of a process in phase update of update_actor; kill all at the end."""
     monkeypatch.setattr(node, "STACK_S", HANG_S)  # a busy machine may need longer than a run allows
     started = []
 
@@ -38,7 +38,7 @@ def start(tmp_path, monkeypatch):
 
 
 def until(true):
-    """Wait until `true()` is true."""
+    """Wait until `true()` returns true."""
     deadline = time.monotonic() + HANG_S
     while not true():
         assert time.monotonic() < deadline, "it did not come true"

@@ -1,4 +1,4 @@
-"""A run on NPUs keeps nothing in its container's own file system: by mount tables of the test."""
+"""Test that a run on NPUs keeps nothing in its container's own file system, by mount tables of the test."""
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ def mounted(*folders):
 
 @pytest.fixture
 def refusal(tmp_path, monkeypatch):
-    """refusal(mount table, *overrides): what the 256-die run says of it, "" where it starts."""
+    """Return refusal(mount table, *overrides), the 256-die run's error, "" if it starts."""
     (tmp_path / "self").mkdir()
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""The launcher with real child processes: how runs end, exit codes, and that only the run's processes are ended."""
+"""Test the launcher with real child processes: how runs end, exit codes, and that only the run's processes end."""
 
 import fcntl
 import json
@@ -32,7 +32,7 @@ def is_running(folder, name="child.pid"):
 
 
 def test_a_good_run_has_progress_lines_memory_of_all_processes_and_a_record(start, monkeypatch):
-    """Two children hold 100 MB each. The shell's own Ray is not joined."""
+    """Start two children that hold 100 MB each; the shell's own Ray must not be joined."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     code = f"""{SUMMARY}
 assert 'RAY_ADDRESS' not in os.environ
@@ -133,7 +133,7 @@ def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(mon
 
 
 def signalled(tmp_path, act, hang_up="SIG_DFL"):
-    """A program whose launcher does `act` once its driver runs, and shows every look at the clock."""
+    """Return a program whose launcher does `act` once its driver runs, and prints at every look at the clock."""
     folder = tmp_path / "t/0001"
     pids = """
 (out / "temp").write_text(os.environ["TMPDIR"])
@@ -185,7 +185,7 @@ def test_a_run_outlives_its_terminal_under_nohup_alone(run_python, tmp_path):
 
 
 def test_a_run_whose_terminal_closes_is_ended_with_its_reason(tmp_path):
-    """To write to that terminal is an error from then on."""
+    """Check this because writing to that terminal fails from then on."""
     ours, its = os.openpty()
     program = [sys.executable, "-c", signalled(tmp_path, "pass")]
 

@@ -1,4 +1,4 @@
-"""How many nodes a run finds in its Ray, and addresses that nobody answers at; a real Ray is in test_doctor.py."""
+"""Test how many nodes a run finds in its Ray, and dead addresses; test_doctor.py has a real Ray."""
 
 import socket
 from contextlib import contextmanager, nullcontext
@@ -46,7 +46,7 @@ def test_several_nodes_need_a_ray_that_runs(run):
 
 @contextmanager
 def stale_address(listens):
-    """HOST:PORT that is held all the time: it refuses connections, or it `listens` and never answers."""
+    """Yield a HOST:PORT that is held all the time: it refuses connections, or `listens` and never answers."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         if listens:
@@ -56,7 +56,7 @@ def stale_address(listens):
 
 @pytest.fixture
 def no_ray_here(monkeypatch, tmp_path):
-    """No raylet runs as far as Ray sees; its file of the latest address would be the one that is returned."""
+    """Hide all raylets from Ray, and return the path where its file of the latest address would be."""
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -85,7 +85,7 @@ def test_a_stale_address_is_named_with_where_it_was_found_and_what_to_do(no_ray_
 
 
 def test_every_start_asks_first(no_ray_here, monkeypatch):
-    """A command that asks the nodes in a process of its own, and a driver; without any address auto says so."""
+    """Check a command that asks the nodes in its own process, and a driver; without any address auto says so."""
     with pytest.raises(ConfigError, match="no Ray runs here, RAY_ADDRESS is unset, and there is no file"):
         ray_nodes.answering_address("auto")
     with stale_address(listens=False) as address:
@@ -114,7 +114,7 @@ OWN, A = "127.0.0.1:47120", "10.0.0.1:6379"
     ],
 )
 def test_auto_joins_no_ray_that_a_run_started_for_itself(monkeypatch, found, latest, variable, taken):
-    """Ray would look for it at this machine's other address, without end."""
+    """Check this because Ray would look for it at this machine's other address, without end."""
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: found)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: latest)
     monkeypatch.setenv("RAY_ADDRESS", variable)

@@ -1,4 +1,4 @@
-"""Runs that are started again: which failures are, what each start leaves, and the one record of all of them."""
+"""Test runs that are started again: after which failures, what each start writes, and their common record."""
 
 import json
 
@@ -38,7 +38,7 @@ def steps(numbers):
 
 
 def driver(*tries):
-    """Code of a driver whose n-th start does `tries[n]`: its steps, those it saves, its error or None."""
+    """Return code of a driver whose n-th start does `tries[n]`: its steps, those it saves, its error or None."""
     return f"""{FOLDER}
 from omegaconf import OmegaConf
 from tests.weights.cases import make_checkpoint
@@ -62,7 +62,7 @@ if error:
 
 @pytest.fixture
 def run(start, tmp_path):
-    """run(*tries, times): the launcher's run of that driver."""
+    """Return run(*tries, times), the launcher's run of that driver."""
 
     def make(*tries, times=2, **trainer):
         settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 1, "resume_mode": "auto"}
@@ -74,7 +74,7 @@ def run(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_started_again_is_one_record_of_folders_that_stay(run, tmp_path):
-    """Each start is handed the checkpoint that is the newest then; the second ends before its first step."""
+    """Give each start the newest checkpoint; the second start ends before its first step."""
     stalled = "StallError: rank 1 is stopped"
     tries = (steps([1, 2, 3]), [2], stalled), ([], [], "StallError: b"), (steps([3, 4]), [4], None)
     outcome, summary, lines = run(*tries)
@@ -106,7 +106,7 @@ def test_a_run_that_is_started_again_is_one_record_of_folders_that_stay(run, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "tries"), [(3, 1), (2, 2)])
 def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(run, tmp_path, saved, tries):
-    """The next start would refuse the checkpoint. The run still ends with its own error."""
+    """Check this because the next start would refuse the checkpoint; the run still ends with its own error."""
     made = (steps([1, 2, 3]), [saved], "StallError: a"), ([], [], "StallError: b")
     outcome, _, _ = run(*made, times=1, total_training_steps=3)
     assert outcome.code == 1 and ("StallError: a" in outcome.reason) == (tries == 1)
@@ -115,9 +115,9 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(run,
 
 @pytest.mark.parametrize(("now", "is_saved"), [({"steps": 3}, True), ({"steps": 6}, False), ({}, False), (None, False)])
 def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_of_rows(tmp_path, now, is_saved):
-    """The controls: more steps than rows say, a record without them, and a run that ended before its first call.
+    """Check the controls too: more steps than rows give, a record without them, a run that ended before its first call.
 
-    A record that a loss of power emptied counts as none.
+    A record that a loss of power emptied counts as missing.
     """
     given = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own", "trainer.total_training_steps=null"]
     run, folder = composed("deepseekv3_tiny_cpu", given), make_start(tmp_path / "r", (3,))
@@ -131,7 +131,7 @@ def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_
 
 @pytest.fixture
 def joined(tmp_path, monkeypatch):
-    """joined(nodes) -> (Restarts of a run on 2 nodes that joined a Ray of these, its start); b is at fault."""
+    """Return joined(nodes) -> (Restarts of a run on 2 nodes that joined a Ray of these, its start); b is at fault."""
     folder = make_start(tmp_path / "r")
 
     def make(*addresses, left_out=(), action="stop", times=1):
@@ -160,7 +160,7 @@ def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, o
 
 
 def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_collective_the_second_time(joined):
-    """The rank that raises the second may only have waited for another one."""
+    """Check this because the rank that raises the second error may only have waited for another one."""
 
     def after(raised, *nodes):
         restarts, folder = joined(*"abc", times=3)

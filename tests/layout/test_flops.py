@@ -1,4 +1,4 @@
-"""Model FLOPs: the tiny model's worked out by hand, the 671B model's against 6 N T, and what they depend on."""
+"""Test model FLOPs: the tiny model's computed by hand, the 671B model's against 6 N T, and their dependencies."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_tiny_models_forward_is_what_a_hand_counts():
 
 
 def test_the_step_of_671b_is_6_n_t_and_the_share_of_attention():
-    """Sequences of 3132 tokens, as in the published run: N without attention scores, whose share is below a tenth."""
+    """Use sequences of 3132 tokens, as in the published run: N without attention scores, which are below a tenth."""
     lengths = [3132] * 8
     tokens, three = sum(lengths), 3 * forward_flops_of(BIG, lengths)
     pairs = 61 * 128 * (192 + 128) * 3132**2 * 8

@@ -1,4 +1,4 @@
-"""The inventory against the published numbers of DeepSeek-V3 671B, and against transformers' own model.
+"""Test the inventory against the published numbers of DeepSeek-V3 671B, and against transformers' own model.
 
 Golden numbers: DeepSeek-V3's config and card (huggingface.co/deepseek-ai/DeepSeek-V3).
 """
@@ -19,7 +19,7 @@ TINY_CONFIG = json.loads((MODELS / "deepseekv3_tiny.json").read_text())
 
 
 def counts(inventory):
-    """Elements of each part."""
+    """Return the elements of each part."""
     total = Counter()
     for parameter in inventory.parameters:
         total[parameter.part] += parameter.count
@@ -43,7 +43,7 @@ def test_only_the_correction_bias_is_fp32_and_not_trained():
 
 @pytest.mark.slow
 def test_names_and_shapes_equal_transformers(run_python):
-    """q_lora_rank null is compared with real Megatron and vLLM models instead: transformers 4.51 cannot build it."""
+    """Leave out q_lora_rank null, which transformers 4.51 cannot build: Megatron and vLLM models cover it."""
     changes = [{}, {"first_k_dense_replace": 3}, {"n_shared_experts": 2}]
     configs = [TINY_CONFIG | change for change in changes] + [BIG_CONFIG | {"num_hidden_layers": 4}]
     code = """if True:

@@ -1,6 +1,6 @@
-"""One view of the model folder for training, one for vLLM: with the keys of DeepSeek-V3's public config.json.
+"""Test views of the model folder for training and for vLLM, with the keys of DeepSeek-V3's public config.json.
 
-Through the real loaders: tests/model (the reference folder is as published) and tests/rollout/test_parity.py.
+tests/model, whose reference folder is as published, and tests/rollout/test_parity.py use the real loaders.
 """
 
 import json
@@ -61,7 +61,7 @@ assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worke
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_warm, tmp_path, a3_sources):
-    """vLLM itself: tests/rollout/test_parity.py."""
+    """Check vllm-ascend alone; tests/rollout/test_parity.py checks vLLM itself."""
     (tmp_path / "config.json").write_text(PUBLIC.read_text())
     env = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
     env["PYTHONPATH"] = os.pathsep.join(map(str, a3_sources(*SOURCES)))

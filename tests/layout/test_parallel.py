@@ -1,4 +1,4 @@
-"""ParallelLayout against Megatron's own rank arithmetic, and the rollout layout against vLLM's rank order."""
+"""Test ParallelLayout against Megatron's own rank arithmetic, and the rollout layout against vLLM's rank order."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ EXPERT_NAMES = {"etp": "tp", "edp": "dp"}
 
 
 def _rank_generator():
-    """megatron.core.parallel_state.RankGenerator itself, from the installed file: importing it would take seconds."""
+    """Return megatron.core.parallel_state.RankGenerator from the installed file: importing it would take seconds."""
     root = Path(importlib.util.find_spec("megatron").submodule_search_locations[0])
     tree = ast.parse((root / "core" / "parallel_state.py").read_text())
     wanted = {"generate_masked_orthogonal_rank_groups", "RankGenerator"}
@@ -30,7 +30,7 @@ RankGenerator = _rank_generator()
 
 
 def _megatron_generators(tp, cp, ep, etp, pp, world_size, order="tp-cp-ep-dp-pp"):
-    """The two generators and the refusals of initialize_model_parallel (0.12.2, decoder only), in its order."""
+    """Return the two generators of initialize_model_parallel (0.12.2, decoder only), None where it refuses."""
     if world_size % (tp * cp * pp) or world_size % (etp * ep * pp):
         return None
     dp, edp = world_size // (tp * cp * pp), world_size // (etp * ep * pp)
@@ -66,7 +66,7 @@ def test_groups_equal_megatrons(tp, cp, ep, etp, pp, replicas):
 
 
 def test_a_wrong_order_is_noticed():
-    """Negative control: the comparison with Megatron fails for a layout that numbers ranks another way."""
+    """Check as a negative control that the comparison fails for a layout that numbers ranks another way."""
     dense, _ = _megatron_generators(2, 1, 1, 2, 2, 16, "tp-pp-cp-ep-dp")
     assert ParallelLayout(16, tp=2, pp=2, ep=4, etp=1).groups("dp") != dense.get_ranks("dp")
 
@@ -95,7 +95,7 @@ def test_text_form_round_trips(sizes, listed):
 
 
 def test_stages_of_megatrons_interleaved_schedule():
-    """transformer_block.py: with 8 layers, pp 2 and vpp 2 stage 0 holds [0, 1] and [4, 5]."""
+    """Check the example of transformer_block.py: with 8 layers, pp 2 and vpp 2 stage 0 holds [0, 1] and [4, 5]."""
     assert ParallelLayout(2, pp=2, vpp=2).stage_layers(0, 8) == (0, 1, 4, 5)
     uneven = ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(1, 3, 2, 2))
     assert uneven.stage_layers(1, 8) == (1, 2, 3, 6, 7)

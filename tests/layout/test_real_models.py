@@ -1,4 +1,4 @@
-"""Shards and groups against real Megatron models, rank by rank; vLLM's: tests/reshard/test_destination_vllm.py.
+"""Test shards and groups against real Megatron models, rank by rank (tests/reshard/test_destination_vllm.py: vLLM's).
 
 GPTModels are built by upstream's own code in one process, under torch's fake process group (build_megatron.py), so that
 256-rank layouts are checked too. Tensors must match exactly: names, local shapes, dtypes; so must layer ids, expert ids
@@ -55,7 +55,7 @@ def megatron(run_ranks):
 
 
 def _ours(inventory, layout, rank):
-    """Of each chunk: {name: [shape, dtype, cut axis]}."""
+    """Return {name: [shape, dtype, cut axis]} of each chunk."""
     tensors = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
     return [
         {
@@ -90,7 +90,7 @@ def test_megatron_holds_what_we_say(name, megatron):
 
 
 def test_another_layout_or_rank_is_noticed(megatron):
-    """Negative control: the same comparison fails for the wrong rank or layout."""
+    """Check as a negative control that the same comparison fails for the wrong rank or layout."""
     inventory, tensors_of = build_inventory(TINY), lambda row: [chunk["tensors"] for chunk in row["chunks"]]
     assert _ours(inventory, ParallelLayout(2, tp=2), 0) != tensors_of(megatron["tp2ep2"][0])
     assert _ours(inventory, ParallelLayout(2, pp=2), 0) != tensors_of(megatron["pp2"][1])

@@ -1,4 +1,4 @@
-"""What each rank holds: published sizes, exact tiling of every tensor over all ranks, static bytes, and refusals."""
+"""Test each rank's shards: published sizes, exact tiling of each tensor over all ranks, static bytes, refusals."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
 
 
 def test_attention_values_that_tensor_parallelism_does_not_cut():
-    """MindSpeed has 15,140,864 of a layer on every TP rank; Megatron 0.12.2 only the two norms."""
+    """Check the values: MindSpeed has 15,140,864 of a layer on every TP rank; Megatron 0.12.2 only the two norms."""
     uncut = {}
     for library in LIBRARIES:
         shards = local_parameters(BIG, TRAIN, 0, library).shards
@@ -27,7 +27,7 @@ def test_attention_values_that_tensor_parallelism_does_not_cut():
 
 
 def test_bytes_of_a_rollout_die():
-    """Published: 25.81 GB for EP256 TP2, of which 20.70 dense (shared experts not cut) and 5.11 experts."""
+    """Check the published 25.81 GB for EP256 TP2: 20.70 dense (shared experts not cut) and 5.11 experts."""
     layout = rollout_layout(1, dp=128, tp=2)
     held = local_parameters(BIG, layout, 17, "vllm-ascend")
     experts = 2 * sum(shard.count for shard in held.shards.values() if shard.parameter.expert is not None)
@@ -48,7 +48,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_shards_of_all_ranks_tile_every_tensor(text, library):
-    """Each tensor's rows are held exactly once per replica, over all ranks: none is lost or doubled."""
+    """Check that each tensor's rows are held exactly once per replica, over all ranks."""
     layout, inventory = parse_layout(text), build_inventory(TINY_CONFIG | {"vocab_size": 500})
     shards_of = {}
     for rank in range(layout.world_size):
@@ -69,7 +69,7 @@ def test_shards_of_all_ranks_tile_every_tensor(text, library):
     (500, "vllm", 128, 384, 12), (60, "vllm", 16, 48, 4), (36, "vllm", 16, 36, 16), (500, "megatron-local", 125, 375, 0)
 ])  # fmt: skip
 def test_vllm_pads_the_vocabulary(words, library, rows, start, padding):
-    """The last of four TP ranks; 36 words leave it nothing but padding."""
+    """Check the last of four TP ranks, to which a vocabulary of 36 leaves only padding."""
     inventory = build_inventory(TINY_CONFIG | {"vocab_size": words})
     head = local_parameters(inventory, parse_layout("tp4 @4"), 3, library).shards["lm_head.weight"]
     assert (head.shape, head.start, head.padding) == ((rows, 128), start, padding)
@@ -93,7 +93,7 @@ STATIC_GB |= dict.fromkeys(range(2, 7), (6.77, 13.55, 34.67))
 
 
 def first_rank(**coordinates):
-    """The first rank of TRAIN at these coordinates."""
+    """Return the first rank of TRAIN at these coordinates."""
     at = ((rank, vars(TRAIN.coordinates(rank))) for rank in range(TRAIN.world_size))
     return next(rank for rank, found in at if found.items() >= coordinates.items())
 
@@ -106,7 +106,7 @@ def test_static_bytes_of_the_256_die_run(stage):
 
 
 def test_static_bytes_follow_the_layout():
-    """Negative control: a layer more, experts over fewer ranks, or Megatron's cut of down projections all show."""
+    """Check as negative controls a layer more, experts over fewer ranks, and Megatron's cut of down projections."""
     rank, layers = first_rank(pp=2, dp=0, tp=0), TRAIN.layers_per_stage
     published = static_bytes(BIG, TRAIN, rank)
     assert round(sum(published) / 1e9, 2) == 54.99  # the worst stage

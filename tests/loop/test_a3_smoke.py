@@ -1,6 +1,6 @@
-"""Line a3: the same loop with verl 54c9b736, Megatron core_r0.8.0, MindSpeed(-LLM) 2.0.0 from --upstream.
+"""Test the loop on line a3: verl 54c9b736, Megatron core_r0.8.0, MindSpeed(-LLM) 2.0.0 from --upstream.
 
-Proofs, status and weights of its main run: test_smoke.py.
+test_smoke.py checks proofs, status and weights of its main run.
 """
 
 import pytest
@@ -25,6 +25,6 @@ def test_both_lines_have_the_same_gradient_on_the_same_responses(smoke, a3):
 
 
 def test_without_a_row_of_this_line_the_truth_check_stops_the_run(a3):
-    """The resharder derives MLA's projections itself: without it, row rollout.absorb_mla_again is needed."""
+    """Switch the resharder off, which derives MLA's projections itself: then row rollout.absorb_mla_again is needed."""
     run = a3("--steps", "1", "recipe.patches=[-reshard.*,-rollout.absorb_mla_again]", ok=False)
     assert run.code == 1 and "WeightSyncError: step 1" in run.summary["exit"]

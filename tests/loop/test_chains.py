@@ -1,6 +1,6 @@
-"""The chains of scripts/chains.py with two steps a run: what each command reads is what the one before has written.
+"""Test the chains of scripts/chains.py with two steps a run: each command reads the output of the one before.
 
-And generate, chat and eval of their GRPO run, which saves and validates in both steps: its own validations and
+generate, chat and eval are tested on their GRPO run, which saves and validates in both steps: its own validations and
 transformers are the references.
 """
 
@@ -42,13 +42,13 @@ def call(words, env):
 
 
 def in_each_step(words):
-    """Return the words of a run, which then saves and validates in each step."""
+    """Return the words of a run, changed so that it saves and validates in each step."""
     return [re.sub(r"(trainer\.(save|test)_freq)=\d+", r"\1=1", word) for word in words]
 
 
 @pytest.fixture(scope="module")
 def chain(warm, tmp_path_factory):
-    """Folders of sft_grpo, and of what rollouts_sft makes of the same GRPO run; `engines`: commands still to run."""
+    """Run sft_grpo, and rollouts_sft on the same GRPO run; return their folders and `engines`, commands left to run."""
     folder, env = tmp_path_factory.mktemp("chain"), {**os.environ, "PYTHONPATH": str(ROOT)}
     engines = []  # eval and generate
     for commands in (chains.sft_grpo, chains.best_sft):
@@ -66,7 +66,7 @@ def chain(warm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def used(chain, tmp_path_factory):
-    """What generate, chat and eval left and printed: all in one process, which imports vLLM once."""
+    """Run generate, chat and eval in one process, which imports vLLM once; return their files and output."""
     run, saved, folder = chain.folder / "grpo", chain.saved["grpo"], tmp_path_factory.mktemp("use")
     hf, fp8, prompts, out = folder / "hf", folder / "fp8", folder / "prompts.jsonl", folder / "out"
     convert(plan_conversion(open_source(saved), dtype="fp8"), fp8)
@@ -112,7 +112,7 @@ def tensors_of(folder):
 
 @torch.no_grad()
 def log_prob_error(folder, recording):
-    """Mean |log-prob of the recording - that of transformers with the weights of `folder`| of the sampled tokens."""
+    """Return the mean |recorded log-prob - transformers' with the weights of `folder`| of the sampled tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()
@@ -158,7 +158,7 @@ def test_the_export_has_the_weights_that_sft_has_left(chain):
 
 
 def test_grpo_starts_from_the_export(chain):
-    """Its first responses have the log-probs that transformers gives them with these weights, not with the base's."""
+    """Compare the first responses' log-probs with transformers' for these weights; the base's must differ."""
     recording = load_file(chain.folder / "grpo" / "latest" / "rollouts" / "step_1.safetensors")
     assert log_prob_error(chain.hf, recording) < 1e-4 < 1e-2 < log_prob_error(chain.base, recording)
     steps = json.loads((chain.folder / "grpo" / "latest" / "summary.json").read_text())["steps"]
@@ -167,7 +167,7 @@ def test_grpo_starts_from_the_export(chain):
 
 
 def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain, used):
-    """Bit for bit the trainer's mean@1, in another process, from the files."""
+    """Compare with the trainer's mean@1, in another process, from the files."""
     metric = f"val-core/{DATA_SOURCE}/reward/mean@1"
     before, *validated = (line[metric] for line in lines_of(chain.folder / "grpo" / "latest" / "metrics.jsonl"))
     reports = {of: json.loads((folder / "eval.json").read_text())["steps"] for of, folder in used.evals.items()}
@@ -188,7 +188,7 @@ def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain,
 
 
 def test_generate_reads_the_grpo_checkpoint(chain, used):
-    """Greedily it gives the responses that its eval has scored, and other ones than the model before GRPO."""
+    """Compare greedy responses with those that its eval has scored; the model before GRPO gives other ones."""
     made = [line["responses"][0]["text"] for line in lines_of(chain.folder / "generated.jsonl")]
     scored = {
         of: [line["responses"][0]["text"] for line in lines_of(used.evals[of] / "responses.jsonl")]
@@ -206,7 +206,7 @@ def test_the_best_recorded_responses_are_what_the_next_sft_trains_on(chain):
 
 
 def printed(text):
-    """The JSON values that a text begins with, and what follows."""
+    """Return the JSON values with which a text begins, and the rest."""
     values, decoder = [], json.JSONDecoder()
     while (text := text.lstrip()).startswith("{"):
         value, end = decoder.raw_decode(text)
@@ -256,7 +256,7 @@ def test_a_folder_is_scored_by_the_rewards_that_are_given(used):
 
 
 def test_an_eval_on_two_ranks_is_that_of_one(used):
-    """Of both checkpoints, whose engines are on Ray."""
+    """Compare evals of both checkpoints; the two ranks' engines are on Ray."""
     for name in ("eval.json", "responses.jsonl"):
         assert (used.out / "ranks" / name).read_bytes() == (used.evals["grpo"] / name).read_bytes()
 

@@ -1,9 +1,9 @@
-"""Checkpoints with experts split over ranks: runs that were killed and resumed are the uninterrupted one.
+"""Test checkpoints with experts split over ranks: runs that were killed and resumed equal the uninterrupted one.
 
-One run in three starts: the first is killed in a save; in the second, which goes on in its folder, a worker is stopped
-in a step, the watch ends it, and it is started again by itself. Then another run starts under that name, and one that
-has nothing left to do. The uninterrupted run is that of all other tests, which saves nothing. Line a3:
-test_memory_as_in_production_changes_no_update in test_layouts.py.
+A run has three starts: the first is killed in a save; in the second, which goes on in its folder, a worker is stopped
+in a step, the watch ends it, and the launcher starts it again. Then another run starts under that name, and one that
+has nothing left to do. The uninterrupted run is that of all other tests, which saves nothing.
+test_memory_as_in_production_changes_no_update in test_layouts.py covers line a3.
 """
 
 import json
@@ -29,20 +29,20 @@ SAVING = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
 
 
 def checkpoints_of(run):
-    """{step: checkpoint} of the run's chain."""
+    """Return {step: checkpoint} of the run's chain."""
     return chain_of_start(read_start(run.folder)).checkpoints()
 
 
 @pytest.fixture
 def runs(smoke):
-    """The run's first start, and its last: the folder of that one has all three."""
+    """Return the run's first start and its last, whose folder has all three."""
     first = smoke(*SAVING, hook("killed_in_save"), ok=False)
     given = hook("stopped_in_update"), "recipe.restart.times=1", f"{LEAST}={BOUND_S}"
     return first, smoke(*SAVING, *given, after=first)
 
 
 def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_had_not_ended(smoke, runs):
-    """At most the work since the last complete checkpoint is lost: of step 2, then of step 3."""
+    """Check that at most the work since the last complete checkpoint is lost: of step 2, then of step 3."""
     first, last = runs
     # by a call of the trainer to it, or by the watch where that call comes late
     died = r"a worker process died in step .*rank 1 \(pid|rank 1 \(pid .* ended \d+ s ago .*by a signal"
@@ -70,7 +70,7 @@ def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_
 
 
 def test_a_stopped_worker_is_named_with_its_phase_its_stack_and_nothing_of_it_is_left(runs):
-    """The start that it stalled in: the watch names the rank within its bound, continues it for its stack, kills it."""
+    """Check the stalled start: the watch names the rank within its bound, continues it for its stack, kills it."""
     last = runs[1]
     (restart,), stalled = last.summary["restarts"], last.folder.parent / "0002"
     found = re.search(
@@ -90,7 +90,7 @@ def test_a_stopped_worker_is_named_with_its_phase_its_stack_and_nothing_of_it_is
 
 
 def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
-    """Log-probs of step 3, which vLLM sampled with the weights that the checkpoint of step 2 holds; not those of 3."""
+    """Compare log-probs of step 3, which vLLM sampled with the weights of checkpoint 2; those of 3 must differ."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     last = runs[1]
@@ -114,7 +114,7 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
 
 
 def test_a_new_run_of_that_name_leaves_the_checkpoints_of_the_run_before(smoke, runs):
-    """Which had come further: retention counts only the new run's."""
+    """Start over a run that had come further: retention counts only the new run's checkpoints."""
     before = runs[1]
     new = smoke("--steps", "2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", after=before)
     home = new.folder.parent
@@ -134,7 +134,7 @@ def test_a_run_that_has_reached_its_total_ends_before_anything_starts(smoke, run
 
 @pytest.mark.slow
 def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
-    """On the responses of the uninterrupted run, as another layout samples others. The log says what differs."""
+    """Train on the responses of the uninterrupted run, as another layout samples others; the log lists differences."""
     whole = smoke()
     layout = ("layout=tp2ep2", "rollout=tp2", "--replay-rollout", str(whole.folder))
     resumed = smoke("--steps", "3", *layout, *resume(runs[1], 2))
@@ -148,7 +148,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
 
 @pytest.mark.slow
 def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
-    """In the last tensor that rank 1 wrote, which is compared as it is read."""
+    """Flip a byte of the last tensor that rank 1 wrote, which is compared as it is read."""
     damaged = shutil.copytree(checkpoints_of(runs[1])[2], tmp_path / "global_step_2")
     path = damaged / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())

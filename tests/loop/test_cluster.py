@@ -1,4 +1,4 @@
-"""Four nodes in network namespaces, as hosts of the rendered scripts: up.sh, doctor and a smoke over all four, down.sh.
+"""Test the rendered scripts on four nodes in network namespaces: up.sh, doctor and a smoke over all four, down.sh.
 
 No process is warm (tests/warm): forks of a warm interpreter are in its namespaces, not in those of a node.
 """

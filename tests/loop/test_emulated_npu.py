@@ -1,4 +1,4 @@
-"""Line a3 on platform npu_emulated: vLLM's engine V1 with vllm-ascend in the loop, in layouts and graphs of production.
+"""Test line a3 on npu_emulated: vLLM's engine V1 with vllm-ascend in the loop, in layouts and graphs of production.
 
 Dynamo traces the decode step of runs with graphs. vLLM's ranks that split experts exchange tokens by MC2 in it.
 """
@@ -53,7 +53,7 @@ def with_options(options):
 
 @pytest.fixture(scope="session")
 def emulated(a3):
-    """emulated(steps, *arguments, ok=True) -> Finished; the memory of the run without more arguments is measured."""
+    """Return emulated(steps, *arguments, ok=True) -> Finished; the run without more arguments measures memory."""
 
     def run(*arguments, ok=True):
         return a3("--emulate-npu", "--steps", *arguments, ok=ok, cold=arguments == ("2",))
@@ -76,12 +76,12 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
 
 
 def is_not_made_here(group, world):
-    """Gloo's here; or a dimension of a mesh that holds all ranks, for which torch 2.13 takes their own group."""
+    """Return whether a group is gloo's here, or a mesh dimension over all ranks, whose own group torch 2.13 takes."""
     return group.name == "unfinished requests" or (group.name.startswith("verl's mesh") and group.ranks == world)
 
 
 def assert_buffers_as_planned(run):
-    """Groups of the first worker, of more than one rank, in the order in which they were made."""
+    """Assert the buffers of the first worker's groups of more than one rank, in the order of creation."""
     spec = read_run((run.folder / FACTS).read_text(), OmegaConf.load(run.folder / COMPOSED))
     made = [group for group in run.summary["emulated"]["groups"] if group["ranks"] > 1]
     with pytest.MonkeyPatch.context() as patched:
@@ -94,12 +94,12 @@ def assert_buffers_as_planned(run):
 
 
 def responses(run, step):
-    """The responses of a step, each a list of tokens, in no order."""
+    """Return the responses of a step as lists of tokens, without order."""
     return sorted(load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")["responses"].tolist())
 
 
 def assert_equal_steps(run, first):
-    """Equal tokens, rewards and gradients in each step of both runs."""
+    """Assert equal tokens, rewards and gradients in each step of both runs."""
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert responses(run, step) == responses(first, expected)
         assert step["reward"] == expected["reward"]
@@ -107,7 +107,7 @@ def assert_equal_steps(run, first):
 
 
 def recomputed(layers):
-    """The overrides for `layers` recomputed layers of the stages."""
+    """Return the overrides for `layers` recomputed layers of the stages."""
     return as_overrides(recompute_keys(layers))
 
 
@@ -126,7 +126,7 @@ def recomputed(layers):
     ],
 )
 def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
-    """Experts are whole over TP x EP and stages a list of layers, as in production.
+    """Check layouts with whole experts over TP x EP and stages as a list of layers, as in production.
 
     Requests have the seed of rollout.seed, so those that move between data-parallel ranks give the same samples.
     """
@@ -155,7 +155,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 
 @pytest.mark.nightly
 def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
-    """The two runs above are the other side of it: in both sleep modes each sleep of each rank is checked."""
+    """Check the failure; in the two runs above each sleep of each rank is checked in both sleep modes."""
     run = emulated("1", "rollout=dp2", *with_options((*GRAPHS, BY_VLLM)), hook("sleep_frees_nothing"), ok=False)
     assert run.code == 1 and not run.steps and "RecipeError" in run.summary["exit"], run.summary["exit"]
     for words in ("rank 1: expected", "bytes more free memory", "rollout_weights", "kv_cache", "vllm_sleep_mode=false"):
@@ -164,9 +164,9 @@ def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
 
 @pytest.mark.nightly
 def test_context_parallel_ranks_and_dynamic_micro_batches_change_no_step(emulated):
-    """Two ranks share each micro batch and split the experts; responses are equally long.
+    """Let two ranks share each micro batch and split the experts; responses are equally long.
 
-    Nor do the rows for host work, which are off here and on in the other run.
+    The patches for host work, which are off here and on in the other run, change no step either.
     """
     actor = "actor_rollout_ref.actor"
     more = f"{actor}.megatron.context_parallel_size=2", f"{actor}.use_dynamic_bsz=true"
@@ -180,7 +180,7 @@ def test_context_parallel_ranks_and_dynamic_micro_batches_change_no_step(emulate
 
 @pytest.mark.slow
 def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
-    """In fp32; the model with 256 experts is not that of the other lines' runs."""
+    """Compare in fp32; the model with 256 experts is not that of the other lines' runs."""
     first = emulated("2")
     model = OmegaConf.load(first.folder / "config.yaml").actor_rollout_ref.model.path
     given = "recipe.model_shape=model/deepseekv3_tiny_256experts.json", f"actor_rollout_ref.model.path={model}"
@@ -198,13 +198,13 @@ def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
     ],
 )
 def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
-    """Two of them without the direct weight sync, which refuses them by itself (tests/reshard)."""
+    """Run two of them without the direct weight sync, which refuses them by itself (tests/reshard)."""
     assert_caught(emulated("1", *more, hook(spoil), ok=False), 1)
 
 
 @pytest.mark.nightly
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(emulated):
-    """Step 1 is right, also with verl's own sync and experts over data-parallel ranks: the control of wrong_dp_rank."""
+    """Check that step 1 is right, also with verl's own sync and experts over DP ranks: the control of wrong_dp_rank."""
     options = "rollout=dp2", "recipe.patches=[-reshard.*]", "recipe.weight_sync.enabled=false"
     run = emulated("2", *options, hook("spoil_nothing"), ok=False)
     assert run.steps[0]["logprob_delta"]["max"] < 1e-5 and run.steps[0]["sync"] is None

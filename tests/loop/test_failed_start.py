@@ -1,4 +1,4 @@
-"""A row that cannot be applied in one kind of process ends the whole start with its own error, not verl's time-out."""
+"""Test that a patch that fails in one kind of process ends the start with its own error, not verl's time-out."""
 
 import json
 import subprocess

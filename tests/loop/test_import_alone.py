@@ -1,4 +1,4 @@
-"""The import alone: verl's own entry point with verl's own configuration, on a Ray that knows nothing of us.
+"""Test the import alone: verl's own entry point with verl's own configuration, on a Ray of its own.
 
 `install-prelude` was run, and VERL_PATCHES is the driver's: no launcher, no `recipe:`, no set-up hook.
 """
@@ -34,14 +34,14 @@ RAY = (
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """An environment over this one whose site-packages have the .pth file."""
+    """Make an environment over this one whose site-packages have the .pth file."""
     return python_with_prelude(tmp_path_factory.mktemp("alone"))
 
 
 def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
-    """(exit code, output, what Ray's processes wrote) of verl.trainer.main_ppo, on a Ray started without VERL_PATCHES.
+    """Run verl.trainer.main_ppo on a Ray without VERL_PATCHES; return exit code, output, output of Ray's processes.
 
-    Ray forwards what they write to the output as long as the driver lives, which is not always to the last line.
+    Ray forwards their output as long as the driver lives, which may miss the last lines.
     """
     Path(ray_folder).mkdir()
     env = {**os.environ, **SHELL, "RAY_TMPDIR": ray_folder, "PYTHONPATH": os.pathsep.join(path)}
@@ -63,7 +63,7 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
 
 @contextlib.contextmanager
 def ray_of_its_own(python, env, ray_folder, cwd):
-    """A Ray that runs; its client server has a port of its own, as the default one may be another run's."""
+    """Start a Ray whose client server has a port of its own, as the default one may be another run's."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with held_port() as port:
         ray = subprocess.Popen([python, *RAY, f"--ray-client-server-port={port}"], env=env, cwd=cwd, **quiet)
@@ -82,7 +82,7 @@ def ray_of_its_own(python, env, ray_folder, cwd):
 
 
 def check(code, output, written, smoke_run):
-    """Three steps with the smoke's figures, proofs before them, and the missing launcher reported once."""
+    """Check three steps with the smoke's figures, proofs before them, and one report of the missing launcher."""
     assert code == 0, output[-4000:]
     for metric, key, tolerance in (("actor/grad_norm", "grad_norm", 2e-3), ("critic/score/mean", "reward", 1e-3)):
         values = [float(value) for value in re.findall(rf"{metric}:([\d.]+)", written)]
@@ -99,7 +99,7 @@ def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
 
 @pytest.mark.upstream
 def test_three_steps_on_line_a3(a3, python, ray_folder, tmp_path, pytestconfig):
-    """Row update.recipe_by_default also leaves the configuration from which workers prepare MindSpeed."""
+    """Check that row update.recipe_by_default also sets the configuration from which workers prepare MindSpeed."""
     trees = [str(folder) for folder in trees_of(pytestconfig.getoption("--upstream")).folders]
     path = [str(ROOT), *trees]
     check(*run_verl(python, a3(), "line=a3,platform=cpu", path, f"{ray_folder}/a", tmp_path), a3())

@@ -1,6 +1,6 @@
-"""Every layout trains, its weights arrive in vLLM, and gradients do not depend on how the model is split.
+"""Test that every layout trains, its weights arrive in vLLM, and gradients do not depend on the model's split.
 
-Those of line a3: test_emulated_npu.py.
+test_emulated_npu.py tests the layouts of line a3.
 """
 
 import re
@@ -21,9 +21,9 @@ EP2PP2 = ("layout=ep2pp2", "rollout=tp2dp2", "--steps", "2", VERIFY)
 
 @pytest.mark.parametrize("arguments", [TP2EP2, EP2PP2], ids=["tp2ep2", "ep2pp2"])
 def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, arguments):
-    """Row reshard.direct. In fp32 all layouts sample the same first responses: rollout DP splits the prompts alike.
+    """Test row reshard.direct; in fp32 all layouts sample the same first responses: rollout DP splits prompts alike.
 
-    tp2ep2: in small buckets, with everything offloaded.
+    tp2ep2 has small buckets, and everything is offloaded.
     """
     run, other = smoke(*arguments), smoke()
     assert_weights_arrive(run, verified=True)
@@ -32,9 +32,9 @@ def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, ar
 
 
 def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
-    """One DP rank is done before the other, and must not hang it.
+    """Let one DP rank finish before the other, which must not hang.
 
-    verl takes what follows a stop word for valid tokens, so log-probs are not compared here; tests/rollout does.
+    verl takes tokens after a stop token for valid ones, so log-probs are not compared here; tests/rollout does.
     """
     unchecked = ("data.max_response_length=48", "recipe.logprob_check.action=off", "algo=reinforce_plus_plus")
     run = smoke("rollout=dp2", "--steps", "2", hook("stop_early"), *unchecked)
@@ -44,7 +44,7 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
 
 
 def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_model, tmp_path):
-    """Row model.load_hf: the reference reads the folder, the actor copies it; vLLM gets it by the weight sync."""
+    """Test row model.load_hf: the reference reads the folder, the actor copies it; vLLM gets it by the weight sync."""
     convert(plan_conversion(open_source(tiny_model), dtype="fp8"), tmp_path / "fp8")
     stored = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
     options = VERIFY, "recipe.expert_load=true", "algo=pass_k", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
@@ -59,9 +59,9 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
 
 @pytest.mark.nightly
 def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp_path):
-    """recipe.num_hidden_layers; vLLM reads the folder too. A tiny model's values depend on name, shape and seed.
+    """Test recipe.num_hidden_layers; vLLM reads the folder too. A tiny model's values depend on name, shape and seed.
 
-    ReMax: a second weight sync for its greedy responses.
+    ReMax makes a second weight sync for its greedy responses.
     """
     options = ("--steps", "2", VERIFY, "recipe.num_hidden_layers=3", "actor_rollout_ref.rollout.load_format=auto")
     options += ("algo=remax",)
@@ -74,10 +74,10 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
 
 @pytest.mark.upstream
 def test_memory_as_in_production_changes_no_update(a3):
-    """Host optimizer, offload and full recompute, in bf16, against a run without.
+    """Compare host optimizer, offload and full recompute, in bf16, with a run without them.
 
-    A checkpoint has the states that MindSpeed keeps on the host: a resumed run goes on as if it had not ended. Rows
-    memory.offload_model and memory.load_model: nothing of the actor is on the device during rollout, experts
+    A checkpoint has the states that MindSpeed keeps on the host: a resumed run goes on as if it had not ended. With
+    rows memory.offload_model and memory.load_model nothing of the actor is on the device during rollout, experts
     included; tests/memory/test_offload.py has the control, verl's own offload.
     """
     bf16, model = ("--dtype", "bf16", "--steps", "2"), "actor_rollout_ref.model"
@@ -99,7 +99,7 @@ def test_memory_as_in_production_changes_no_update(a3):
 
 
 def test_a_run_starts_from_megatrons_checkpoint_of_another_layout(smoke, tiny_model, tmp_path):
-    """As from the HF folder that it was made of: the same responses, and the same gradient."""
+    """Compare with a run from the HF folder that it was made of: the same responses and gradient."""
     folder = tmp_path / "megatron"
     convert(plan_conversion(open_source(tiny_model), parse_layout("tp2 ep4 etp1 @4"), "keep"), folder)
     run, other = smoke("--steps", "1", VERIFY, f"actor_rollout_ref.model.path={folder}"), smoke()

@@ -1,4 +1,4 @@
-"""The loop learns, and only because the weights reach the rollout engine."""
+"""Test that the loop learns, and only because the weights reach the rollout engine."""
 
 from statistics import mean, median
 

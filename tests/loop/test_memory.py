@@ -1,4 +1,4 @@
-"""Our schedule in the real loop: moves are the table's, updates are equal, the ledger sees the expected bytes."""
+"""Test our memory schedule in the real loop: moves are the table's, updates equal, the ledger's bytes as planned."""
 
 import json
 import re
@@ -24,7 +24,7 @@ TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 
 
 def assert_carried_out(run):
-    """Simulated and executed are one table; training weights are copied once a direction."""
+    """Assert that simulated and executed moves are equal; training weights are copied once in each direction."""
     first, second = (step["offload"] for step in run.steps)
     done = moves_of_a_step(SCHEDULE, (), TRAINING)
     assert second["sequences"] == [done]
@@ -37,7 +37,7 @@ def assert_carried_out(run):
 
 
 def padding_bytes(setting, rank):
-    """Most bytes that Megatron's alignment adds to an fp32 buffer of `rank`, by which the ledger may exceed the plan.
+    """Return the most bytes by which Megatron's alignment of `rank`'s fp32 buffers may raise the ledger over the plan.
 
     It starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp
     (megatron/core/distributed/param_and_grad_buffer.py, _pad_start_of_param_if_needed, _pad_end_of_bucket_if_needed).
@@ -75,7 +75,7 @@ def assert_as_planned(run, library):
 
 
 def assert_profiled(run):
-    """One rank's update is traced, and the ledger's bytes with it; tests/trainer/test_profile.py reads the traces."""
+    """Assert that one rank's update and the ledger's bytes are traced; tests/trainer/test_profile.py reads traces."""
     files = [f"step_2_rank_1_update.{end}" for end in ("json.gz", "memory.json")]
     assert [step["profile"] for step in run.steps] == [None, {"files": files, "faults": []}]
     assert sorted(file.name for file in (run.folder / "profile").iterdir()) == sorted(files)
@@ -104,7 +104,7 @@ def assert_one_copy_and_no_new_host_memory(run):
 
 
 def test_everything_offloaded_changes_no_update_and_the_ledger_sees_what_the_plan_expects(line, start):
-    """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
+    """Test rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
     run = start(*OFFLOADED, *PROFILE)
     assert_same_updates(run, start())
     assert_one_copy_and_no_new_host_memory(run)
@@ -115,7 +115,7 @@ def test_everything_offloaded_changes_no_update_and_the_ledger_sees_what_the_pla
 
 @pytest.mark.nightly
 def test_switched_back_a_run_follows_verls_order(smoke):
-    """Negative control of row memory.order; it saves, and goes on from what verl's functions have offloaded."""
+    """Run the negative control of row memory.order; it saves, and goes on with verl's own offload."""
     given = *OFFLOAD, "recipe.patches=[-memory.order,-memory.ledger]", "trainer.save_freq=1", "trainer.resume_mode=auto"
     run = smoke("--steps", "1", *given)
     assert run.steps[0]["offload"] is run.steps[0]["memory"] is None  # verl's functions move, and count nothing
@@ -132,5 +132,5 @@ def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
 
 
 def test_without_offload_nothing_is_moved(smoke):
-    """Negative control."""
+    """Run the negative control, which offloads nothing."""
     assert [step["offload"] for step in smoke().steps] == [None, None, None]

@@ -1,4 +1,4 @@
-"""Objectives on fixed data in the loop: loss and gradient norm of step 1 as in transformers; no rollout engine."""
+"""Test objectives on fixed data in the loop: loss and gradient norm of step 1 as in transformers; no rollout engine."""
 
 import math
 
@@ -18,7 +18,7 @@ DPO, SFT, RM = (("--steps", "2", f"algo={name}", IN_ORDER, "trainer.save_freq=1"
 
 @pytest.fixture(scope="module")
 def peer():
-    """peer(run, objective) -> (loss, gradient norm) of the run's first batch by transformers' DeepSeek-V3."""
+    """Return peer(run, objective) -> (loss, gradient norm) of the run's first batch by transformers' DeepSeek-V3."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def first_step(run, objective):
@@ -76,7 +76,7 @@ def test_no_rollout_engine_is_started(start):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("algorithm", "first"), [("ipo", 25.0), ("kto", 0.5)])
 def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(smoke, algorithm, first):
-    """IPO: (1 / (2 beta))^2 with beta 0.1; KTO: 1 - sigmoid(0)."""
+    """Check the closed forms: IPO (1 / (2 beta))^2 with beta 0.1; KTO 1 - sigmoid(0)."""
     run = smoke("--steps", "2", f"algo={algorithm}")
     before, after = (step["objective"]["loss"] for step in run.steps)
     assert before == pytest.approx(first, rel=1e-4) and after != pytest.approx(first, rel=1e-3)
@@ -84,7 +84,7 @@ def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(smoke, algorit
 
 
 def assert_trains_alone(run):
-    """The value model, in an objective's run of two steps."""
+    """Assert that only the value model trains in an objective's run of two steps."""
     for step in run.steps:
         assert step["grad_norm"] is None and step["critic"]["grad_norm"] > 0 and step["objective"]["loss"] > 0
         assert step["memory"]["violations"]["count"] == 0

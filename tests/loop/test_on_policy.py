@@ -1,4 +1,4 @@
-"""The loop without a pass for old log-probs, with weights, with ratios of sequences: same gradients, closed forms."""
+"""Test the loop without a pass for old log-probs, with weights, with sequence ratios: gradients and closed forms."""
 
 import pytest
 from loop_runs import TP2EP2
@@ -17,9 +17,9 @@ def assert_same_but_for_the_pass(skipped, plain):
 
 
 def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
-    """Rows update.on_policy and update.loss_on_policy; line a3: test_emulated_npu.py.
+    """Test rows update.on_policy and update.loss_on_policy; test_emulated_npu.py tests line a3.
 
-    Both log-probs of a response are counted once, whatever ranks have them.
+    Both log-probs of a response are counted once, whichever ranks have them.
     """
     plain, skipped = smoke(*TP2EP2), smoke(*TP2EP2, SKIP)
     assert_same_but_for_the_pass(skipped, plain)
@@ -27,7 +27,7 @@ def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
 
 @pytest.mark.nightly
 def test_a_cap_of_one_half_halves_the_gradient(smoke):
-    """In fp32 every ratio is within 1e-5 of 1, so all weights are 1/2; at step 1 the KL loss has no gradient yet."""
+    """Use fp32, where ratios are within 1e-5 of 1, so all weights are 1/2; at step 1 the KL loss has no gradient."""
     run = smoke("--steps", "1", SKIP, *HALF)
     assert run.steps[0]["grad_norm"] == pytest.approx(smoke().steps[0]["grad_norm"] / 2, rel=1e-6)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5

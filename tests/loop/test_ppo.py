@@ -1,4 +1,4 @@
-"""PPO in the loop: actor and critic in one process, killed, on both lines, and a critic as verl trains it."""
+"""Test PPO in the loop: actor and critic in one process, killed, on both lines, and a critic as verl trains it."""
 
 import pytest
 from loop_runs import KILLED, PPO, assert_goes_on, assert_weights_arrive
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def ppo(smoke):
-    """Two steps, each saved."""
+    """Run two steps, each saved."""
     return smoke(*PPO)
 
 
@@ -32,7 +32,7 @@ def test_a_critic_trains_beside_the_actor(ppo):
 
 @pytest.mark.nightly
 def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(smoke, ppo):
-    """In step 2, between the critic's update and the actor's."""
+    """Kill the run in step 2, between the critic's update and the actor's."""
     saved = ppo.folder / "checkpoints" / "global_step_1"
     assert read_manifest(saved).facts[CRITIC] == read_manifest(saved / CRITIC).identity
     assert folder_problems(saved / CRITIC, read_manifest(saved / CRITIC)) == []
@@ -42,7 +42,7 @@ def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(sm
 
 @pytest.mark.nightly
 def test_a_critic_whose_gradients_are_not_reduced_is_seen(smoke, ppo):
-    """verl's own at both pins, which each rank would step with gradients of its own."""
+    """Train verl's own critic of both pins, which each rank would step with its own gradients."""
     off = "recipe.patches=[-update.critic_gradients]"
     run = smoke("--steps", "1", PPO[2], "--replay-rollout", str(ppo.folder), off)
     assert critic_norm(run) != pytest.approx(critic_norm(ppo), rel=1e-2)

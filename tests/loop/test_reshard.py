@@ -1,4 +1,4 @@
-"""The resharder in the real loop: what it moves, that it is verified, and that verl's own path still works."""
+"""Test the resharder in the real loop: its bytes, its verification, and that verl's own path still works."""
 
 import pytest
 from loop_runs import BUCKET_BYTES, TP2EP2, hook, metrics_of
@@ -20,14 +20,14 @@ def test_a_step_reports_what_its_sync_moved(smoke):
 
 
 def test_verls_own_path_gives_the_same_steps(smoke):
-    """Line a3: test_emulated_npu.py."""
+    """Compare on line pypi; test_emulated_npu.py compares on line a3."""
     verls, ours = smoke("recipe.patches=[-reshard.*]"), smoke()
     assert all(s["sync"] is None for s in verls.steps)
     assert metrics_of(verls, "grad_norm", "logprob_delta") == metrics_of(ours, "grad_norm", "logprob_delta")
 
 
 def test_small_buckets_many_ranks_and_everything_offloaded(smoke):
-    """The run of test_layouts.py, which compares its weights and its gradient."""
+    """Check the run of test_layouts.py, which compares its weights and its gradient."""
     run = smoke(*TP2EP2)
     assert all(s["seconds"]["offload"] > 0 for s in run.steps)
     sync = run.steps[1]["sync"]

@@ -1,4 +1,4 @@
-"""Reward models that score a run: their parts in the metrics against scores computed apart, on both lines."""
+"""Test reward models that score a run: their parts in the metrics against scores computed apart, on both lines."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ RM = ("--steps", "2", "algo=rm", "data.shuffle=false", "trainer.save_freq=1")  #
 
 
 def with_models(folders):
-    """The reward models of two folders, weights 0.5 and -0.25, and the learnable task."""
+    """Return overrides for the reward models of two folders, weights 0.5 and -0.25, and the learnable task."""
     entries = [f"{{name: reward_model, path: '{f}', weight: {w}}}" for f, w in zip(folders, (0.5, -0.25), strict=True)]
     return ("recipe.memory.ledger=strict", f"recipe.rewards=[{entries[0]},{{name: by_source}},{entries[1]}]")
 
 
 def value_model(folder):
-    """(transformers' model without a head, weight [1, H] and bias [1] of the head) of a folder of any kind."""
+    """Return transformers' model without head, and the head's weight [1, H] and bias [1], of a folder of any kind."""
     from transformers import AutoConfig, AutoModel
 
     source = open_source(value_model_in(folder))
@@ -39,7 +39,7 @@ def value_model(folder):
 
 @torch.no_grad()
 def scores_apart(run, folder, step, places=0):
-    """[B]: the score of each recorded response, `places` before its last token."""
+    """Return the score [B] of each recorded response, `places` before its last token."""
     model, (weight, bias) = value_model(folder)
     tensors, scores = load_file(run.folder / "rollouts" / f"step_{step}.safetensors"), []
     for ids, mask in zip(tensors["input_ids"], tensors["attention_mask"].bool(), strict=True):
@@ -50,7 +50,7 @@ def scores_apart(run, folder, step, places=0):
 
 @pytest.fixture
 def folders(smoke):
-    """Checkpoints of two steps of algo=rm, as they stand."""
+    """Return the checkpoints of two steps of algo=rm, unchanged."""
     saved = smoke(*RM).folder / "checkpoints"
     return [saved / f"global_step_{step}" for step in (1, 2)]
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling in the loop: kept groups differ, one weight sync a step, vLLM's log-probs are the actor's."""
+"""Test dynamic sampling in the loop: kept groups differ, one weight sync a step, vLLM's log-probs are the actor's."""
 
 import json
 from collections import defaultdict
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def groups_of(folder, step):
-    """Scores of the responses of each prompt of a step, which verl wrote there."""
+    """Return the scores of each prompt's responses in a step, as verl wrote them."""
     groups = defaultdict(list)
     for line in (folder / f"{step}.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""The main run: three real GRPO steps, its record, and how a run is refused, interrupted and ended."""
+"""Test the main run: three real GRPO steps, its record, and how a run is refused, interrupted and ended."""
 
 import contextlib
 import json
@@ -77,7 +77,7 @@ def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, s
 
 
 def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
-    """What is chosen: tests/tools/data/test_from_rollouts.py; here, balanced batches and the run's own data."""
+    """Check balanced batches and the run's own data; tests/tools/data/test_from_rollouts.py checks the choice."""
     run = smoke()
     for step in run.steps:
         responses = load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")
@@ -114,7 +114,7 @@ def test_status_of_the_run_from_the_command_line(line, start):
 
 @contextlib.contextmanager
 def launched(folder, *arguments):
-    """The launcher of a run in folder/r; killed with its session if it has not ended."""
+    """Start the launcher of a run in folder/r; kill it with its session if it has not ended."""
     command, env = smoke_command(*arguments, folder=folder)
     launcher = subprocess.Popen(command, cwd=ROOT, env=env, **STREAMS, start_new_session=True)
     try:
@@ -125,7 +125,7 @@ def launched(folder, *arguments):
 
 
 def refused(folder, *arguments):
-    """(exit code, output) of a run that must not start."""
+    """Return (exit code, output) of a run that must not start."""
     with launched(folder, *arguments) as launcher:
         output, _ = launcher.communicate(timeout=HANG_S)
     assert not (folder / "r").exists()
@@ -133,7 +133,7 @@ def refused(folder, *arguments):
 
 
 def processes_after(text, folder, launcher):
-    """All processes of the run once progress.log has the text."""
+    """Return all processes of the run once progress.log has the text."""
     path, end = folder / "r" / "latest" / "progress.log", time.monotonic() + HANG_S
     while not (path.is_file() and text in path.read_text()):
         assert time.monotonic() < end, f"{text!r} not in {path}"
@@ -142,14 +142,14 @@ def processes_after(text, folder, launcher):
 
 
 def reason_of(folder, processes):
-    """Why the run ended; all its processes must have ended too."""
+    """Return the reason of the run's end; all its processes must have ended too."""
     _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive, alive
     return json.loads((folder / "r" / "latest" / "summary.json").read_text())["exit"]
 
 
 def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
-    """With one node too, where every other process of Ray ends with it: what they write would hide the cause."""
+    """Check this on one node, where all other processes of Ray end too, whose output would hide the cause."""
     with launched(tmp_path, "--steps", "50") as launcher:
         processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
         (raylet,) = (process for process in processes if process.name() == "raylet")
@@ -168,7 +168,7 @@ def test_other_machines_reach_neither_ray_nor_its_folder(smoke):
 
 
 def test_a_process_that_listens_on_all_addresses_is_seen():
-    """The control of the test above."""
+    """Run the control of the test above."""
     program = """import socket, time
 listener = socket.create_server(("", 0))
 print(listener.getsockname()[1], flush=True)
@@ -185,7 +185,7 @@ time.sleep(600)
 
 
 def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
-    """Ctrl-C of a terminal, which is for the whole group of processes."""
+    """Send Ctrl-C as a terminal does, to the whole process group."""
     bystander = subprocess.Popen(["sleep", "300"])
     try:
         with launched(tmp_path, "--steps", "50") as launcher:

@@ -1,4 +1,4 @@
-"""The loop with tensors that stay on the workers: the same steps, bit for bit, where the order is the same."""
+"""Test the loop with tensors that stay on the workers: with the same order, steps are bit-equal."""
 
 import json
 import re
@@ -23,7 +23,7 @@ REPLAY = "recipe.train.routing_replay="
 
 
 def budget(tokens):
-    """For the update, log-probs and reference: verl derives the others from the actor's."""
+    """Return the override of the actor's token budget, from which verl derives those of log-probs and reference."""
     return f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}"
 
 
@@ -35,7 +35,7 @@ def assert_same_steps(cached, plain):
 
 
 def assert_bytes_are_modelled(run):
-    """What the trainer sent and got in each step is what `trainer_bytes` says of the step's lengths."""
+    """Assert that the trainer's bytes in each step are those of `trainer_bytes` for the step's lengths."""
     found = re.findall(r"bytes of stage (\w+) (\d+)", run.log)
     per_step = [(stage, int(size)) for stage, size in found if int(size)]
     modelled = []
@@ -53,7 +53,7 @@ def assert_bytes_are_modelled(run):
 
 
 def assert_validated(run):
-    """Before step 1 and in both steps: record, metrics and table."""
+    """Assert validations before step 1 and in both steps: record, metrics and table."""
     validations = [run.summary["val_before"], *run.steps]
     assert [each["step"] for each in validations] == [0, 1, 2]
     metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -68,10 +68,11 @@ def assert_validated(run):
 
 
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
-    """Row update.tensor_cache: mini batches, epochs, validation, warm-up; one rollout instance of
-    TP 2 for two train replicas, and responses of unequal lengths; GSPO's ratios with REINFORCE++'s baseline and KL.
+    """Test row update.tensor_cache with mini batches, epochs, validation and warm-up.
 
-    A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
+    The run has one rollout instance of TP 2 for two train replicas, responses of unequal lengths, and GSPO's ratios
+    with REINFORCE++'s baseline and KL. A sample has 144 tokens at most, so verl packs some micro batches of two samples
+    and some of one.
     """
     more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1", "trainer.critic_warmup=2"]
     more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "rollout=tp2", hook("end_early"), f"{REPLAY}R2"]
@@ -99,8 +100,9 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
 
 
 def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
-    """Row update.micro_batches_as_planned. Responses are equally long and each micro batch has two of a replica's four
-    samples, as without: a token weighs the same.
+    """Test row update.micro_batches_as_planned, with which a token weighs the same as without.
+
+    Responses are equally long, and each micro batch has two of a replica's four samples, as without.
     """
     cached, plain = smoke(ON, DYNAMIC, budget(272), hook("print_bytes")), smoke()
     assert_bytes_are_modelled(cached)
@@ -112,7 +114,7 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
 
 
 def test_ppo_has_the_same_steps_but_for_rounding(smoke):
-    """Balanced: ranks have other samples, of the critic too."""
+    """Compare balanced batches, in which ranks have other samples, the critic's too."""
     cached, plain = smoke(*PPO, ON), smoke(*PPO)
     assert cached.steps[0]["reward"] == plain.steps[0]["reward"]  # of step 2 the weights differ by rounding
     for step, other in zip(cached.steps, plain.steps, strict=True):
@@ -123,7 +125,7 @@ def test_ppo_has_the_same_steps_but_for_rounding(smoke):
 
 @pytest.mark.upstream
 def test_line_a3(a3):
-    """ReMax: greedy responses and a second weight sync in each step; the validation's is the third."""
+    """Run ReMax, with greedy responses and a second weight sync in each step; the validation's is the third."""
     more = ["algo=remax", "trainer.test_freq=1", "trainer.val_before_train=true", f"{REPLAY}R2"]
     plain, cached = (a3("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(cached, plain)

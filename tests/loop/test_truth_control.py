@@ -1,4 +1,4 @@
-"""The truth check stops the run at the step at which a weight sync is spoilt; line a3's runs: test_emulated_npu.py.
+"""Test that the log-prob check stops the run at the step of a wrong weight sync; test_emulated_npu.py has line a3.
 
 A hook alone changes nothing: test_emulated_npu.py has runs with `move_requests`, whose log-probs are right.
 """
@@ -12,7 +12,7 @@ ROLLOUT, NO_SYNC = "actor_rollout_ref.rollout", "recipe.weight_sync.enabled=fals
 
 @pytest.mark.nightly
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
-    """Row update.sharding_manager; RLOO."""
+    """Test row update.sharding_manager with RLOO."""
     run = smoke("--steps", "3", NO_SYNC, "algo=rloo", ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert_caught(run, 2)
@@ -32,7 +32,7 @@ SAMPLED = (
 
 @pytest.mark.nightly
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
-    """Row rollout.keep_log_probs; Dr. GRPO, which has no reference."""
+    """Test row rollout.keep_log_probs with Dr. GRPO, which has no reference."""
     run = smoke("--steps", "4", *SAMPLED, NO_SYNC, "algo=dr_grpo", ok=False)
     first, second = run.steps[:2]
     assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None

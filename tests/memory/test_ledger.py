@@ -1,4 +1,4 @@
-"""The memory ledger on real storages: no violation in a step as planned; other bytes and wrong tables are found."""
+"""Test the memory ledger on real storages: a planned step has no violation; other bytes and wrong tables are found."""
 
 from dataclasses import replace
 
@@ -90,7 +90,7 @@ def test_a_group_that_grows_or_has_no_size(options, sizes):
 
 
 def test_a_group_that_varies_may_stay_until_the_schedule_releases_it():
-    """As the tensor cache: other bytes in each phase and step, none after the update; REMAX generates twice."""
+    """Vary a group like the tensor cache: other bytes in each phase, none after the update; REMAX generates twice."""
     held = {"now": 0}
     ledger = Ledger(SCHEDULE, action="strict")
     ledger.register("tensor_cache", lambda: held["now"], varies=True)
@@ -114,7 +114,7 @@ def test_storages_count_once_and_only_on_the_device():
 
 
 def test_the_drivers_figure_is_measured_too(monkeypatch):
-    """torch's counters do not fall when vLLM's sleep mode unmaps memory outside the pool."""
+    """Measure it because torch's counters do not fall when vLLM's sleep mode unmaps memory outside the pool."""
     free = [60, 90]
     counters = {"memory_allocated": 30, "max_memory_allocated": 35, "memory_reserved": 40}
     counters |= {"reset_peak_memory_stats": None}

@@ -1,4 +1,4 @@
-"""Interval arithmetic of writes, against counting problem element."""
+"""Test the interval arithmetic of writes against counting by element."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_patches.memory.live_memory import not_written_once
 
 
 def _counted(tensor: torch.Tensor, views: list[torch.Tensor]) -> torch.Tensor:
-    """How often the views reach problem element of `tensor`."""
+    """Return how often the views reach each element of `tensor`."""
     whole = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.int64)
     for view in views:
         whole.as_strided(view.shape, view.stride(), view.storage_offset()).add_(1)

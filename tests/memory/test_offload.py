@@ -1,4 +1,4 @@
-"""Offload of Megatron's real DDP and optimizers, on both lines: contents, moves, host memory and refusals."""
+"""Test offload of Megatron's real DDP and optimizers, on both lines: contents, moves, host memory and refusals."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
 
 @pytest.fixture(scope="module")
 def failures(run_ranks, a3_sources):
-    """failures(line): {function: its traceback, "" if it holds}."""
+    """Return failures(line) -> {function: its traceback, "" if it passes}."""
 
     @functools.cache
     def run(line):
@@ -46,7 +46,7 @@ def test_on_a_rank(failures, line, name):
 
 
 def test_our_schedule_needs_the_rows_that_begin_its_phases():
-    """Without gradients on the device an update would write where there is no memory."""
+    """Check this because without gradients on the device an update would write where there is no memory."""
     needed = "update.recipe_worker rollout.engine update.sharding_manager memory.empty_cache"
     assert set(needed.split()) <= set(next(row for row in ROWS if row.id == "memory.order").needs)
 
@@ -77,7 +77,7 @@ def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
 
 
 def test_a_stale_host_copy_is_what_comes_back():
-    """Negative control for copying at all: without a copy the contents of the last copy come back."""
+    """Check as a negative control that without a copy the contents of the last copy come back."""
     tensor = torch.ones(4)
     storages = [HostBackedStorage("t", tensor)]
     for copy, expected in ((False, 1), (False, 1), (True, 2)):  # the first offload always copies

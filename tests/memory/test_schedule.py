@@ -1,4 +1,4 @@
-"""The schedule of a step as a table: what each schedule promises, its simulation, and tables that must be refused."""
+"""Test the schedule of a step as a table: each schedule's promises, its simulation, and tables that must be refused."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
 
 
 def moves_of_a_step(schedule, stays, groups):
-    """Moves of every step but the first, of `groups` and of the allocator, such as "load actor_params"."""
+    """Return the moves after the first step of `groups` and the allocator, such as "load actor_params"."""
     moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays).values()
     return [str(move) for moment in moments for move in moment.moves if not move.group or move.group in groups]
 
@@ -103,14 +103,14 @@ def test_every_schedule_closes_whatever_stays_or_is_missing(schedule, stays, abs
 
 
 def residents_of_two_steps(schedule, stays=()):
-    """[{phase: groups on the device during its work}] of the first step and the second."""
+    """Return [{phase: groups on the device during its work}] of the first step and the second."""
     moving, now = (dict.fromkeys(groups, 1) for groups in (set(MEMORY_GROUPS).difference(stays), stays))
     steps = [_step(schedule.phases, moving, now) for _ in range(2)]
     return [{name: moment.resident for name, moment in step.items()} for step in steps]
 
 
 def test_a_table_that_does_not_close_is_found():
-    """Negative control: the second step begins with gradients."""
+    """Check as a negative control a table whose second step begins with gradients."""
     first, second = residents_of_two_steps(make_schedule("x", ("a", "", ""), ("b", "alloc grads", "")))
     assert first["a"] == frozenset() and second["a"] == {"grads"}
 
@@ -124,7 +124,7 @@ def test_the_move_that_should_have_released_a_group():
 
 
 def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **offload):
-    """(name of the schedule, groups that stay) of a run; `offload`: param_, optimizer_ or ref_offload that are off."""
+    """Return a run's schedule name and the groups that stay; `offload` has param_, optimizer_ or ref_offload."""
     actor = {name: offload.get(name, True) for name in ("param_offload", "optimizer_offload")}
     ref = {"param_offload": offload.get("ref_offload", True)}
     section = {"actor": {"megatron": actor}, "ref": {"megatron": ref}, "rollout": {"enforce_eager": not by_vllm}}

@@ -1,4 +1,4 @@
-"""A schedule executed on real storages: exactly the table's moves, in its order, each followed by the ledger."""
+"""Test a schedule on real storages: exactly the table's moves, in its order, each followed by the ledger."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_every_step_makes_the_moves_of_the_table_as_simulated(made):
 
 
 def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(made):
-    """The truth check's pass in a run without old log-probs; the strict ledger would stop at ref otherwise."""
+    """Run the log-prob check's pass without old log-probs; otherwise the strict ledger would stop at ref."""
     scheduler, log, _ = made(schedule=SCHEDULE.without("old_log_prob"))
     for phases in ("ref update", "old_log_prob ref update", "ref update"):
         log.clear()
@@ -81,7 +81,7 @@ def test_a_group_that_stays_is_not_moved(made):
 
 
 def test_a_handler_without_effect_is_found_at_the_next_phase(made):
-    """Negative control."""
+    """Check as a negative control that the ledger finds it."""
     scheduler, _, handlers = made()
     handlers["ref_params"].free = lambda: None
     with pytest.raises(MemoryLedgerError, match=r"entering advantage: ref_params .* after ref \(free\)"):

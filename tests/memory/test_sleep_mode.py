@@ -1,4 +1,4 @@
-"""Sleep modes of an engine: memory that sleep frees, and refusals. With real engines: tests/emulation."""
+"""Test sleep modes of an engine: memory that sleep frees, and refusals; tests/emulation has real engines."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from verl_patches.worker.rollout_engine import RolloutEngine, weights_move
 
 
 class Attention(torch.nn.Module):
-    """A layer as vLLM's: a weight, and an impl with what is derived from it."""
+    """Stand in for vLLM's layer: a weight, and an impl with tensors derived from it."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Tied weights, a slice of another's storage, and one that a buffer shares."""
+    """Hold tied weights, a slice of another's storage, and one that a buffer shares."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Model(torch.nn.Module):
 
 
 def engine():
-    """(LLM as far as a sleep mode looks, its model, its cache)."""
+    """Return the parts of an LLM that a sleep mode reads, its model, its cache."""
     model, caches = Model(), [torch.ones(5, 2), (torch.ones(5, 3), torch.ones(4))]
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, kv_caches=caches))
     core = SimpleNamespace(get_num_unfinished_requests=lambda: 0, reset_prefix_cache=lambda: True)
@@ -137,7 +137,7 @@ def test_another_storage_or_no_cache_is_refused_by_name():
 
 
 class LLM:
-    """vLLM's, as far as RolloutEngine looks: `seen` has what it was built with, `calls` what reached it."""
+    """Stand in for vLLM's LLM under RolloutEngine: `seen` has the arguments, `calls` the calls that reached it."""
 
     def __init__(self, **kwargs):
         self.seen, self.calls, self.llm_engine = kwargs, [], engine()[0].llm_engine
@@ -166,7 +166,7 @@ class LLM:
 
 @pytest.fixture
 def build(monkeypatch):
-    """build(rows, **arguments): an engine of ours over `LLM`, with these rows on and in a context of its own."""
+    """Return build(rows, **arguments), which makes our engine over `LLM` with these patches in its own context."""
 
     def of(rows, **arguments):
         monkeypatch.setattr(patches.of_process, "value", SimpleNamespace(wanted=rows))
@@ -197,7 +197,7 @@ def test_weights_that_no_sync_proves_to_write_are_not_freed(rows, load_format, s
     ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
 ])  # fmt: skip
 def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arguments, passed, kind, build):
-    """Rows memory.sleep_mode and rollout.engine."""
+    """Test rows memory.sleep_mode and rollout.engine."""
     llm = build(("memory.sleep_mode",), **arguments)
     mode = llm.sleep_mode
     assert llm.seen.get("enable_sleep_mode") is passed and isinstance(mode, kind)
@@ -211,7 +211,7 @@ def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arg
 
 
 def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
-    """Negative control."""
+    """Check as a negative control that vLLM's own mode is used."""
     llm = build((), enable_sleep_mode=True, enforce_eager=True)
     llm.weights_written(last=False)
     llm.sleep()
@@ -220,7 +220,7 @@ def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
 
 @pytest.mark.parametrize(("by_vllm", "todo"), [(True, "vllm_sleep_mode=false"), (False, "expandable_segments:True")])
 def test_memory_that_sleep_frees_must_be_the_devices_again(monkeypatch, by_vllm, todo):
-    """torch's allocator gives back 60 bytes of its cache: they do not count for the KV cache, of 100 bytes."""
+    """Return 60 bytes from torch's cache, which must not count for the KV cache, of 100 bytes."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     state = {"free": 0, "cached": 60, "kv_cache": 100}
@@ -252,7 +252,7 @@ def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, le
 
 
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
-    """verl wakes the cache twice on one line, once on the other; a phase per tag that was asleep."""
+    """Wake the cache twice as verl does on one line, once as on the other; each sleeping tag begins a phase."""
     llm, phases = build((), enable_sleep_mode=True), []
     contexts.context().ledger = SimpleNamespace(raise_peak=lambda extra_bytes: phases.append("look"))
 
@@ -279,7 +279,7 @@ def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
 
 
 def test_vllms_sleep_mode_is_called_where_that_has_an_effect_and_never_half_awake():
-    """vLLM's executor sleeps and wakes all tags: it would forget one of two tags, or all of a sleep."""
+    """Check this because vLLM's executor sleeps and wakes all tags: it would forget one of two, or all of a sleep."""
     calls = []
     engine = SimpleNamespace(sleep=lambda level: calls.append("sleep"), wake_up=calls.extend)
     mode = CumemSleepMode(SimpleNamespace(llm_engine=engine))
@@ -295,7 +295,7 @@ def test_vllms_sleep_mode_is_called_where_that_has_an_effect_and_never_half_awak
 
 
 def test_a_segment_is_dropped_where_all_its_blocks_in_use_are_weights():
-    """With vllm-ascend's allocator: tests/rollout/test_ascend.py."""
+    """Check without vllm-ascend's allocator, which tests/rollout/test_ascend.py has."""
     lives, waits, free = "active_allocated", "active_pending_free", "inactive"
     blocks = [
         {0: lives, 8: lives, 16: free},

@@ -1,4 +1,4 @@
-"""Arguments of Megatron and MindSpeed-LLM from verl's configuration and from config.json; no upstream is needed."""
+"""Test Megatron's and MindSpeed-LLM's arguments from verl's configuration and config.json; needs no upstream."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_explaining_needs_no_torch(run_python):
 
 
 def test_transformers_knows_no_further_key():
-    """So a config.json that transformers wrote is refused for what it says only, not for what it is called."""
+    """Check that a config.json that transformers wrote is refused for its values only, not for unknown keys."""
     from transformers import DeepseekV3Config, PretrainedConfig
 
     own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())

@@ -1,4 +1,4 @@
-"""Our Megatron DeepSeek-V3 against transformers' on the tiny model, at every layout, with controls that must fail."""
+"""Test our Megatron DeepSeek-V3 against transformers' on the tiny model, at every layout, with negative controls."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def layouts(reference, run_ranks):
-    """Each rank's findings at every layout: one launch for all."""
+    """Return each rank's findings at every layout, from one launch."""
     return run_ranks("tests.model.parity_job:layouts_job", reference["folder"], LAYOUTS, size=2, **WORKER)
 
 

@@ -1,4 +1,4 @@
-"""model/log_prob.py, as verl's actor calls it, against the plain formula in float64, at TP 1 and 2."""
+"""Test model/log_prob.py, as verl's actor calls it, against the plain formula in float64, at TP 1 and 2."""
 
 import os
 
@@ -17,7 +17,7 @@ FP32, BF16 = {"rtol": 1e-6, "atol": 1e-6}, {"rtol": 2**-8, "atol": 1e-6}
     scope="module", params=[("pypi", 1), ("pypi", 2), pytest.param(("a3", 2), marks=pytest.mark.upstream)], ids=str
 )
 def found(request, run_ranks):
-    """What each rank finds; line a3 without MindSpeed."""
+    """Return each rank's findings; line a3 is without MindSpeed."""
     line, size = request.param
     if line == "pypi":
         return run_ranks(f"{JOB}:answers", size=size, patches=PATCHES)
@@ -27,7 +27,7 @@ def found(request, run_ranks):
 
 
 def faults(case, ranks, name):
-    """Names of results that are not the formula's on one of the ranks."""
+    """Return the names of results that differ from the formula's on one of the ranks."""
     expected, wrong = case.expected(), []
     gradient = torch.cat([rank[name]["gradient"] for rank in ranks], dim=-1)
     assert gradient.dtype == case.dtype
@@ -62,6 +62,6 @@ def test_the_gradient_takes_the_place_of_the_logits(run_ranks):
 
 
 def test_without_the_rows_a_loss_with_entropy_fails(run_ranks):
-    """On line pypi; MindSpeed's cross entropy leaves the logits as they are."""
+    """Check on line pypi; MindSpeed's cross entropy leaves the logits as they are."""
     (error,) = run_ranks(f"{JOB}:both_in_the_loss", patches=f"{PATCHES},-logprob.*in_chunks")
     assert "modified by an inplace operation" in error

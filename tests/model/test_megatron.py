@@ -1,4 +1,4 @@
-"""Row model.config: the config converter; names that reshard/parameters.py refuses."""
+"""Test row model.config, the config converter, and names that reshard/parameters.py refuses."""
 
 import pytest
 
@@ -18,7 +18,7 @@ CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}
 
 @pytest.fixture(scope="module")
 def convert(run_ranks, tiny_model):
-    """convert(switches): config fields, or the error, of every case."""
+    """Return convert(switches), the config fields, or the error, of every case."""
     job = "tests.model.megatron_model:converted"
     return lambda switches="": run_ranks(job, tiny_model, CASES, patches="line=pypi,platform=cpu" + switches)[0]
 

@@ -1,4 +1,4 @@
-"""Megatron's own checkpoint, as `weights convert` writes it: Megatron loads it on both lines, and so do we."""
+"""Test that Megatron and our loader load Megatron's own checkpoint from `weights convert` on both lines."""
 
 import pytest
 import torch

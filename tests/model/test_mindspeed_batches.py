@@ -1,4 +1,4 @@
-"""Micro batches of line a3: dynamic, packed or padded, split over context-parallel ranks; verl's worker in fp32.
+"""Test micro batches of line a3: dynamic, packed or padded, split over CP ranks, by verl's worker in fp32.
 
 Samples have unequal lengths; the plain run has micro batches of one sample.
 """
@@ -20,7 +20,7 @@ DYNAMIC += [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=900"]
 
 @pytest.fixture(scope="session")
 def run_batches(run_a3):
-    """run_batches(layout, more, ...): what the job of mindspeed_job.py finds, by rank."""
+    """Return run_batches(layout, more, ...), which returns the findings of mindspeed_job.py by rank."""
 
     def run(layout=(1, {}), more=(), boundaries=True, off="") -> list:
         return run_a3("mindspeed_job:batches_job", layout, boundaries, off=off, more=[*PLAIN, *more])
@@ -34,10 +34,10 @@ def plain(run_batches):
 
 
 def assert_same(found, plain, whole=True):
-    """Log-probs and entropy of responses within 1e-5 before an update, gradient norms by 1e-5 of themselves.
+    """Assert equal log-probs and entropy within 1e-5 before an update, and gradient norms within a relative 1e-5.
 
-    After an update within 5e-4 but for a few, and weights, where a rank has `whole` ones, within 1e-4: Adam makes steps
-    of up to 1e-3 of gradients that are nothing but rounding.
+    After an update they are within 5e-4 except for a few, and weights, where a rank has `whole` ones, within 1e-4: Adam
+    makes steps of up to 1e-3 of gradients that are only rounding.
     """
     assert len(plain["grad_norm"]) == len(plain["log_probs"]) == 2
     for name in ("log_probs", "entropy"):
@@ -73,7 +73,7 @@ def test_dynamic_micro_batches_give_the_same_updates(run_batches, plain, layout)
 
 
 def test_without_their_weights_dynamic_micro_batches_give_other_updates(run_batches, plain):
-    """Negative control; and without a row verl's micro batches have a fixed size."""
+    """Run the negative control; also, without a patch verl's micro batches have a fixed size."""
     (found,) = run_batches(more=DYNAMIC, off=",-update.sample_weights")
     assert abs(found["grad_norm"][0] / plain["grad_norm"][0] - 1) > 1e-3
 

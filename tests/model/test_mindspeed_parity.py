@@ -1,4 +1,4 @@
-"""MindSpeed-LLM's DeepSeek-V3 on Megatron core_r0.8.0, started by our engine start, against transformers in fp32."""
+"""Test MindSpeed-LLM's DeepSeek-V3 on Megatron core_r0.8.0, by our engine start, against transformers in fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 @pytest.fixture(scope="session", params=LAYOUTS)
 def found(request, run_a3):
-    """(layout, what each rank found)"""
+    """Return (layout, each rank's findings)."""
     return request.param, run_a3(f"{JOBS}:parity_job", LAYOUTS[request.param])
 
 
@@ -69,7 +69,7 @@ def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference):
 
 @pytest.fixture(scope="session")
 def one_rank(run_a3):
-    """The worker's updates on one rank in fp32."""
+    """Return the worker's updates on one rank in fp32."""
     return run_a3(WORKER)[0]
 
 
@@ -78,7 +78,7 @@ def _grad_norms(rank) -> list[float]:
 
 
 def assert_same_norms(found, expected):
-    """Equal gradient norms of both updates, by 1e-5 of themselves where no near tie can be."""
+    """Assert equal gradient norms of both updates, within a relative 1e-5 where no near tie can be."""
     for update, (norm, other) in enumerate(zip(_grad_norms(found), _grad_norms(expected), strict=True), 1):
         assert norm == pytest.approx(other, rel=norm_tolerance(update, 1e-5)), update
 
@@ -142,7 +142,7 @@ SAME = [
 
 @pytest.mark.parametrize(("layout", "train", "more", "called"), SAME)
 def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, more, called):
-    """Recomputed layers, each fused kernel off, each fused gradient on, exchanges overlapped; those of production."""
+    """Check recomputed layers, each fused kernel off, each fused gradient on, overlapped exchanges, and production."""
     for found in run_a3(WORKER, LAYOUTS[layout], train=train, more=more):
         assert_same_norms(found, one_rank)
         assert called is None or found["calls"][called] > 0 == one_rank["calls"][called]
@@ -159,7 +159,7 @@ def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers
 
 @pytest.mark.nightly
 def test_swapped_optimizer_gives_the_same_update(run_a3):
-    """In bf16: alone, and with the other settings of production, of which it is off alone too."""
+    """Check it in bf16: alone, with the other settings of production, and off among these."""
     train = composed("deepseekv3_256die_true_weight").recipe.train
     assert all(getattr(train, key) for key in PRODUCTION)
     plain, swapped, without, all_three = (
@@ -185,7 +185,7 @@ def test_balanced_routing_is_not_the_models(run_a3, one_rank):
 
 @pytest.mark.parametrize("layout", ["pp2_uneven", "tp2_extends_ep"])
 def test_the_models_own_routing_is_uneven_and_every_rank_says_so(run_a3, layout):
-    """A stage of dense layers alone counts nothing."""
+    """Check the loads of all ranks; a stage with dense layers alone has none."""
     first, *others = [found["load"]["train"] for found in run_a3(WORKER, LAYOUTS[layout], more=LOAD)]
     assert first["layers"] == 3 and first["max_over_mean"] >= first["mean_over_layers"] > 1.1 and others == [first]
     ranks = first["ranks_over_mean"]  # of ranks with several experts, which even each other out

@@ -1,4 +1,4 @@
-"""Engine start on line a3: upstream's own parsers and validators see what our table makes of a configuration."""
+"""Test the engine start on line a3: upstream's own parsers and validators take our table's arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 @pytest.fixture(scope="module")
 def run(a3_sources, run_ranks):
-    """run(cases, early=None): what mindspeed_start.arguments finds."""
+    """Return run(cases, early=None), which returns the findings of mindspeed_start.arguments."""
     sources = a3_sources()
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1"}
     options = {"env": env | {"PYTHONPATH": os.pathsep.join(map(str, sources))}, "fresh": True, "backend": None}
@@ -66,7 +66,7 @@ def test_upstream_takes_it_or_refuses_in_its_own_words(found, name):
 
 
 def test_upstream_takes_both_256_die_configs_as_they_are(run):
-    """A process of their own: the adaptor reads some arguments once."""
+    """Run each in its own process: the adaptor reads some arguments once."""
     cases = {
         name: (f"deepseekv3_256die_{run}", 256, [], None)
         for name, run in (("base", "random_init"), ("learning", "true_weight"))

@@ -1,4 +1,4 @@
-"""Updates of verl's worker on line a3: overlapped exchanges, skipped steps, Adam, correction bias, the reference."""
+"""Test updates of verl's worker on line a3: overlapped exchanges, skipped steps, Adam, correction bias, reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OVERLAPS = {"grad_overlap": True, "grad_bucket_parameters": 4000}
 
 @pytest.fixture(scope="session")
 def updates(run_a3):
-    """updates(layout, train keys, job, arguments) -> what the job of mindspeed_job.py found, by rank."""
+    """Return updates(layout, train keys, job, arguments) -> findings of mindspeed_job.py's job, by rank."""
     return lambda layout, train=(), job="update_job", arguments=(None,): run_a3(
         f"mindspeed_job:{job}", layout, *arguments, train=dict(train), more=[MINI]
     )
@@ -24,21 +24,21 @@ def updates(run_a3):
 
 @pytest.fixture(scope="session")
 def plain(updates):
-    """Two ranks of data and expert parallelism without overlap; in the third update rank 1 has NaN gradients."""
+    """Run two ranks of data and expert parallelism without overlap; rank 1 has NaN gradients in the third update."""
     return updates(LAYOUTS["ep2"], KEYS, arguments=(1,))
 
 
 @pytest.fixture(scope="session")
 def overlapped(updates):
-    """The same with overlapped reductions."""
+    """Run the same as `plain` with overlapped reductions."""
     return updates(LAYOUTS["ep2"], {**KEYS, **OVERLAPS}, arguments=(1,))
 
 
 def near(found, expected, rel) -> bool:
-    """Whether values of an update's mini batches are equal within `rel` of the largest of them.
+    """Return whether values of an update's mini batches are equal within `rel` of the largest of them.
 
-    A later mini batch has a gradient norm of 1/500 here, and Adam's first step makes whole steps of what rounding
-    leaves of gradients that are almost zero.
+    A later mini batch has a gradient norm of 1/500 here, and Adam's first step makes whole steps of gradients that are
+    almost zero and mostly rounding.
     """
     bound = rel * max(map(abs, expected))
     return len(found) == len(expected) and all(abs(a - b) <= bound for a, b in zip(found, expected, strict=True))
@@ -49,7 +49,7 @@ def same(one, other) -> bool:
 
 
 def after_first_sync(events):
-    """The events of the first mini batch from its first reduction on."""
+    """Return the events of the first mini batch from its first reduction on."""
     events = events[events.index("sync") :]
     return events[: events.index("forward")]
 
@@ -98,7 +98,7 @@ def test_the_correction_bias_moves_by_its_rate_towards_experts_with_few_tokens(p
 
 
 def test_overlapped_expert_exchange_counts_tokens_of_the_update_alone(updates, plain):
-    """MindSpeed enables gradients in the pass for old log-probs too, where the router would count its tokens."""
+    """Check this because MindSpeed enables gradients in the pass for old log-probs, where the router would count."""
     found = updates(LAYOUTS["ep2"], {**KEYS, "alltoall_overlap": True})
     for there, here in zip(plain, found, strict=True):
         for a, b in zip(there["metrics"][:2], here["metrics"], strict=True):

@@ -1,4 +1,4 @@
-"""SFT and DPO at layouts that split tensors, experts and stages: step 1 is transformers'; EP2: tests/loop."""
+"""Test that step 1 of SFT and DPO is transformers' at layouts that split tensors, experts, stages; EP2: tests/loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BETA = 0.1
 
 @pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
 def found(request, reference, run_ranks):
-    """{layout: what each rank found}."""
+    """Return {layout: each rank's findings}."""
     if request.param == "pypi":
         options = {"size": 2, "backend": "nccl", "patches": "line=pypi,platform=cpu"}
         cases = {name: SIZES[name] for name in A3}
@@ -32,7 +32,7 @@ def found(request, reference, run_ranks):
 
 @pytest.fixture(scope="module")
 def peer(reference, tiny_model):
-    """peer(objective, shifts of the reference) -> (loss, gradient norm) by transformers' DeepSeek-V3."""
+    """Return peer(objective, shifts of the reference) -> (loss, gradient norm) by transformers' DeepSeek-V3."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, torch_dtype=torch.float32)
@@ -67,6 +67,6 @@ def test_the_first_step_is_that_of_transformers_at_every_layout(found, peer, obj
 
 
 def test_a_reference_that_is_the_policy_has_another_gradient(found, peer):
-    """The control."""
+    """Run the control."""
     _, norm = peer("dpo", torch.zeros(SAMPLES))
     assert all(rank["dpo"][1] != pytest.approx(norm, rel=1e-2) for ranks in found.values() for rank in ranks)

@@ -1,4 +1,4 @@
-"""The tiny DeepSeek-V3 has what makes V3 hard, and is written whole, the same from the same seed, or not at all."""
+"""Test that the tiny DeepSeek-V3 has V3's hard parts, and is written whole, equal for equal seeds, or not at all."""
 
 import json
 
@@ -13,7 +13,7 @@ from verl_patches.model.tiny import make_tiny_model
 
 @pytest.fixture(scope="module")
 def weights(tiny_model):
-    """HF name -> tensor, as stored."""
+    """Return {HF name: tensor} as stored."""
     found = {}
     for file in tiny_model.glob("*.safetensors"):
         found.update(load_file(file))

@@ -1,4 +1,4 @@
-"""A critic on Megatron: its values against transformers, gradients of all ranks at every layout, its own checkpoint."""
+"""Test a critic on Megatron: values against transformers, gradients of all ranks at every layout, its checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(reference):
-    """That of `reference`, with the head of one word."""
+    """Return the folder of `reference`, with the head of one token."""
     folder = reference["folder"]
     torch.save(reference["weights"]["lm_head.weight"][WORD : WORD + 1].clone(), folder / "word.pt")
     for number in range(2):
@@ -46,7 +46,7 @@ def folder(reference):
 
 @pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
 def found(request, folder, run_ranks):
-    """{case: answers of each rank}."""
+    """Return {case: answers of each rank}."""
     if request.param == "pypi":
         options = {"size": 2, "backend": "nccl", "patches": "line=pypi,platform=cpu"}
         ranks = run_ranks("tests.model.value_job:layouts_job", folder, CASES, **options)
@@ -65,7 +65,7 @@ def layouts(found):
 
 
 def by_sample(ranks, key):
-    """[samples, R] of the ranks' own samples."""
+    """Return [samples, R] of the ranks' own samples."""
     values = {sample: row for rank in ranks for sample, row in rank[key].items()}
     return torch.stack([values[sample] for sample in range(SAMPLES)])
 

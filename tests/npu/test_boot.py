@@ -1,8 +1,8 @@
-"""Import proofs: each kind of process of line a3 on platform npu starts as in production, without a device.
+"""Test imports: each kind of process of line a3 on platform npu starts as in production, without a device.
 
-boot_job.py runs the start itself; what is allowed to wait, and what cannot be imported here, is data below. torch_npu
-is the real one over stand-ins for CANN (scripts/npu_venv.sh); acl, apex and numba are from image/, which holds the
-names that the image's packages have. Nothing here shows that HCCL, kernels or memory work.
+boot_job.py runs the start itself; the data below list what may wait and what cannot be imported here. torch_npu is the
+real one over stand-ins for CANN (scripts/npu_venv.sh); acl, apex and numba are from image/, which holds the names that
+the image's packages have. Nothing here shows that HCCL, kernels or memory work.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NOT_IMPORTED = {
 
 
 def faults(kind: str, found: dict) -> list[str]:
-    """What is wrong with the start of a process, in words; empty where it is proven."""
+    """Return the faults in the start of a process, in words; empty if it is proven."""
     wrong = [f"the start failed at {found['failed']}"] if "failed" in found else []
     for name, row in WANTED.items():
         state, reason = found["rows"].get(name, ("off", "unknown there"))
@@ -80,7 +80,7 @@ def _in(module: str, package: str) -> bool:
 
 
 class Starts:
-    """Runs boot_job.py; the driver first, as the others start from what it leaves. `found`: {kind: what it left}."""
+    """Run boot_job.py, the driver first, as the others start from its files; `found`: {kind: its findings}."""
 
     def __init__(self, folder: Path, upstream: Path, python: str, settings: dict[str, str]):
         self.folder, self.python = folder, python
@@ -96,14 +96,14 @@ class Starts:
         self.found = {"driver": driver, "controller": self.start("controller"), "worker": self.start("worker")}
 
     def start(self, kind: str, switches: str = "") -> dict:
-        """The JSON of one start; `switches` are appended to VERL_PATCHES."""
+        """Return the JSON of one start; `switches` are appended to VERL_PATCHES."""
         env = self.env | {"VERL_PATCHES": self.env["VERL_PATCHES"] + switches}
         done = run_program(self.python, "-W", "ignore", HERE / "boot_job.py", kind, self.folder, env=env)
         return json.loads((self.folder / f"{kind}.json").read_text()) | {"stderr": done.stderr[-6000:]}
 
 
 def _what_the_run_has(folder: Path) -> None:
-    """Model folder (configuration of the 671B model, a small tokenizer) and one batch of prompts."""
+    """Write a model folder (configuration of the 671B model, a small tokenizer) and one batch of prompts."""
     import pandas
 
     from verl_patches.model import tiny
@@ -116,7 +116,7 @@ def _what_the_run_has(folder: Path) -> None:
 
 
 def _installed(folder: Path, setup: Path) -> None:
-    """What pip leaves of vLLM and vllm-ascend: versions, and the entry points that vllm-ascend's setup.py declares."""
+    """Write pip's metadata of vLLM and vllm-ascend: versions, and the entry points of vllm-ascend's setup.py."""
     keywords = [node for node in ast.walk(ast.parse(setup.read_text())) if isinstance(node, ast.keyword)]
     call = next(node for node in keywords if node.arg == "entry_points")
     points = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in ast.literal_eval(call.value).items())
@@ -137,7 +137,7 @@ def upstream(pytestconfig) -> Path:
 
 @pytest.fixture(scope="module")
 def starts(upstream, npu_python, tmp_path_factory) -> Starts:
-    """With the torch_npu that `import torch` loads by itself, as in the image."""
+    """Return the starts with the torch_npu that `import torch` loads by itself, as in the image."""
     python, settings = npu_python
     return Starts(tmp_path_factory.mktemp("boot"), upstream, python, settings | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"})
 
@@ -169,7 +169,7 @@ def test_vllm_takes_vllm_ascends_classes(starts):
 
 
 def test_all_of_vllm_ascend_can_be_imported_but_what_is_listed(starts):
-    """A listed module that can be imported after all is a fault too; without vllm_ascend_C sleep mode is missing."""
+    """Refuse a listed module that can be imported, too; without vllm_ascend_C sleep mode is missing."""
     found = starts.found["worker"]["not imported"]
     assert found.keys() == NOT_IMPORTED.keys()
     assert {name: why for name, why in found.items() if NOT_IMPORTED[name][0] not in why} == {}
@@ -194,7 +194,7 @@ def test_the_proof_fails_without_a_row_and_names_it(starts, row):
 
 
 def test_a_row_that_waits_though_its_module_is_there_is_a_fault(starts):
-    """Controls on what was found: a row past its hook, and a module that the list says is never imported."""
+    """Change the findings as controls: a patch past its hook, and a module that by the list is never imported."""
     found = json.loads(json.dumps(starts.found["worker"]))
     found["rows"]["memory.ledger"] = ["waiting", "its module was imported past our hook"]
     found["targets"].append("verl.utils.tracking")

@@ -1,7 +1,7 @@
-"""A Ray worker's torch_npu, the real one, asks the device runtime only on the die that Ray gave the worker.
+"""Test that a Ray worker's real torch_npu calls the device runtime only on the die that Ray gave the worker.
 
-The runtime itself is a stand-in that notes every call (answers.c): what CANN's own libraries do when they are loaded is
-not shown here.
+The runtime itself is a stand-in that logs every call (answers.c); calls that CANN's own libraries make when they are
+loaded are not covered.
 """
 
 import json
@@ -34,7 +34,7 @@ prelude_then("torch_npu.npu.is_available")()
 
 @pytest.fixture
 def run(npu_python, tmp_path):
-    """run(code, **variables) -> (exit code, {"calls": {step: [[function, visible devices]]}, ...}, stderr)."""
+    """Return run(code, **variables) -> (exit code, {"calls": {step: [[function, visible devices]]}, ...}, stderr)."""
     python, settings = npu_python
     start = f"""
 import json, os

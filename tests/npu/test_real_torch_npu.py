@@ -1,7 +1,7 @@
-"""The real torch_npu, imported without CANN (scripts/npu_venv.sh), against our attention, references and schemas.
+"""Test our attention, references and schemas against the real torch_npu without CANN (scripts/npu_venv.sh).
 
-It proves names, arguments, shapes, dtypes and that there is a gradient; no numbers, no kernel, no HCCL, no limit of a
-device: nothing is computed, its tensors are fake.
+This proves names, arguments, shapes, dtypes and that there is a gradient, but no numbers, kernel, HCCL or limit of a
+device: nothing is computed, the tensors are fake.
 """
 
 import copy
@@ -36,7 +36,7 @@ def test_it_is_the_pinned_wheel_on_one_pretended_die_and_not_in_the_cpu_lines_en
 
 
 def differences(real, expected):
-    """ "case, output: found, expected" where shape or dtype differ, or the tensor is not of the device."""
+    """Return "case, output: found, expected" if shape or dtype differ, or the tensor is not on the device."""
     return [
         f"{case}, {name}: {real[case][name]}, expected {known}"
         for case, outputs in expected.items()
@@ -67,7 +67,7 @@ NEWER = {
 
 
 def of_both(npu):
-    """("function.overload", schema of 2.5.1.post1, schema of the wheel that runs or None) of what is called here."""
+    """Yield ("function.overload", schema of 2.5.1.post1, schema of the running wheel or None) of called functions."""
     for name in CALLED:
         for old in op_schemas.read()[name]:
             key = f"{name}.{old.overload}"
@@ -76,7 +76,7 @@ def of_both(npu):
 
 
 def test_functions_arguments_and_defaults_of_the_pin_are_still_there(npu):
-    """So what the fake device takes, the pin takes too, NEWER apart."""
+    """Check that the pin accepts all that the fake device accepts, except NEWER."""
     newer, outputs = {}, set()
     for key, old, new in of_both(npu):
         assert new is not None, f"{key} is gone"
@@ -106,7 +106,7 @@ def test_the_profiler_and_the_allocators_history_take_what_the_worker_passes(npu
 
 
 def unfit(calls):
-    """Calls that pass what 2.5.1.post1 does not know."""
+    """Return calls with arguments that 2.5.1.post1 does not have."""
     found = set()
     for name, positional, named in calls:
         known = list(op_schemas.read()[name][0].kinds)

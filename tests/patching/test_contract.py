@@ -1,4 +1,4 @@
-"""The contract check on a small upstream package: every kind of change is reported, an unchanged tree is fine."""
+"""Test the contract check on a small upstream package: each kind of change is reported, an unchanged tree passes."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ BINDINGS = ("up:weigh", "up.user:w", "up.user:Shop.weigh", "up.all:weigh")
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A folder with the package `up`, our providers on the path, and a record of our own."""
+    """Make a folder with the package `up`, our providers on the path, and a record of our own."""
     for name, text in FILES.items():
         (tmp_path / "now" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "now" / name).write_text(text)
@@ -125,7 +125,7 @@ def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
     ],
 )
 def test_a_changed_body_is_named_with_row_file_and_line(tree, old, text, changed, where):
-    """A token, the header of a method's class; the other row is fine."""
+    """Change a token, or the header of a method's class; the other patch stays fine."""
     edit(tree, "up/tools.py", old, text)
     report, found = look(tree, weigh(), read())
     assert report.exit_code == 1 and {found["up.weigh"].state, found["up.read"].state} == {"fine", "problem"}

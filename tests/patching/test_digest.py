@@ -1,4 +1,4 @@
-"""The digest is the same in other processes, hash seeds and folders, and follows what it is about."""
+"""Test that the digest is equal in other processes, hash seeds and folders, and follows changes of its inputs."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def digest(code, folder, seed="0"):
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """The package and a small upstream twice: the same files, written in another order, at another depth."""
+    """Copy the package and a small upstream twice: the same files, written in another order, at another depth."""
     found = []
     for folder in (tmp_path_factory.mktemp("a"), tmp_path_factory.mktemp("b") / "deep" / "er"):
         files = sorted((ROOT / "verl_patches").rglob("*.py"), reverse=bool(found))

@@ -1,11 +1,11 @@
-"""The patch engine on a small upstream package, each order of events in a fresh interpreter."""
+"""Test the patch engine on a small upstream package, each order of events in a fresh interpreter."""
 
 import pytest
 
 
 @pytest.mark.parametrize("rows", ["F, OVER", "OVER, F"])
 def test_a_row_goes_over_the_row_that_it_needs_whichever_hook_runs_first(play, rows):
-    """Where an import ends while apply() adds hooks, that of the upper row can come first."""
+    """Check this because the upper patch's hook can run first if an import ends while apply() adds hooks."""
     out = play(f"""
         from verl_patches.patching import hooks
         take = hooks._take
@@ -38,7 +38,7 @@ def test_modules_inside_a_stub_can_be_imported_and_others_cannot(play, provider,
 
 
 def test_a_value_of_none_is_replaced_and_put_back(play):
-    """Other kinds of target: orders_world.py."""
+    """Check a value of None; orders_world.py has other kinds of target."""
     out = play("""
         e = engine(row("t.value", "up.base:NOTHING", "replace", "ours:VALUE")); e.apply()
         import up.base, ours
@@ -108,7 +108,7 @@ def test_an_override_of_another_method_is_failed_and_one_without_its_class_in_pl
 
 
 def test_an_import_error_of_a_hook_stops_every_import(play):
-    """Upstream swallows an ImportError, so the import must raise another error."""
+    """Check that the import raises another error, because upstream swallows an ImportError."""
     out = play("""
         from verl_patches.patching import hooks
         def fail(module): raise ImportError("no such thing")

@@ -1,4 +1,4 @@
-"""What changes a fingerprint and what does not, and that every Python computes the same one."""
+"""Test which changes alter a fingerprint, and that every Python computes the same one."""
 
 import functools
 import json
@@ -129,7 +129,7 @@ def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkey
 
 
 def test_a_file_of_the_reviewed_bytes_is_not_parsed_and_any_other_is(tmp_path, monkeypatch):
-    """Also one that a name is imported from: its bytes count, not those of the module alone that the row names."""
+    """Check also a file from which a name is imported: its bytes count, not only those of the patch's module."""
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "pack").mkdir()
@@ -164,7 +164,7 @@ print(json.dumps([len(here), unlike]))
 
 @functools.cache
 def interpreter(version):
-    """A Python of that version that really runs, from the search path or from pyenv's folder; None if there is none."""
+    """Return a Python of that version that runs, from the search path or pyenv's folder; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     places = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
     for path in filter(None, places):

@@ -1,4 +1,4 @@
-"""Another library patches the same places: before us, over us, around us; and two rows of ours on one place."""
+"""Test another library that patches the same places before, over and around us, and two of our patches on one place."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every order of import, apply, revert, verify and healing, over rows on every kind of target: see orders_world.py."""
+"""Test every order of import, apply, revert, verify and healing, on every kind of target: see orders_world.py."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ WORLD = Path(__file__).with_name("orders_world.py")
 
 @pytest.fixture
 def play(play_world):
-    """play(world, length, *spoilt) -> {"sequences": n, "faults": [...]}"""
+    """Return play(world, length, *spoilt) -> {"sequences": n, "faults": [...]}."""
     return lambda *arguments: json.loads(play_world(WORLD, *arguments).check().out)
 
 

@@ -1,11 +1,11 @@
-"""What happens where upstream is not as reviewed (drift=strict, warn), and where a provider of ours fails."""
+"""Test drift=strict and drift=warn where upstream differs from the reviewed code, and providers that fail."""
 
 import pytest
 
 
 @pytest.fixture
 def imported(play):
-    """Two imports of up.base under a row on `target` and a row on up.base:g; the values of CODE's `out`."""
+    """Import up.base twice under a patch on `target` and one on up.base:g; return the values of CODE's `out`."""
     return lambda policy, target="up.base:f", kind="wrap", drifted=(): play(f"""
         drift(*{drifted})
         e = engine(row("t.f", {target!r}, {kind!r}), row("t.g", "up.base:g"), text="drift={policy}"); e.apply()

@@ -1,4 +1,4 @@
-"""What the prelude imports: every process of a run pays for it, so nothing that can wait comes along."""
+"""Test that the prelude imports only what it needs, as every process of a run pays for it."""
 
 # each costs milliseconds, or seconds; fingerprints (ast, hashlib, json) are looked at when a module comes in
 HEAVY = """

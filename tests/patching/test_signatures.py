@@ -1,4 +1,4 @@
-"""Whether a replacement accepts what its target accepts: by the objects themselves, and when a row is applied."""
+"""Test that a replacement must accept its target's arguments, by the objects themselves and when it is applied."""
 
 import functools
 
@@ -8,7 +8,7 @@ from verl_patches.patching.signatures import refused_calls
 
 
 def made(parameters, module="up.base"):
-    """A function with these parameters, of a module."""
+    """Return a function of a module with these parameters."""
     names = {"__name__": module}
     exec(f"def f({parameters}): pass", names)
     return names["f"]

@@ -1,4 +1,4 @@
-"""The table's rows are valid together, on each line; switches are read, and decide which rows are on."""
+"""Test that the table's patches are valid together on each line, and that switches decide which are on."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_switch_text_round_trip_and_errors():
 
 
 def test_which_rows_patterns_decide_and_why():
-    """A later pattern wins; a row of another line or platform cannot be switched on, and is not named as off."""
+    """Check that a later pattern wins; a row of another line or platform cannot be switched on, nor is named as off."""
     rows = [row("a.b"), row("a.c", "a:c"), row("a.npu", "a:d", platforms=frozenset({"npu"}))]
     rows += [row("a.d", "a:e"), row("a.old", "a:f", lines=PYPI_ONLY)]
     switches = Switches("a3", "cpu", ("-a.*", "+a.c", "+a.npu"))

@@ -1,4 +1,4 @@
-"""Many threads at once, in a process that a deadlock ends: see threads_world.py."""
+"""Test many threads at once, in a process that a deadlock ends: see threads_world.py."""
 
 from pathlib import Path
 

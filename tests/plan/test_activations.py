@@ -1,4 +1,4 @@
-"""Activations: the formulas against what autograd saves in real layers of line a3, and their use in the plan."""
+"""Test the activation formulas against autograd's saved bytes in real layers of line a3, and in the plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEASURED["tp2_published"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": _PUBL
 
 @pytest.fixture(scope="module")
 def saved(a3_sources, run_ranks, tmp_path_factory):
-    """saved(case of MEASURED) -> (model, layout, {tokens: {layer: mean bytes of the ranks}})."""
+    """Return saved(case of MEASURED) -> (model, layout, {tokens: {layer: mean bytes of the ranks}})."""
     from tests.model.mindspeed_start import engine_config
 
     def measure(case):
@@ -79,7 +79,7 @@ RUN = Passes(4096, 4096, 4096, micro_batches=1024, recompute_layers=8, imbalance
 
 
 def test_the_256_die_update_written_out():
-    """b 2, T 4096, tp 4: s 1024, H 7168; 8 rows of a token; a die's attention has 32 heads of width 256."""
+    """Compute it by hand: b 2, T 4096, tp 4, s 1024, H 7168; 8 rows of a token; a die has 32 heads of width 256."""
     layer = layer_terms(BIG, True, 4096, TRAIN)
     assert layer["attention"] == 2 * 4096 * 32 * (4 * 256 + 128) + 4096 * 32 * 64
     assert layer["experts"] == 2 * 8192 * (2 * 7168 + 3 * 2048) + 2 * 8192 * 7168
@@ -114,7 +114,7 @@ def test_keys_change_the_activations():
 
 
 def test_logits_of_the_last_stage():
-    """The larger of logits and a layer's work is there, and verl's own functions take more beside the logits."""
+    """Check that the larger of logits and a layer's work counts; verl's own functions take more beside the logits."""
     verl = replace(RUN, chunked_logits=False)
     found = forward_bytes(BIG, TRAIN, 7, 4096, RUN, entropy=True)
     assert found["logits"] > 0 == found["working_activations"]

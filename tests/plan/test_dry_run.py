@@ -1,4 +1,4 @@
-"""Both 256-die scripts with --dry-run, as an operator types them, and the ways in which a plan must fail."""
+"""Test both 256-die scripts with --dry-run, as an operator types them, and the ways in which a plan must fail."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Bytes of every memory group and peaks of every phase, for the 256-die run and for any small layout."""
+"""Test bytes of each memory group and peaks of each phase, for the 256-die run and for any small layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_critic_is_a_second_trained_model_with_another_head():
 
 
 def test_rollout_weights_and_the_caches_share():
-    """25.81 GB a die: the published figure for EP256, shared experts whole as in vllm-ascend's graph mode."""
+    """Check 25.81 GB a die, the published figure for EP256, shared experts whole as in vllm-ascend's graph mode."""
     found = group_bytes(replace(DIE256, rollout_library="vllm-ascend"), 0)
     assert gb(found["rollout_weights"]) == 25.81
     assert found["rollout_weights"] + found["kv_cache"] == SHARE
@@ -55,7 +55,7 @@ def test_rollout_weights_and_the_caches_share():
 
 
 def test_absorbed_projections_that_the_engine_copies():
-    """As large as kv_b_proj, 61 layers of 128 heads of 128 + 128 by 512 in bf16, half a die's at TP 2."""
+    """Check the size, kv_b_proj's: 61 layers of 128 heads of 128 + 128 by 512 in bf16, half of it on a die at TP 2."""
     views, copies = (group_bytes(replace(DIE256, absorbed_copies=more), 0) for more in (False, True))
     assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
     assert copies["rollout_weights"] + copies["kv_cache"] == SHARE
@@ -74,7 +74,7 @@ def test_peaks_of_the_256_die_run_in_our_schedule():
 
 
 def test_peaks_of_the_256_die_run_in_verls_schedules():
-    """Modelled: verl 54c9b736 wakes the KV cache beside training weights and gradients: more than a die has."""
+    """Model verl 54c9b736, which wakes the KV cache beside training weights and gradients: more than a die has."""
     old, new = (peaks(VERL[line], replace(SWAPPED, bucket_bytes=None)) for line in ("a3", "pypi"))
     (wake,) = (p for p in old["phases"] if p["phase"] == "wake_kv")
     assert old["peak_bytes"] == wake["peak_bytes"] > HBM > new["peak_bytes"]
@@ -90,7 +90,7 @@ def test_peaks_of_the_256_die_run_in_verls_schedules():
 
 @st.composite
 def layouts(draw):
-    """Training layouts of the tiny model (4 layers, 16 experts, 4 heads) and rollouts over the same ranks."""
+    """Draw training layouts of the tiny model (4 layers, 16 experts, 4 heads) and rollouts over the same ranks."""
     tp, pp, ep = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4, 8]))
     world = max(tp, ep) * pp * draw(st.sampled_from([1, 2]))
     train = ParallelLayout(world, tp=tp, pp=pp, ep=ep, etp=1)
@@ -127,7 +127,7 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
 
 
 def test_the_worst_rank_is_worst_over_all_ranks():
-    """Negative control for looking at one rank of each kind only."""
+    """Compare with all ranks, as a control of the search over one rank of each kind."""
     train = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
     setting = Setting(IN_FP32, train, rollout_layout(2, 2, 2), "megatron-local")
     found = peaks(SCHEDULE, setting)
@@ -146,7 +146,7 @@ SIZES = {"actor_params": 2, "grads": 4, "optimizer": 12, "ref_params": 3, "rollo
 
 
 def test_the_record_of_routed_experts_by_stage_and_phase():
-    """1,024 samples of 4,096 tokens; the first stage has three dense layers. Control: nothing without a record."""
+    """Use 1,024 samples of 4,096 tokens; the first stage has three dense layers. Control: nothing without a record."""
     model, tokens = BIG.model, 1024 * 4096
     assert [record_bytes(model, TRAIN, stage, tokens) for stage in (0, 2)] == [tokens * 32, tokens * 64]
     wide = replace(model, n_routed_experts=512)

@@ -1,4 +1,4 @@
-"""The plan's section about memory: both orders of the 256-die runs against a die, and the tiny run's bytes."""
+"""Test the plan's memory section: both orders of the 256-die runs against a die, and the tiny run's bytes."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ ACTOR = "actor_rollout_ref.actor."
 
 @pytest.fixture(scope="module")
 def big():
-    """The random-init configuration, with a pass for old log-probs."""
+    """Return the random-init configuration with a pass for old log-probs."""
     return run_of(BIG)
 
 
@@ -97,7 +97,7 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
 
 
 def bytes_of(group, *overrides, **options):
-    """{phase: bytes of a memory group} in our order."""
+    """Return {phase: bytes of a memory group} in our order."""
     return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["orders"][0]["phases"]}
 
 
@@ -116,7 +116,7 @@ def test_keys_of_the_configuration_reach_the_bytes(override, group):
 
 
 def test_most_bytes_of_the_tensor_cache():
-    """512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 twice, or three times."""
+    """Use 512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 two or three times."""
 
     def cached(*overrides, skip=True):
         return bytes_of("tensor_cache", "recipe.tensor_cache.enabled=true", *overrides, skip=skip)
@@ -135,8 +135,9 @@ def test_a_cpu_has_no_die_to_compare_with():
 
 
 def test_what_is_beside_the_memory_groups():
-    """HCCL: 6 groups of training, 2 of them large, 6 of the rollout with 3, two buffers of 300 or 64 MiB each; 771.5 GB
-    a node as the runbook."""
+    """Check HCCL's memory, and 771.5 GB a node as in the runbook.
+
+    Training has 6 groups, 2 of them large, the rollout 6 with 3 large ones, each with two buffers of 300 or 64 MiB."""
     planned = plan(BIG, f"{LAYERS}=8", rows=None, skip=True)
     phases = {phase["phase"]: phase["bytes"] for phase in planned["orders"][0]["phases"]}
     rollout, update = phases["rollout"], phases["update"]
@@ -191,7 +192,7 @@ def test_a_fixed_number_stays_and_0_is_none():
 
 
 def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
-    """Its run has 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
+    """Plan its run of 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
     own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS}=0")
     whole, short = (update_peak(run_of(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
     monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)

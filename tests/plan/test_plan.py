@@ -1,4 +1,4 @@
-"""What a plan says: its figures, what disks take, the presets, and how it ends."""
+"""Test a plan: its figures, bytes on disks, the presets, and its exit."""
 
 import json
 import shlex
@@ -79,7 +79,7 @@ LONGER = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the c
 
 @pytest.mark.parametrize(("name", "workload", "most_s"), [(BIG, Workload(), 740), (TRUE_WEIGHT, LONGER, 520)])
 def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(name, workload, most_s):
-    """Controls: the bound rests on the assumed gain of the decode rows, and on recomputing few layers."""
+    """Check the controls too: the bound rests on the assumed gain of the decode rows and on few recomputed layers."""
     plan = plan_of(name, workload=workload)
     step, memory = plan["step"], plan["memory"]
     assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.02)
@@ -93,7 +93,7 @@ def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(nam
 
 
 def test_a_plan_says_where_less_than_the_margin_is_left():
-    """Control: auto leaves it."""
+    """Check the warning; the control: auto leaves the margin."""
     of = {}
     for name, number in (("less", "[1,1,2,1,0,0,0,0]"), ("auto", "auto")):
         (of[name],) = (check for check in plan_of(BIG, f"{LAYERS}={number}")["checks"] if check["name"] == "memory")
@@ -111,7 +111,7 @@ def disk(name, *overrides, gb_s=10.0):
 
 
 def test_a_start_reads_the_weights_of_all_ranks_and_a_save_writes_each_once(tmp_path):
-    """1.63 TB in bf16 (docs/weights.md), half of it in FP8; random init reads none."""
+    """Check 1.63 TB in bf16 (docs/weights.md), half of it in FP8; random init reads none."""
     save = "trainer.save_freq=10"
     found, faster = disk(TRUE_WEIGHT, save), disk(TRUE_WEIGHT, save, gb_s=20.0)
     assert found["first start"]["seconds"] == pytest.approx(163, abs=1) == 2 * faster["first start"]["seconds"]
@@ -140,7 +140,7 @@ def test_a_refused_layout_names_a_search_and_the_verdict_comes_last(override, di
 
 
 def test_no_search_is_named_that_would_be_refused():
-    """tests/plan/test_search.py has its refusal."""
+    """Check the suggestion; tests/plan/test_search.py checks the search's refusal."""
     done = command("plan", TRUE_WEIGHT, "recipe.train.expert_split=etp", "trainer.nnodes=3")
     assert done.exit_code == 1 and "--search" not in done.output
 

@@ -1,4 +1,4 @@
-"""Search of layouts: what is listed passes an ordinary plan with the same figures, and nothing else is listed."""
+"""Test the search of layouts: it lists all and only layouts that pass an ordinary plan, with the same figures."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def plan_of(name, *overrides):
 
 
 def listed(name, *overrides, dies, top=1):
-    """Rows of a search as the command starts it: over a layout that any number of ranks can be split in."""
+    """Return the rows of a search as the command starts it, over a layout that fits any number of ranks."""
     return search(composed(name, [*overrides, *as_overrides(ANY_LAYOUT)]), SIZES, dies, Workload(), top)
 
 
@@ -57,7 +57,7 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
     ],
 )
 def test_a_config_whose_own_layout_fails_is_searched_too(override, changes):
-    """Each override is refused in a plan; with what the search lists for the same command it passes."""
+    """Search for configs whose override a plan refuses; with a listed layout the plan passes."""
     with pytest.raises(ConfigError):
         assert not plan_of(TRUE_WEIGHT, override)["ok"]
         raise ConfigError("the plan has a check that failed")
@@ -77,7 +77,7 @@ def test_a2_is_ordered_by_traffic_without_seconds_in_instances_that_its_exchange
 
 
 def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
-    """The control: candidates that plan worse than they cost, in front of one that fits."""
+    """Check with a control: candidates that plan worse than they cost, in front of one that fits."""
     run, layers = composed(BIG), [7, 7, 8, 8, 8, 8, 8, 7]
     good = train_keys(4, 8, 32, layers)
     bad = [

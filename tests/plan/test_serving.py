@@ -1,4 +1,4 @@
-"""How many nodes hold one rollout instance, for generate, chat and eval."""
+"""Test how many nodes hold one rollout instance, for generate, chat and eval."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The step model: its error on the published rows, what fixes its constants, and how its terms must move."""
+"""Test the step model: its error on the published rows, the data of its constants, and the trends of its terms."""
 
 from dataclasses import fields, replace
 
@@ -70,7 +70,7 @@ def test_each_constant_is_fixed_by_one_row_and_moves_its_own_phases_only(constan
 
 
 def test_the_modelled_bytes_are_the_quoted_ones():
-    """50.5 GB through Ray for the update at 256 workers; 73.9 GB and about 3,100 collectives of verl's own sync."""
+    """Check 50.5 GB through Ray for the update at 256 workers; 73.9 GB and about 3,100 collectives of verl's sync."""
     assert driver_bytes(without_cache(), 3) == pytest.approx(50.5e9, rel=0.002)
     assert driver_bytes(replace(without_cache(), copies=1), 3) == pytest.approx(1.6e9, rel=0.02)
     sync = verl_sync(published().model, published().train)
@@ -102,7 +102,7 @@ def test_a_pipeline_has_the_textbook_bubble():
 
 
 def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
-    """Control: two mini batches split the batch, and add one optimizer step and one fill of the pipeline."""
+    """Check a control too: two mini batches split the batch, and add an optimizer step and a fill of the pipeline."""
     run = published()
     once = update_s(run, FITTED)
     sent = driver_bytes(run, 3) / FITTED.driver_bytes_per_s
@@ -158,7 +158,7 @@ def test_a_kv_cache_that_holds_few_responses_makes_the_rest_wait():
 
 
 def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
-    """Ulysses: 128 heads, q and k of 192, v and output of 128 elements; half of a rank's tokens go to the other."""
+    """Check Ulysses: 128 heads, q and k of 192, v and output of 128; half of a rank's tokens go to the other."""
     run = published()
     both = replace(run, train=replace(run.train, world_size=512, cp=2))
     alone, shared = (stage_s(each, 1, False, FITTED) for each in (run, both))
@@ -180,7 +180,7 @@ TAIL = replace(
 
 
 def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
-    """Each replica's 64 responses end at drawn lengths; a step has the graph of the fullest one of 64."""
+    """Check drawn lengths of each replica's 64 responses; a step costs the graph of the fullest of 64 replicas."""
     draw, sigma = np.random.default_rng(1), np.log(1 + 0.55**2) ** 0.5
     lengths = np.minimum(np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal((64, 64))), 3072)
     fixed = FITTED.engine_step_s + TAIL.dp_syncs * step_model.DP_SYNC_S["hccl"]
@@ -215,7 +215,7 @@ def test_uneven_experts_take_longer_in_their_phases_alone_and_fit_no_published_r
 
 
 def test_bytes_that_a_die_sends_follow_the_layouts():
-    """Written out for TP1 EP8 on 8 ranks: all-to-alls of 58 layers, there and back, in each of three passes."""
+    """Compute TP1 EP8 on 8 ranks by hand: all-to-alls of 58 layers, there and back, in each of three passes."""
     one = replace(published(), train=ParallelLayout(8, tp=1, ep=8, etp=1), recompute_layers=0)
     tokens = one.responses / 8 * (one.lengths.prompt + 3072)
     gradients = one.model.vocab_size * 7168  # at least: tables are in all ranks

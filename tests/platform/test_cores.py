@@ -1,4 +1,4 @@
-"""Cores of each die's worker, on faked machines."""
+"""Test the cores of each die's worker, on faked machines."""
 
 import os
 
@@ -15,7 +15,7 @@ PER_NODE = 40  # cores: eight nodes of an Atlas A3
 
 
 def machine(folder, nodes):
-    """sysfs of a machine with the dies of NPU_SMI_A3; nodes: what the file numa_node of each says, None: no file."""
+    """Make sysfs of a machine with the dies of NPU_SMI_A3; nodes: the text of each numa_node file, None: no file."""
     for bus, node in zip(BUSES, nodes, strict=True):
         device = folder / "bus/pci/devices" / bus.lower()
         device.mkdir(parents=True)

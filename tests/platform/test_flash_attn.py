@@ -1,4 +1,4 @@
-"""Rows platform.flash_attn and platform.flash_attn_bert_padding: found where nothing is installed, and right."""
+"""Test rows platform.flash_attn and platform.flash_attn_bert_padding: importable without a package, and correct."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ MASKS = {"holes": [[1, 0, 1, 1], [0, 1, 0, 1]], "one empty sequence": [[1, 1, 0]
 
 
 def tokens(mask):
-    """(sequence, position) of every token, in order: the definition."""
+    """Return (sequence, position) of every token, in order, by the definition."""
     return [(row, column) for row, line in enumerate(mask) for column, there in enumerate(line) if there]
 
 
@@ -58,7 +58,7 @@ sys.modules["flash_attn"].__spec__ = importlib.machinery.ModuleSpec("flash_attn"
 
 @pytest.fixture
 def run(run_python, tmp_path):
-    """run(code, patches, flash_attn=False): in a process with a torch_npu, and a flash_attn if wanted."""
+    """Return run(code, patches, flash_attn=False), which runs code with a torch_npu, and a flash_attn if wanted."""
 
     def run(code, patches, flash_attn=False):
         files = {"torch_npu/__init__.py": ""}

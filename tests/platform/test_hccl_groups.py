@@ -1,4 +1,4 @@
-"""Options of HCCL's groups: which groups get a small buffer, and that torch hands it to the backend."""
+"""Test options of HCCL's groups: which groups get a small buffer, and that torch hands it to the backend."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from verl_patches.platform.npu import groups
 
 
 def configs_of_vllms_groups():
-    """hccl_config of all ranks' group, of tp, dp and ep, and of a tp group without a size."""
+    """Return hccl_config of all ranks' group, of tp, dp and ep, and of a tp group without a size."""
     from vllm.distributed import parallel_state
 
     dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Machines: jemalloc where each system has it, and locks of compiled extensions that nobody holds."""
+"""Test facts of machines: the path of jemalloc on each system, and stale locks of compiled extensions."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ sys.stdin.read()
 
 
 def test_a_lock_is_stale_when_its_process_was_killed_and_not_while_it_compiles(tmp_path):
-    """torch's own lock; the same without TORCH_EXTENSIONS_DIR, in the folder below it that has Python's version."""
+    """Use torch's own lock, with TORCH_EXTENSIONS_DIR and without it, in the folder that has Python's version."""
     folder = tmp_path / "cache" / "torch_extensions" / "py311_cpu" / "my op"
     folder.mkdir(parents=True)
     lock, given = folder / "lock", {"TORCH_EXTENSIONS_DIR": str(folder.parent)}

@@ -1,4 +1,4 @@
-"""The interface that a node's workers rendezvous over: found by the route, and never the loopback between nodes."""
+"""Test the interface of a node's rendezvous: it is found by the route, and never the loopback between nodes."""
 
 import os
 import shutil
@@ -81,7 +81,7 @@ FIND = (
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2")
 def test_two_nodes_name_their_interfaces_differently():
-    """Two network namespaces joined by one cable, whose ends have other names: each node finds its own."""
+    """Join two network namespaces by a cable whose ends have different names: each node finds its own."""
     head, other = (f"vp{os.getpid()}{end}" for end in "ab")
     ends = {head: ("up0", "10.77.0.1"), other: ("down9", "10.77.0.2")}
 

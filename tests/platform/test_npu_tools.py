@@ -1,4 +1,4 @@
-"""Parsers of npu-smi and hccn_tool on published outputs, and on text that is none."""
+"""Test the parsers of npu-smi and hccn_tool on published outputs, and on other text."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_other_text_is_not_understood(text):
 
 
 def test_a_field_is_the_text_behind_its_name():
-    """Those of the other commands are in test_node_checks.py."""
+    """Check fields here; test_node_checks.py has those of the other commands."""
     assert field(recorded.SUPER_POD, "Super Pod ID") == "3"
     assert field("| Super Pod ID     : 3     | Pod ID : 1   |", "Super Pod ID") == "3"
 

@@ -1,4 +1,4 @@
-"""Errors that the proof of a plan must find: the plan of a small model, spoilt in one place."""
+"""Test that the proof of a plan finds errors: the plan of a small model, spoilt in one place."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ EMBEDDING = "model.embed_tokens.weight"  # rank 1 holds its second half
 
 
 class Small:
-    """The plan, the plans of its ranks, and the first segment of several regions that rank 1 receives."""
+    """Hold the plan, the plans of its ranks, and the first segment of several regions that rank 1 receives."""
 
     def __init__(self):
         self.plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 17)

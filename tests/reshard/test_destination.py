@@ -1,4 +1,4 @@
-"""The destination map on a small model without vLLM; with vLLM itself: test_destination_vllm.py."""
+"""Test the destination map on a small model without vLLM; test_destination_vllm.py uses vLLM itself."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ INVENTORY = Inventory(None, tuple(PARAMETERS), (), ())
 
 
 class Toy(nn.Module):
-    """Loads as vLLM's layers do.
+    """Load weights as vLLM's layers do.
 
-    Rank 1 of TP2 and EP2 with one expert more: half of gate and up fused, columns of down, padded words, a buffer.
-    `loaders`: functions (model, name, weight) in place of its own, by name of the HF tensor, or "expert up", ...
+    The model is rank 1 of TP2 and EP2 with one expert more: half of gate and up fused, columns of down, padded
+    vocabulary, a buffer. `loaders` are functions (model, name, weight) in place of its own, by name of the HF tensor,
+    or "expert up", ...
     """
 
     def __init__(self, loaders=None) -> None:
@@ -46,7 +47,7 @@ class Toy(nn.Module):
         self.loaders = LOADERS | (loaders or {})
 
     def load_weights(self, weights) -> set[str]:
-        """As vLLM's: one pass, in the order given."""
+        """Load in one pass, in the given order, as vLLM."""
         loaded = set()
         for name, weight in weights:
             key = f"expert {name.split('.')[-1]}" if name.startswith("expert") else name
@@ -98,7 +99,7 @@ def differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
 
 
 def check_map(model: nn.Module):
-    """The learnt map, after a proof: learning changes nothing, and writes through the map equal load_weights."""
+    """Learn the map and prove it: learning changes nothing, and writes through the map equal load_weights."""
     before = values(model)
     learnt = learn(model)
     assert differing(model, before) == []
@@ -112,7 +113,7 @@ def check_map(model: nn.Module):
 
 
 def _deriving(model, name, weight):
-    """Copies a tensor onto itself, as post_load does where absorbed weights are views of kv_b_proj."""
+    """Copy a tensor onto itself, as post_load does where absorbed weights are views of kv_b_proj."""
     model.norm.data.copy_(weight)
     model.w2.data.transpose(0, 1).copy_(model.w2.data.transpose(0, 1))
 
@@ -213,7 +214,7 @@ def test_loaders_that_no_sync_can_follow_are_refused_and_undone(load_weights, me
 
 
 def test_private_formats_are_refused(monkeypatch):
-    """The decision alone: only an NPU has such formats."""
+    """Check the decision alone: only an NPU has such formats."""
     model = Toy()
     nz = model.w13.untyped_storage().data_ptr()
     monkeypatch.setattr(destination, "private_format", lambda t: 29 if t.untyped_storage().data_ptr() == nz else None)

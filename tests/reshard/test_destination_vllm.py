@@ -1,6 +1,6 @@
-"""The destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); of whole engines: tests/loop.
+"""Test the destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); tests/loop has whole engines.
 
-Loaders that no map can follow: test_destination.py.
+test_destination.py has loaders that no map can follow.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def test_another_plan_is_noticed(learnt):
 
 
 def test_counts_of_mapped_tensors(learnt):
-    """vLLM gives the last of three ranks what is left of 16 experts: one more in each of three layers."""
+    """Check the counts: vLLM gives the last of three ranks the rest of 16 experts, one more in each of three layers."""
     assert learnt["tp1"][0]["mapped"] == len(build_inventory(TINY).parameters)
     first, second, last = (row["mapped"] for row in learnt["ep3"])
     assert first == second == last - 3 * 3
 
 
 def test_padding_is_a_constant(learnt):
-    """400 words are padded to 448, 112 a rank: the last one has 64 and 48 rows of zeros, in embedding and head."""
+    """Check a vocabulary of 400, padded to 448, 112 a rank: the last has 64 and 48 zero rows in embedding and head."""
     rows = learnt["padded words tp4"]
     assert [row["constants"] for row in rows] == [[]] * 3 + [[[0, [48, TINY["hidden_size"]]]] * 2]
 

@@ -1,4 +1,4 @@
-"""The executor on gloo ranks: random pairs of layouts bit for bit, refusals on every rank, and its memory."""
+"""Test the executor on gloo ranks: random pairs of layouts bit for bit, refusals on every rank, and its memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The weight sync as verl's sharding manager calls it, on gloo ranks: memory that moves, and errors of one rank.
+"""Test the weight sync as verl's sharding manager calls it, on gloo ranks: memory that moves, errors of one rank.
 
-Syncs without either: tests/loop/test_reshard.py.
+tests/loop/test_reshard.py has syncs without either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4,
     ("poison", 2, "nothing was sent"),
 ])  # fmt: skip
 def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, step, number, todo):
-    """At the second sync memory has moved: what was compiled for the first would write into the old one."""
+    """Move memory before the second sync: the executor of the first would write into the old one."""
     results = ranks4.run(in_loop_job.syncs, PLAIN, "every", "all", step, number)
     (message,) = {syncs[number - 1].message for syncs in results}
     assert f"reshard: {todo}" in message and f"rank 1: OSError: broken {step}" in message
@@ -46,7 +46,7 @@ def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4,
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_an_engine_that_stays_awake_is_synced_and_put_to_sleep_once(scheduled, monkeypatch):
-    """Three calls of generate_sequences as of recipe.keep_groups; in verl's own memory order each syncs and sleeps."""
+    """Call generate_sequences three times as recipe.keep_groups; in verl's own memory order each syncs and sleeps."""
     from verl_patches.patching.row import subclass_of
     from verl_patches.worker import sharding
 

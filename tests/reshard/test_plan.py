@@ -1,4 +1,4 @@
-"""Plans are proven from the layouts, for the recipe's 256 and 384 dies and for random pairs of layouts of a tiny model.
+"""Test plans by proof from the layouts, for the recipe's 256 and 384 dies and for random layouts of a tiny model.
 
 Golden numbers, for the layouts of configs/deepseekv3_256die_*.yaml (counted by hand from the HF config): at EP256
 a die needs 25.81 GB, of which it holds 1.90 GB in training already, where its rollout rank lies best, on average over
@@ -51,7 +51,7 @@ def big(request):
 
 
 def test_the_plan_of_671b_moves_only_what_must_move(big):
-    """Received is the lower bound itself; senders of a stage share its work; at most 150 collectives."""
+    """Check that received bytes are the lower bound, a stage's senders share its work, in at most 150 collectives."""
     assert max(got / must for got, must in zip(big.received_bytes, big.lower_bound_bytes, strict=True)) < 1.0001
     for stage in range(8):
         sent = [n for n, at in zip(big.sent_bytes, big.stages, strict=True) if at == stage]
@@ -67,7 +67,7 @@ def test_the_plan_of_671b_is_proven(big):
 
 
 def test_every_bucket_of_671b_mixes_all_stages():
-    """Else the ranks of one stage would send alone while 224 others wait. The last buckets are the busiest stage's."""
+    """Check that not one stage's ranks send alone while 224 others wait; the last buckets are the busiest stage's."""
     plan = big_plan("EP256")
     stages = [set() for _ in range(plan.bucket_count)]
     for piece in plan.pieces:
@@ -79,7 +79,7 @@ def test_every_bucket_of_671b_mixes_all_stages():
     ("pair", "needs", "holds_best", "must_arrive"), [("EP256", 25.81, 1.90, 24.95), ("2 x EP128", 30.92, 2.54, 30.04)]
 )
 def test_published_bytes_of_a_die(pair, needs, holds_best, must_arrive):
-    """25.81 - 1.90 = 23.91 GB at EP256, and 28.38 GB at 2 x EP128, where every die lies best."""
+    """Check 25.81 - 1.90 = 23.91 GB at EP256, and 28.38 GB at 2 x EP128, where every die lies best."""
     plan = big_plan(pair)
     total = {local + must for local, must in zip(plan.local_bytes, plan.lower_bound_bytes, strict=True)}
     assert {round(n / GB, 2) for n in total} == {needs}
@@ -95,7 +95,7 @@ def test_published_bytes_of_a_die(pair, needs, holds_best, must_arrive):
 
 
 def _held_and_needed(plan, rank, experts=True):
-    """Bytes that `rank` both holds and needs, from its shards and nothing of the plan."""
+    """Return the bytes that `rank` both holds and needs, from its shards without the plan."""
     held = local_parameters(plan.inventory, plan.train, rank, plan.train_library).shards
     needed = local_parameters(plan.inventory, plan.rollout, rank, plan.rollout_library).shards
     size = 0
@@ -142,7 +142,7 @@ def test_any_pair_of_layouts_is_proven_and_minimal(case, dies):
 
 
 def test_pieces_are_few():
-    """What fits is not cut: as many pieces as routes, as long as one bucket holds them all. The digest covers each."""
+    """Check that there are as many pieces as routes if one bucket holds them all; the digest covers each piece."""
     plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 30)
     check_plan(plan)
     assert replace(plan, pieces=plan.pieces[:-1]).digest() != plan.digest()
@@ -151,12 +151,12 @@ def test_pieces_are_few():
 
 
 def _near_share(plan, dies_per_node):
-    """The share of pieces that stay inside a node."""
+    """Return the share of pieces that stay inside a node."""
     return sum(p.sender // dies_per_node == p.receiver // dies_per_node for p in plan.pieces) / len(plan.pieces)
 
 
 def test_nearer_ranks_send_first():
-    """Every node of 4 holds everything: little crosses nodes, unless the topology has no near ranks."""
+    """Let every node of 4 hold everything: little crosses nodes, unless the topology has no near ranks."""
     train, rollout = "tp4 ep1 etp4 @16", rollout_layout(8, 1, 2)
     assert _near_share(plan_of(train, rollout, topology=Topology(2, 4)), 4) > 0.95
     assert _near_share(plan_of(train, rollout, topology=Topology(1, 1)), 4) < 0.5
@@ -164,7 +164,7 @@ def test_nearer_ranks_send_first():
 
 
 def _block(rows, holders=(0,), receivers=(1,)):
-    """Rows of 16 bytes."""
+    """Return a block of rows of 16 bytes."""
     return Block((Region("w", 0, 0, rows),), (16,), holders, receivers)
 
 
@@ -175,7 +175,7 @@ def _block(rows, holders=(0,), receivers=(1,)):
     ([(1, (0, 2), (1,))] * 10, 2, [5, 0, 5, 0]),  # a near sender above the mean is passed over
 ])  # fmt: skip
 def test_holders_send_equally_much(blocks, dies, sent):
-    """Four ranks of one stage, `dies` on a card and node; blocks of (rows, holders, receivers)."""
+    """Use four ranks of one stage, `dies` on a card and node, and blocks of (rows, holders, receivers)."""
     blocks = [_block(*arguments) for arguments in blocks]
     routes = route(blocks, [0] * 4, Topology(dies, dies))
     assert [sum(blocks[i].wire_bytes for numbers in to.values() for i in numbers) // 16 for to in routes] == sent
@@ -185,7 +185,7 @@ def test_holders_send_equally_much(blocks, dies, sent):
     ("rows", "pieces"), [(95, [(0, 0, 0, 95), (1, 1, 0, 95)]), (90, [(0, 0, 0, 90), (0, 1, 0, 10), (1, 1, 10, 90)])]
 )
 def test_room_of_less_than_a_sixteenth_is_left_empty(rows, pieces):
-    """Two blocks in buckets of 100 rows: 5 rows of room stay empty, 10 are filled."""
+    """Put two blocks into buckets of 100 rows: 5 rows of room stay empty, 10 are filled."""
     scheduled = schedule([_block(rows)] * 2, [{1: [0, 1]}, {}], 1600)
     assert [(piece.bucket, piece.block, piece.start, piece.stop) for piece in scheduled] == pieces
 

@@ -1,4 +1,4 @@
-"""What regions share and cover, along either axis."""
+"""Test overlap and cover of regions, along either axis."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Views of training parameters, which are packed here by hand as each library packs them; no Megatron is built."""
+"""Test views of training parameters, which are packed by hand as each library does; no Megatron is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    """HF name -> whole tensor."""
+    """Return {HF name: whole tensor}."""
     generator = torch.Generator().manual_seed(0)
     return {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters}
 
@@ -40,7 +40,7 @@ def views(weights, text, rank, storage, **how):
 
 
 def wrong(found, weights) -> list[str]:
-    """HF names whose view is not that slice of the whole tensor."""
+    """Return HF names whose view is not the expected slice of the whole tensor."""
     return [name for name, t in found.items() if not torch.equal(t.tensor, part(weights[name], t.region))]
 
 
@@ -113,7 +113,7 @@ def test_parts_of_a_view(weights):
 
 
 def test_views_outlive_offload_by_resize_but_not_other_memory(weights):
-    """As verl offloads DDP: parameters are views of a buffer whose storage is freed and filled again."""
+    """Offload as verl does DDP: parameters are views of a buffer whose storage is freed and filled again."""
     native = pack(weights, INVENTORY, parse_layout("@1"), 0, "mindspeed")
     buffer = torch.cat([t.flatten() for t in native[0].values()])
     start = 0

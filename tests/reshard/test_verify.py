@@ -1,4 +1,4 @@
-"""The checksum of a region; the verification of syncs: test_execute.py."""
+"""Test the checksum of a region; test_execute.py tests the verification of syncs."""
 
 from __future__ import annotations
 

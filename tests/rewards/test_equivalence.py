@@ -1,4 +1,4 @@
-"""Which answers are equal: the pairs of equal_pairs.txt, hostile answers, and random values in many spellings."""
+"""Test which answers are equal: the pairs of equal_pairs.txt, hostile answers, and random values in many spellings."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -60,7 +60,7 @@ NUMBERS = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=997)
 
 
 def spellings(value: Fraction) -> list[tuple[str, Fraction]]:
-    """(text, value) of a fraction in TeX."""
+    """Draw (text, value) of a fraction in TeX."""
     top, bottom = value.numerator, value.denominator
     sign, size = ("-" if top < 0 else ""), abs(top)
     found = [rf"\frac{{{top}}}{{{bottom}}}", f"{top}/{bottom}", rf"{sign}\dfrac{{{3 * size}}}{{{3 * bottom}}}"]

@@ -1,4 +1,4 @@
-"""The helper process: its start, its limits, its end, and what happens when it is lost or cannot start."""
+"""Test the helper process: its start, its limits, its end, its loss, and a failed start."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_one_process_makes_all_calls_and_hands_errors_on(helper):
 
 @pytest.mark.parametrize("call", ["10**10**10", "__import__('time').sleep(10**6)"])
 def test_a_function_that_never_returns_is_ended_at_its_limit(helper, call):
-    """Without the limit of CPU time the first one never ends, without that of wall-clock time the second."""
+    """Run one function that needs the limit of CPU time to end, and one that needs the limit of wall-clock time."""
     first = pid(helper)
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)  # the limits do not depend on the caller's signals
     try:

@@ -1,4 +1,4 @@
-"""The task for tiny random models: a constant answer earns at most a third, one of the right kind earns one."""
+"""Test the task for tiny random models: a constant answer earns at most a third, one of the right kind earns one."""
 
 import json
 from random import Random
@@ -17,7 +17,7 @@ ROWS = make_rows(300, seed=0)
 
 
 def mean_reward(answer_to, rows=ROWS):
-    """Mean over the task's prompts of the reward for answer_to(prompt)."""
+    """Return the mean over the task's prompts of the reward for answer_to(prompt)."""
     pairs = [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in rows]
     scores = [compute_score(DATA_SOURCE, answer_to(prompt), kind) for prompt, kind in pairs]
     assert all(0 <= score <= 1 for score in scores)

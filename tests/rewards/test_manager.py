@@ -1,4 +1,4 @@
-"""The reward manager: how parts add up, and that an error in one ends the run with its name."""
+"""Test the reward manager: how parts add up, and that an error in one ends the run with its name."""
 
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -21,13 +21,13 @@ NOTHING = object()
 
 @pytest.fixture(autouse=True)
 def without_verls_module():
-    """verl's loader leaves a user's file in sys.modules."""
+    """Remove the user's file that verl's loader leaves in sys.modules."""
     yield
     sys.modules.pop("custom_module", None)
 
 
 class Tokenizer:
-    """A token is a character; those from 128 on are special."""
+    """Tokenize each character to a token; those from 128 on are special."""
 
     def decode(self, ids, skip_special_tokens=False):
         return "".join(chr(number) for number in ids.tolist() if number < 128 or not skip_special_tokens)
@@ -44,7 +44,7 @@ def manager_of(*entries, validates=0, **more):
 
 
 def batch(golds=("1", "1", "1"), texts=("\\boxed{1}", "\\boxed{2}", "1"), rm_scores=None, width=16, **columns):
-    """Three responses `texts`, behind prompts of 2 tokens."""
+    """Return a batch of three responses `texts`, behind prompts of 2 tokens."""
     responses, mask = torch.full((len(texts), width), 200), torch.zeros(len(texts), width + 2, dtype=torch.long)
     mask[:, :2] = 1
     for row, text in enumerate(texts):
@@ -67,7 +67,7 @@ def python(tmp_path, code, **keys):
 
 
 def test_one_part_gives_what_verls_manager_gives(tmp_path):
-    """On the last token, with the columns that the function returns; the short form is the entry of name python."""
+    """Compare the last token's reward and the function's columns; the short form is the entry of name python."""
     code = "def compute_score(data_source, solution_str, ground_truth, extra_info, by=1):\n"
     code += "    return {'score': by * len(solution_str), 'acc': float(solution_str == ground_truth)}\n"
     entry = python(tmp_path, code, kwargs={"by": 0.3})
@@ -148,7 +148,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_an_error_names_part_sample_and_line_and_verl_does_not_swallow_it(tmp_path):
-    """It fails once, for the second sample; verl's compute_reward prints that and calls again, which succeeds."""
+    """Fail once, for the second sample; verl's compute_reward prints that and calls again, which would succeed."""
     made = manager_of({"name": "format"}, python(tmp_path, FLAKY))
     with pytest.raises(RewardError) as raised:
         verls.compute_reward(batch(uid=["u0", "u1", "u2"]), made)

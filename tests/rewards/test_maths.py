@@ -1,4 +1,4 @@
-"""The maths reward: which responses it pays, and which it must not pay."""
+"""Test the maths reward: which responses it rewards, and which it must not."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ RIGHT, WRONG, UNFORMED = (
 
 
 def score(text, gold="42", **options):
-    """The reward, with a time limit that no comparison reaches on a busy machine, unless `options` has another."""
+    """Return the reward; unless `options` has another, the time limit is one that no busy machine reaches."""
     return compute_score("test", text, gold, **{"cpu_limit_s": 60.0, **options})
 
 
@@ -53,7 +53,7 @@ def test_a_wrong_answer_in_a_box_earns_only_its_form(text):
 
 @pytest.mark.parametrize(("gold", "answer"), [("1/2", "0.5"), (r"\boxed{7}", "7"), (7, "7.0")])
 def test_a_gold_answer_may_be_in_a_box_or_a_number(gold, answer):
-    """More pairs: test_equivalence.py."""
+    """Check a box and a number; test_equivalence.py has more pairs."""
     assert score(rf"\boxed{{{answer}}}", gold) == RIGHT
 
 
@@ -69,7 +69,7 @@ def test_a_bad_gold_answer_is_an_error_and_not_a_zero(gold):
 
 
 def test_ten_million_characters_take_time_in_proportion():
-    """In 0.1 s each; in days, where time grows with the square of the length."""
+    """Score each text in 0.1 s, which would take days if time grew with the square of the length."""
     assert score("42 " * 3_333_333 + r"\boxed{21+21}") == score("{" * 10_000_000 + r"\boxed{42}") == RIGHT
     for text in (
         r"\boxed{" * 1_500_000 + "42" + "}" * 1_500_000,

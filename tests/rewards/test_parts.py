@@ -1,4 +1,4 @@
-"""The entries of recipe.rewards: what is refused, what a configuration has; the closed form of the length penalty."""
+"""Test the entries of recipe.rewards: refusals, a configuration's parts, the closed form of the length penalty."""
 
 import re
 
@@ -29,7 +29,7 @@ def faults(run):
 
 @given(st.integers(1, 4096), st.data())
 def test_the_penalty_is_zero_up_to_the_buffer_then_linear_and_minus_one_at_full_length(longest, data):
-    """arXiv:2503.14476, eq. 13."""
+    """Check arXiv:2503.14476, eq. 13."""
     buffer = data.draw(st.integers(1, longest))
     assert length_penalty(longest, longest, buffer) == -1.0 and length_penalty(longest + 1, longest, buffer) == -1.0
     assert length_penalty(longest - buffer, longest, buffer) == length_penalty(0, longest, buffer) == 0.0

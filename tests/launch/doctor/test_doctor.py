@@ -1,4 +1,4 @@
-"""`doctor` on this machine, across nodes with one thing changed, and over a real Ray and one that has gone."""
+"""Test `doctor` on this machine, across nodes with one difference, and over a real Ray and one that has gone."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def production():
 
 
 def answer_of(probes=PROBED, found="fine there", **changes):
-    """What ray_nodes.py answers of three nodes; `changes` are of the second one, `found` is what its disk row says."""
+    """Return ray_nodes.py's answer of three nodes; `changes` are the second one's, `found` is its disk finding."""
     nodes = []
     for number in range(3):
         rows = [Finding("disk", "fine", found=found if number == 1 else "fine there"), Finding("gloo", "fine")]
@@ -54,7 +54,7 @@ def answer_of(probes=PROBED, found="fine there", **changes):
 
 
 def compared(node, answer):
-    """({name: finding} of the rows of all nodes, the findings of the nodes themselves)."""
+    """Return {name: finding} of the rows about all nodes, and the findings of each node."""
     report, _ = doctor.compared(node, answer)
     own = {row.name for row in doctor.NODE_ROWS}
     across = {one.name: one for one in report.findings if one.name not in own}
@@ -143,7 +143,7 @@ def test_without_a_config_the_platform_decides(monkeypatch):
 
 @pytest.mark.slow
 def test_two_nodes_of_a_real_ray_report_and_sum(smoke):
-    """Two raylets of this machine; in place of `doctor` each node runs a program that prints a report."""
+    """Use two raylets of this machine; in place of `doctor` each node runs a program that prints a report."""
     from ray.cluster_utils import Cluster
 
     code = (

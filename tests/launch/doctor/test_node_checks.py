@@ -1,4 +1,4 @@
-"""The checks of one node: an Atlas A3 node made of published outputs with faults, and this machine."""
+"""Test the checks of one node: an Atlas A3 node made of published outputs with faults, and this machine."""
 
 import os
 import resource
@@ -28,7 +28,7 @@ OF_A3 = {name: version.replace("*", "9") for name, version in load_pins().line("
 
 
 def tool(changes=()):
-    """A Machine.run of a healthy A3 node; `changes`: {a command: its output}, {a missing tool: None}."""
+    """Return the Machine.run of a healthy A3 node; `changes`: {a command: its output}, {a missing tool: None}."""
     changes = dict(changes)
 
     def run(command):
@@ -55,7 +55,7 @@ def production():
 
 @pytest.fixture
 def make_node(production, tmp_path, monkeypatch):
-    """A node of production's config; arguments are changes of its tools' outputs and of its Machine."""
+    """Make a node of production's config; arguments are changes of its tools' outputs and of its Machine."""
     measured = {"seconds": 0.001, "bus_bytes_per_s": 1e9}
     monkeypatch.setattr(all_reduce_probe, "measure_alone", lambda *arguments: measured)
     monkeypatch.setattr(npu_checks, "followed_peaks", lambda run: {"peak_bytes": 50 * 10**9})
@@ -68,7 +68,7 @@ def make_node(production, tmp_path, monkeypatch):
 
 
 def findings(node, *names):
-    """{name: finding} of some rows."""
+    """Return {name: finding} of some rows."""
     rows = [row for row in NODE_ROWS if row.name in names]
     assert len(rows) == len(names)
     return {found.name: found for row in rows for found in row.findings(node, npu=node.npu)}
@@ -139,7 +139,7 @@ def test_a_tool_of_the_driver_is_found_where_it_is_not_on_path(make_node, tmp_pa
 
 
 def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
-    """Within one SuperPoD dies exchange over HCCS; the note names it, so that a node of another one stands alone."""
+    """Check the note, which names the SuperPoD, within which dies exchange over HCCS, so that an odd node shows."""
     nothing = {f"hccn_tool -i {n} -ip -g": recorded.NO_IP for n in range(16)}
     found = findings(make_node(nothing), "npu links")
     assert {one.state for one in found.values()} == {"note"}
@@ -150,7 +150,7 @@ def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
 
 
 def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(make_node, tmp_path):
-    """Here line pypi is; the control: a machine with one package of each line unlike gets the whole list."""
+    """Check this machine, which has line pypi; the control, one wrong package of each line, gets the whole list."""
     (tmp_path / "driver").mkdir()
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
     (found,) = findings(make_node(), "versions").values()
@@ -240,7 +240,7 @@ def test_a_taken_port_is_named(make_node, production):
 
 
 def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(make_node, production):
-    """HCCL's variable may be a prefix or name what is not taken; the loopback is refused there too."""
+    """Check HCCL's variable, which may be a prefix or name what to exclude; the loopback is refused there too."""
 
     def found(interface=None, nodes=1, **variables):
         node = make_node(environ={"HCCL_SOCKET_IFNAME": "^docker0", **variables})
@@ -283,6 +283,6 @@ def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
 
 
 def test_a_probe_over_an_interface_that_is_not_there_says_so():
-    """That the probe sums is in test_doctor.py."""
+    """Check the refusal; test_doctor.py checks that the probe sums."""
     with pytest.raises(RecipeError, match="eth99"):
         all_reduce_probe.measure_alone("gloo", 1, "eth99", os.environ, mib=1)

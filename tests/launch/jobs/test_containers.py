@@ -1,4 +1,4 @@
-"""Containers of a job, and connections that are lost: the scripts with ssh and docker as programs of the test."""
+"""Test containers of a job and lost connections, with test programs in place of ssh and docker."""
 
 import io
 import os
@@ -19,7 +19,7 @@ case "$*" in *" logs "*) cat "$IN/archive";; *" check "*) echo free 10.0.0.1;; e
 
 @pytest.fixture
 def docker(program, tmp_path, monkeypatch):
-    """docker(text): its answers, before those of a daemon that has the job's container on a host."""
+    """Return docker(text), which sets docker's answers before those of a daemon with the job's container on a host."""
     monkeypatch.setenv("IN", str(tmp_path))
     monkeypatch.setenv("CHECK", "0")
     with tarfile.open(tmp_path / "archive", "w:gz") as made:
@@ -43,7 +43,7 @@ def job(tmp_path, docker):
 
 @pytest.fixture
 def digest(scripts):
-    """digest(job): of the container's label."""
+    """Return digest(job), the digest in the container's label."""
     return lambda job: (scripts(job) / "job.sh").read_text().partition("digest=")[2].split()[0]
 
 
@@ -110,7 +110,7 @@ def test_new_containers_are_removed_where_nothing_was_started_and_old_ones_are_n
 
 
 def test_a_folder_that_a_host_lacks_is_named(job, scripts, call, program, tmp_path):
-    """Docker would make it as root. The other tests have the folder."""
+    """Check this because docker would make the folder as root; the other tests have the folder."""
     code, _, err = ended(call(scripts({**job, "volumes": {f"{tmp_path}/no": "/c/outputs"}}) / "up.sh"))
     assert code == 2 and f"this host has no folder {tmp_path}/no" in err and "docker run" not in program.calls()
 
@@ -124,7 +124,7 @@ def test_down_does_not_delete_a_container_that_holds_files_of_a_run(job, scripts
 
 
 def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(job, scripts, call, program, docker, tmp_path):
-    """Three hosts: one with logs, one whose archive is cut, one without a container; then no daemon answers."""
+    """Use three hosts: one with logs, one with a cut archive, one without a container; then no daemon answers."""
     cut = io.BytesIO((tmp_path / "archive").read_bytes()[:40]).getvalue()
     (tmp_path / "cut").write_bytes(cut)
     docker(
@@ -141,7 +141,7 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(job, scripts, c
 
 
 def test_the_command_is_started_once_where_connections_are_lost(job, scripts, call, program, tmp_path):
-    """The first connection fails, the second is lost after the start; then the head is not reached at all."""
+    """Let the first connection fail, the second break after the start; then the head is not reached at all."""
     job = {key: value for key, value in job.items() if key not in ("image", "volumes")}
     ssh = f"""n=$(cat {tmp_path}/n 2> /dev/null || echo 0); echo $((n + 1)) > {tmp_path}/n; [ $n != 0 ] || exit 255
     cat > /dev/null; echo "Welcome"; echo "{BEGINS}"

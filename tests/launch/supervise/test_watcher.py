@@ -1,4 +1,4 @@
-"""The watch on several nodes: raylets of this machine, of which one is killed."""
+"""Test the watch on several nodes: raylets of this machine, of which one is killed."""
 
 import json
 import re
@@ -19,7 +19,7 @@ DRILLS = "from tests.launch.supervise.ray_job import main; main()"
 
 @pytest.mark.nightly
 def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_left(tmp_path, run_python, ray_folder):
-    """Rank 1 runs on the third node, where an agent sees it; a second one is left out by its address."""
+    """Run rank 1 on the third node, where an agent sees it; a second node is left out by its address."""
     env = {"RAY_TMPDIR": ray_folder}
     done = run_python(DRILLS, str(tmp_path), patches="line=pypi,platform=cpu", env=env).check()
     found = json.loads(done.out[done.out.index("FOUND") + len("FOUND") :].splitlines()[0])
@@ -40,7 +40,7 @@ def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_l
 
 
 def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
-    """One that this process has started, by its exit; one of a Ray that it joined, by its socket."""
+    """Detect a raylet that this process started by its exit, and one of a joined Ray by its socket."""
     import ray
 
     dead, path = [], "raylet"  # a socket's path may have 107 bytes
@@ -62,7 +62,7 @@ def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("stops", "asked"), [(True, ["stopped", "waits"]), (False, ["waits"])])
 def test_a_stopped_process_of_a_run_that_goes_on_is_not_asked_for_stacks(stops, asked):
-    """It would be continued (node.stacks)."""
+    """Check this because asking would continue it (node.stacks)."""
     watcher, found = object.__new__(Watcher), []
     watcher._stops, watcher._record = stops, lambda *of: None
     watcher._write_stacks = lambda seen: found.extend(seen) or []

@@ -1,4 +1,4 @@
-"""install-prelude: the line in verl's worker module and the `.pth` file are written, refused, removed, and work.
+"""Test install-prelude: the line in verl's worker module and the `.pth` file are written, refused, removed, and work.
 
 The `.pth` tests run a Python with its own site-packages; its upstream is a few files that print whether the prelude ran
 first. The last test inserts the line alone into a copy of the installed verl.
@@ -26,7 +26,7 @@ WORKER = (
 
 
 def make_tree(root: Path, text: str = WORKER) -> Path:
-    """A checkout with a verl package in it; returns its worker file."""
+    """Make a checkout with a verl package and return its worker file."""
     file = root / "verl" / INSIDE
     file.parent.mkdir(parents=True)
     (root / "verl" / "__init__.py").write_text("raise RuntimeError('install-prelude must not import verl')\n")
@@ -84,7 +84,7 @@ CPU = "line=pypi,platform=cpu"
 
 
 class Python:
-    """A Python with the packages of this one, a site-packages of its own, and a little upstream before all others."""
+    """Make a Python with this one's packages, a site-packages of its own, and a small upstream before all others."""
 
     def __init__(self, folder):
         self.upstream = folder / "upstream"
@@ -99,14 +99,14 @@ class Python:
         (self.pth,) = folder.rglob(install_prelude.NAME)
 
     def run(self, *code, patches=None, before=""):
-        """The finished process of `-c code`, or of `code` as arguments; `before`: a folder that goes first."""
+        """Run `-c code`, or `code` as arguments, and return the finished process; `before`: a folder to put first."""
         path = os.pathsep.join(filter(None, [str(before), str(self.upstream)]))
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **({"VERL_PATCHES": patches} if patches else {})}
         arguments = code if len(code) > 1 else ("-c", *code)
         return subprocess.run([self.executable, *arguments], env=env, capture_output=True, text=True)
 
     def prelude(self, *options):
-        """The results of `install-prelude --json`."""
+        """Return the results of `install-prelude --json`."""
         done = self.run("-m", "verl_patches", "install-prelude", "--verl-path", str(self.upstream), "--json", *options)
         assert done.returncode == 0, done.stderr
         return {name: (Path(result["file"]), result["state"]) for name, result in json.loads(done.stdout).items()}
@@ -140,7 +140,7 @@ def test_both_go_in_and_come_out_again(bare):
 
 @pytest.mark.slow
 def test_other_processes_import_nothing_of_ours(python):
-    """The cost of the file: one line of Python at each start, and a look at each imported name."""
+    """Check the cost of the file: one line of Python at each start, and a look at each imported name."""
     code = "import sys, importlib.util, json; {}; print(*(m for m in sys.modules if m.startswith('verl_patches')))"
     assert python.run(code.format("pass")).stdout.split() == []
     found = python.run(code.format("assert importlib.util.find_spec('verl').origin"), patches=CPU).stdout.split()

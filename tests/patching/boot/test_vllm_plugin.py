@@ -1,4 +1,4 @@
-"""vLLM's general-plugin entry starts the prelude, once, and only if VERL_PATCHES is set."""
+"""Test that vLLM's general-plugin entry starts the prelude once, and only if VERL_PATCHES is set."""
 
 import pytest
 
