@@ -1,4 +1,4 @@
-"""Benchmarks that docs quote start and report in their smallest form; their bounds are read by hand."""
+"""Test that benchmarks quoted by docs start and report in their smallest form; their bounds are read by hand."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The table itself: valid, provable, and honest about platforms."""
+"""Test the patch table itself: valid, provable, and right about platforms."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ PRELUDE = "import verl_patches.prelude_patch"
 
 @pytest.fixture
 def prelude(run_python):
-    """prelude(platform, code, **env): the code's process; without a platform VERL_PATCHES is not set."""
+    """Return prelude(platform, code, **env), which runs code; without a platform VERL_PATCHES is not set."""
     return lambda platform, code=PRELUDE, **env: run_python(
         code, patches=platform and f"line=pypi,platform={platform}", env=env
     )
@@ -72,7 +72,7 @@ def test_an_unknown_row_in_the_switch_is_refused(prelude):
     ],
 )  # fmt: skip
 def test_a_row_without_the_rows_that_make_it_right_is_refused_and_can_be_off(switches, error, row, instead):
-    """verl's own path would be taken without a word; the ledger would expect memory where verl's workers leave none."""
+    """Check this because verl's own path would run unnoticed, or the ledger would expect memory that is not there."""
     with pytest.raises(ConfigError, match=error):
         Engine(ROWS, switches)
     assert row not in Engine(ROWS, replace(switches, patterns=(instead,))).wanted
@@ -80,7 +80,7 @@ def test_a_row_without_the_rows_that_make_it_right_is_refused_and_can_be_off(swi
 
 @pytest.mark.slow
 def test_every_provider_is_there_and_every_target_is_active(prelude):
-    """Import everything that rows wait for in one fresh process; all rows must say active."""
+    """Import everything that rows wait for in one fresh process; all rows must be active."""
     modules = {row.target_module for row in all_rows() if "pypi" in row.lines}
     modules = sorted(modules - {"verl.trainer.ppo.ray_trainer"})
     code = f"""
@@ -97,12 +97,12 @@ current().verify("worker"); current().verify("controller")
 
 
 def test_functional_rows_reach_npus():
-    """One does not: vllm-ascend's own MoE class takes the place of the class that rollout.fp32_router wraps."""
+    """Check all but one: vllm-ascend's own MoE class replaces the class that rollout.fp32_router wraps."""
     assert [row.id for row in FUNCTIONAL if "npu" not in row.platforms] == ["rollout.fp32_router"]
 
 
 def headings(text):
-    """Levels of a page's headings, in order; lines inside code blocks are none."""
+    """Return the levels of a page's headings in order, without lines in code blocks."""
     return re.findall(r"^(#+) ", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
 
 

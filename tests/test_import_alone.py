@@ -1,4 +1,4 @@
-"""A configuration of verl alone gets a recipe from the schema, the switches and the user's own keys."""
+"""Test that a configuration of verl alone gets a recipe from the schema, the switches and the user's own keys."""
 
 import contextlib
 from pathlib import Path
@@ -32,7 +32,7 @@ CPU = engine_of("line=pypi,platform=cpu,drift=warn,-memory.ledger")
 
 
 def config(of_rollout="bfloat16", **recipe):
-    """verl's own configuration as its main has it: closed to new keys, resolved."""
+    """Return verl's own configuration as its main has it: closed to new keys, resolved."""
     found = OmegaConf.load(verl_config_dir() / f"{VERL_CONFIG}.yaml")
     found.actor_rollout_ref.rollout.dtype = of_rollout
     found.actor_rollout_ref.model.path = str(MODEL)
@@ -95,7 +95,7 @@ def test_contradictions_and_unknown_keys_are_refused_by_name(recipe, words):
 
 
 def test_faults_of_layout_and_model_are_refused_as_by_the_launcher():
-    """tp 2 with whole experts on both ranks; the other entries of the model's config.json are read for on_policy."""
+    """Refuse tp 2 with whole experts on both ranks; on_policy reads other entries of the model's config.json."""
     split = config()
     split.actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 2
     split.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size = 1
@@ -148,7 +148,7 @@ def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, rows
 
 @pytest.mark.parametrize("drift", ["warn", "strict"])
 def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
-    """The trainer keeps what differs for the summary (trainer/run.py); upstream/test_modified.py finds it."""
+    """Check that the trainer keeps them for the summary (trainer/run.py); upstream/test_modified.py finds them."""
 
     def modified(run):
         if run.recipe.drift == "strict":

@@ -1,4 +1,4 @@
-"""docs/writing-patches.md, carried out as it stands in a copy of the repository."""
+"""Test docs/writing-patches.md by carrying it out as written in a copy of the repository."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROW_ABOVE = "UPDATE: tuple[PatchSpec, ...] = (\n"
 
 
 def examples():
-    """{name: text} of provider, row, test and commands."""
+    """Return {name: text} of provider, row, test and commands."""
     parts = dict(EXAMPLE.findall((ROOT / PAGE).read_text()))
     assert len(parts) == 4 and {"row", "commands"} < parts.keys()
     return parts
@@ -39,7 +39,7 @@ def add(folder, parts):
 
 @pytest.mark.slow
 def test_the_example_works_as_written(repository_copy):
-    """Its test is called here, with a `run_python` for the copy, and fails with a provider that does nothing."""
+    """Call its test with a `run_python` for the copy; it must fail with a provider that does nothing."""
     parts, module = examples(), {}
     add(repository_copy, parts)
     *commands, tests = parts["commands"].strip().splitlines()

@@ -1,4 +1,4 @@
-"""Rooms (packages of verl_patches) are small and import only lower ones, never in a cycle; some import no torch."""
+"""Test that packages of verl_patches (rooms) are small and import only lower ones, without a cycle, some no torch."""
 
 import ast
 import re
@@ -39,7 +39,7 @@ def module_of(path):
 
 
 def imported(tree):
-    """(name, line) of every import, also inside functions and of types alone (`if TYPE_CHECKING:`)."""
+    """Return (name, line) of every import, also inside functions and of types alone (`if TYPE_CHECKING:`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -56,7 +56,7 @@ def imported_rooms(tree):
 
 
 def imported_modules(file, tree, modules):
-    """The files among `modules` that one imports; of `from package import module` the module alone."""
+    """Return the files among `modules` that one imports; for `from package import module` the module alone."""
     named = {name for name, _ in imported(tree)} & modules.keys()
     return {name for name in named if not any(other.startswith(f"{name}.") for other in named)} - {module_of(file)}
 
@@ -68,7 +68,7 @@ def wrong_imports(path, tree):
 
 
 def cycles(imports):
-    """Sorted tuples of rooms that reach each other; `imports`: {room: rooms that it imports}."""
+    """Return sorted tuples of rooms that reach each other; `imports`: {room: rooms that it imports}."""
     graph = networkx.DiGraph(imports)
     return {tuple(sorted(group)) for group in networkx.strongly_connected_components(graph) if len(group) > 1}
 
@@ -87,7 +87,7 @@ def test_upper_floors_import_only_lower_ones(trees):
 
 
 def test_one_line_loads_the_emulation():
-    """Outside of it no file names the package but platform/__init__.py, once; so no run on a device imports it."""
+    """Check that outside of it only platform/__init__.py names the package, once; so no run on a device imports it."""
     named = re.compile(r"verl_patches[./]emulation")
     texts = {file: file.read_text() for file in PACKAGE.rglob("*.py") if room_of(file) != APART}
     found = {file: len(named.findall(text)) for file, text in texts.items() if named.search(text)}
@@ -101,7 +101,7 @@ def test_no_run_on_a_device_imports_the_emulation(run_python):
 
 
 def test_no_rooms_and_no_files_import_each_other(trees):
-    """Not for a type alone either: what needs the other's type is in the wrong room."""
+    """Check imports of types too: code that needs the other's type is in the wrong room."""
     rooms, modules = {}, {module_of(file): file for file in trees}
     for file, tree in trees.items():
         others = {room for room, _ in imported_rooms(tree)} - {room_of(file)}
@@ -117,7 +117,7 @@ def test_no_rooms_and_no_files_import_each_other(trees):
 
 
 def floors_text(packages):
-    """The packages of each floor as a reader of README sees them."""
+    """Return the packages of each floor as README lists them."""
     floors = ([room for room in floor if room in packages] for floor in FLOORS)
     return " | ".join(f"`{' '.join(floor)}`" for floor in floors if floor)
 
@@ -147,7 +147,7 @@ def crowded(sizes):
 
 
 def test_no_room_has_more_files_than_a_reader_can_name():
-    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers.
+    """Count by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers.
 
     A file beside the folders is a room of its own.
     """

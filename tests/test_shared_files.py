@@ -1,4 +1,4 @@
-"""Files that several processes use: replaced whole or not at all, one holder of a folder, and what was appended."""
+"""Test files that several processes use: replaced whole or not at all, one holder of a folder, complete appends."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""RunSpec: workers read back what the controller resolved, nothing changes it, and other values are as if composed."""
+"""Test RunSpec: workers read back the controller's facts, nothing changes them, other values are as if composed."""
 
 import ast
 from dataclasses import FrozenInstanceError, fields, replace

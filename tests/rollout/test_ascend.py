@@ -1,6 +1,6 @@
-"""Rows for vllm-ascend's classes, and both 256-die configurations, on platform npu_emulated; a process for each group.
+"""Test patches of vllm-ascend's classes, and both 256-die configurations, on npu_emulated; each group has a process.
 
-Each row has its control: the same check with upstream's own object in its place.
+Each patch has its control: the same check with upstream's own object in its place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(run_emulated):
-    """run(function, *arguments, **environment): what "module:function" returns on one rank."""
+    """Return run(function, *arguments, **environment), the result of "module:function" on one rank."""
     return lambda function, *arguments, **env: run_emulated(function, *arguments, trees=TREES, env=env, backend=None)[0]
 
 
@@ -79,7 +79,7 @@ def test_log_probs_are_those_of_transformers(found, name):
 
 @pytest.mark.parametrize("name", ["mixed, upstream", "groups, upstream", "whole, cached"])
 def test_they_are_not_without_the_row_or_where_the_configuration_is_refused(found, name):
-    """`whole, cached`: the Ascend scheduler, chunked_prefill_for_mla and a cached prefix (rollout/checks.py)."""
+    """Check `whole, cached`: the Ascend scheduler, chunked_prefill_for_mla and a cached prefix (rollout/checks.py)."""
     assert found[name]["worst"] > 0.1 and not found[name]["same"], found[name]
 
 
@@ -113,7 +113,7 @@ DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size", GRAPH_SIZES}
 
 
 def read_as(run):
-    """What the engine must hold of recipe.rollout.ascend."""
+    """Return the values of recipe.rollout.ascend that the engine must hold."""
     expected = asdict(run.recipe.rollout.ascend)
     return expected | {"graph_batch_sizes": expected["graph_batch_sizes"] or [64]}
 
@@ -128,7 +128,7 @@ def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
 
 
 def test_the_256_die_rollout_with_true_weights_is_right(models, run):
-    """Graphs are traced. In each of the graphs; again after each of two syncs by the map of the direct weight sync."""
+    """Check each of the traced graphs, and again after each of two syncs by the map of the direct weight sync."""
     options = composed(NAMES[0])
     found = run(
         "tests.rollout.die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0"
@@ -161,7 +161,7 @@ SWITCHES = {
 
 
 def difference(first, second):
-    """(whether all tokens are equal, largest difference of their log-probs) of two lists of answers."""
+    """Return (whether all tokens are equal, largest difference of their log-probs) of two lists of answers."""
     pairs = list(zip(first, second, strict=True))
     same = all(one[0] == other[0] for one, other in pairs)
     return same, max(abs(a - b) for one, other in pairs for a, b in zip(one[1], other[1], strict=True))
@@ -169,7 +169,7 @@ def difference(first, second):
 
 @pytest.mark.nightly
 def test_each_switch_off_alone_gives_the_same_responses(models, run):
-    """Sampled with seeds, after sleep and with cached prompts too, in fp32. Graphs are not traced."""
+    """Sample with seeds, after sleep and with cached prompts too, in fp32; graphs are not traced."""
     found = run("tests.rollout.die256:switches", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")
     for name, line in SWITCHES.items():
         changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]

@@ -1,4 +1,4 @@
-"""Data-parallel rollout with experts over all ranks: groups, ranks in step, and the same numbers as without it."""
+"""Test data-parallel rollout with experts over all ranks: groups, lockstep, and the same numbers as without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_rank_is_in_its_group_and_an_uneven_world_is_refused():
 
 
 def test_nobody_else_gets_the_port_of_a_dp_group():
-    """Linux gives out for port 0 only what a bind by number would get too (inet_csk_find_open_port)."""
+    """Bind by number: for port 0 Linux gives out only what such a bind could get too (inet_csk_find_open_port)."""
     ip, port = _hold_address()
     for address in ("", "127.0.0.1", "127.0.0.2"):
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -49,7 +49,7 @@ def test_nobody_else_gets_the_port_of_a_dp_group():
 
 @pytest.fixture(scope="module")
 def generate(run_rollout, one_rank):
-    """generate(rounds, tp=1): what each rank found; `rounds[i][d]` is round i of DP rank d."""
+    """Return generate(rounds, tp=1), which returns each rank's findings; `rounds[i][d]` is round i of DP rank d."""
 
     def run(rounds: list[list[dict]], tp: int = 1, **options) -> list[dict]:
         rollout = {"tensor_model_parallel_size": tp, "load_format": "dummy", "engine_kwargs": {"vllm": EP_ALL}}
@@ -59,7 +59,7 @@ def generate(run_rollout, one_rank):
 
 
 def worst(found: list[dict], expected: dict) -> float:
-    """Largest difference of log-probs over rounds of several ranks; infinite if a token differs."""
+    """Return the largest difference of log-probs over rounds of several ranks; infinite if a token differs."""
     if [tokens for rank in found for tokens in rank["tokens"]] != expected["tokens"]:
         return float("inf")
     values = [value for rank in found for sequence in rank["logprobs"] for value in sequence]
@@ -68,7 +68,7 @@ def worst(found: list[dict], expected: dict) -> float:
 
 @pytest.fixture(scope="module")
 def two_ranks(generate, requests) -> list[dict]:
-    """Two DP ranks: uneven; one without requests; without exchange of tokens; without lockstep (last: it breaks)."""
+    """Run two DP ranks: uneven; one without requests; without token exchange; without lockstep (last: it breaks)."""
     parts = (requests[:1], requests[1:])
     lost = {"without": "platform.vllm_dp_lockstep", "stall_s": 5}
     rounds = [
@@ -82,7 +82,7 @@ def two_ranks(generate, requests) -> list[dict]:
 
 @pytest.mark.slow
 def test_uneven_ranks_finish_and_agree_with_no_dp(two_ranks, one_rank):
-    """Rows rollout.dp_place and platform.vllm_dp_lockstep; weights come in memory, all to every rank."""
+    """Test rows rollout.dp_place and platform.vllm_dp_lockstep; all weights come in memory to every rank."""
     first, second = (rank["rounds"][0] for rank in two_ranks)
     assert worst([first, second], one_rank["generated"]) < 1e-4
     assert first["passes"] == {"all": 26, "own": 4}  # 22 dummy passes while the longest of the other rank runs
@@ -106,13 +106,13 @@ def test_rank_without_requests_takes_part(two_ranks, one_rank):
 
 @pytest.mark.slow
 def test_without_exchange_the_numbers_are_wrong(two_ranks, one_rank):
-    """Negative control: with CpuCommunicator's own dispatch, which does nothing, the other rank's experts are lost."""
+    """Run a negative control: CpuCommunicator's own dispatch does nothing, so the other rank's experts are lost."""
     assert worst([rank["rounds"][2] for rank in two_ranks], one_rank["generated"]) > 0.01
 
 
 @pytest.mark.slow
 def test_without_lockstep_the_waiting_rank_says_so(two_ranks):
-    """Negative control of row platform.vllm_dp_lockstep: no hang, but an error on the rank that still had work."""
+    """Run the control of row platform.vllm_dp_lockstep: no hang, but an error on the rank that still had work."""
     first, second = (rank["rounds"][3] for rank in two_ranks)
     assert len(first["tokens"]) == 1
     assert "rollout DP rank 1 of 2 has sequences to generate, but another rank" in second["error"]
@@ -120,7 +120,7 @@ def test_without_lockstep_the_waiting_rank_says_so(two_ranks):
 
 @pytest.mark.slow
 def test_without_a_place_ranks_cannot_meet(generate, requests):
-    """Negative control of row rollout.dp_place: upstream takes both processes for DP rank 0."""
+    """Run the negative control of row rollout.dp_place: upstream takes both processes for DP rank 0."""
     rounds = [[{"requests": part, "stall_s": 5} for part in (requests[:1], requests[1:])]]
     found = generate(rounds, patches="line=pypi,platform=cpu,-rollout.dp_place")
     assert any("error" in rank["rounds"][0] for rank in found)

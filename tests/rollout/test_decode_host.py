@@ -1,4 +1,4 @@
-"""Rows that leave out host work of a decode step: equal responses, on vLLM V1 with vllm-ascend's Python."""
+"""Test patches that skip host work of a decode step: equal responses, on vLLM V1 with vllm-ascend's Python."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Arguments and parameters of verl's in-process vLLM engine."""
+"""Test the arguments and parameters of verl's in-process vLLM engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_patches.worker.rollout_engine import seeded_apart
 
 
 def test_image_arguments_go_only_without_a_limit():
-    """Row rollout.llm_arguments."""
+    """Test row rollout.llm_arguments."""
     plain = {"model": "m", "quantization": "ascend"}
     of_text = {**plain, "limit_mm_per_prompt": None, "disable_mm_preprocessor_cache": True}
     of_images = {**of_text, "limit_mm_per_prompt": {"image": 1}}
@@ -22,7 +22,7 @@ def test_image_arguments_go_only_without_a_limit():
 
 
 def test_requests_of_one_prompt_have_seeds_of_their_own():
-    """Validation with val_kwargs.n > 1, over all engines; a training batch has n responses in one request."""
+    """Check validation with val_kwargs.n > 1, over all engines; a training batch has n responses in one request."""
     twice = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])]
     params = SamplingParams(seed=7, temperature=0.5)
     apart = seeded_apart(twice, params, lambda: 0)
@@ -45,7 +45,7 @@ def test_the_model_view_comes_before_the_callers_own_overrides(overrides, model_
 
 @pytest.mark.parametrize(("layers", "of_mtp"), [(3, 2), (4, 1), (None, 1)])
 def test_layers_that_are_left_out_are_passed_over_as_layers_of_mtp(layers, of_mtp):
-    """recipe.num_hidden_layers writes the override; with vLLM's own loader: tests/loop/test_layouts.py."""
+    """Check the override of recipe.num_hidden_layers; tests/loop/test_layouts.py uses vLLM's own loader."""
     overrides = {} if layers is None else {"num_hidden_layers": layers}
     config = PretrainedConfig(num_hidden_layers=4, num_nextn_predict_layers=1)
     config.model_type = "deepseek_v3"

@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek-V3 of the tiny config against transformers', in fp32, through the engine that verl builds."""
+"""Test vLLM's DeepSeek-V3 of the tiny config against transformers', in fp32, through the engine that verl builds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 1e-4  # of max |logit|
 
 @pytest.fixture(scope="module")
 def reference(one_rank):
-    """transformers' logits [len - 1, V] of the tokens, as loaded and with the updated weight."""
+    """Return transformers' logits [len - 1, V] of the tokens, as loaded and with the updated weight."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(one_rank["model"], torch_dtype=torch.float32)
@@ -27,7 +27,7 @@ def reference(one_rank):
 
 
 def worst(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """max |difference| / max |logit|"""
+    """Return max |difference| / max |logit|."""
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
@@ -38,9 +38,9 @@ def test_tp1_prefill_and_decode(reference, one_rank):
 
 
 def test_an_exported_folder_as_published_with_weights_in_bf16_is_the_same_model(one_rank):
-    """vLLM's own loader reads what was converted to Megatron's files and exported; the logits are equal bit for bit.
+    """Load weights that were converted to Megatron's files and exported by vLLM's own loader: logits are bit-equal.
 
-    config.json says fp8 and has an MTP layer, whose tensors are there: row rollout.llm_arguments.
+    config.json says fp8 and has an MTP layer, whose tensors are present: row rollout.llm_arguments.
     """
     assert torch.equal(one_rank["public_folder"], one_rank["logits"])
     assert "model.layers.4.eh_proj.weight" in one_rank["without_mtp"]  # why vLLM's view keeps that entry
@@ -64,7 +64,7 @@ def test_a_dropped_part_of_v3_is_seen(wrong, reference, one_rank):
 
 
 def test_update_in_memory_reaches_prefill_and_decode(reference, one_rank):
-    """Absorbed W_UK and W_UV are views of kv_b_proj here, so verl's load_weights need not make them again."""
+    """Update absorbed W_UK and W_UV, which are views of kv_b_proj here, so verl's load_weights need not make them."""
     assert worst(one_rank["updated"], reference["updated"]) < TOLERANCE
     assert worst(one_rank["updated"], reference["base"]) > 100 * TOLERANCE
 
@@ -76,7 +76,7 @@ def test_stale_absorbed_weights_are_seen(reference, one_rank):
 
 
 def test_correction_bias_keeps_its_precision_in_bf16(one_rank):
-    """Row rollout.fp32_router."""
+    """Test row rollout.fp32_router."""
     stored = dict(engine_rank.hf_tensors(one_rank["model"]))
     assert one_rank["bf16_bias"]
     for layer, bias in enumerate(one_rank["bf16_bias"], start=1):

@@ -1,4 +1,4 @@
-"""The planner of rebalancing: against brute force on small cases, limits, and when nothing moves."""
+"""Test the planner of rebalancing against brute force on small cases, its limits, and when nothing moves."""
 
 import itertools
 
@@ -16,7 +16,7 @@ INSTANCES = st.lists(st.tuples(ROW, st.sampled_from([0, 60])), min_size=2, max_s
 
 
 def state_of(lengths, free_blocks):
-    """A State of lists of unequal lengths."""
+    """Return a State of lists of unequal lengths."""
     width = max(map(len, lengths), default=0)
     rows = [[*row, *[NONE] * (width - len(row))] for row in lengths]
     return State(np.array(rows, dtype=np.int64).reshape(len(rows), width), np.array(free_blocks, dtype=np.int64))
@@ -27,9 +27,9 @@ def blocks_of(tokens, reserve=0):
 
 
 def outcome(lengths, free, targets, loads):
-    """(tier, blocks moved, requests of the fullest receiver) of an assignment, None where it is not allowed.
+    """Return (tier, blocks moved, requests of the fullest receiver) of an assignment, None if it is not allowed.
 
-    `targets`: {(rank, request): receiver}. Ranks do not both give and receive.
+    `targets`: {(rank, request): receiver}. A rank must not both give and receive.
     """
     donors, receivers = {rank for rank, _ in targets}, set(targets.values())
     if donors & receivers:
@@ -61,7 +61,7 @@ def best_by_brute_force(lengths, free):
 @given(INSTANCES)
 @settings(max_examples=120)
 def test_no_plan_is_better(instance):
-    """Over all assignments: the tier, then the blocks, then the fullest receiver; where free blocks are not scarce."""
+    """Compare all assignments by tier, then blocks, then fullest receiver, where free blocks are not scarce."""
     lengths, free = [row for row, _ in instance], [blocks for _, blocks in instance]
     if sum(tokens > 0 for row in lengths for tokens in row) > 7:
         return
@@ -80,7 +80,7 @@ def outcome_of_plan(lengths, free):
 
 @pytest.mark.parametrize(("free", "lowered"), [([0, 6, 6], True), ([0, 6, 5], False), ([0, 99, 6], True)])
 def test_scarce_blocks_and_seats_are_not_exceeded(free, lowered):
-    """Requests that need 3, 3, 2, 2 blocks fit into 5 and 5 free ones, not into 5 and 4; tier 4 has 3 seats a rank."""
+    """Fit requests of 3, 3, 2, 2 blocks into 5 and 5 free ones, not into 5 and 4; tier 4 has 3 seats a rank."""
     lengths = [[8, 8, 4, 4, *[FIXED] * 4], [FIXED], [FIXED]]
     made = plan(state_of(lengths, free), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST)
     assert made.after == (4 if lowered else 16) and bool(made.moves) is lowered

@@ -1,6 +1,6 @@
-"""Requests move between the emulated engines of two data-parallel ranks, and give what they give without moving.
+"""Test that requests give the same responses when they move between emulated engines of two data-parallel ranks.
 
-Graphs of torchair are on (not traced), as in production. One start of the engines for all rounds.
+Graphs of torchair are on (not traced), as in production. The engines start once for all rounds.
 """
 
 import itertools
@@ -43,7 +43,7 @@ ROUNDS |= {name: {**LONG, "every": 3, "spoil": name} for name in ERRORS}
 
 @pytest.fixture(scope="module")
 def run(run_emulated, models):  # noqa: F811
-    """run(rounds, dp, tp): what each rank found in each round."""
+    """Return run(rounds, dp, tp), which returns each rank's findings in each round."""
 
     def of(rounds, dp=2, tp=1):
         arguments = models["256 experts"], dp, tp, rounds, {"additional_config": {"refresh": True, **GRAPHS}}
@@ -60,7 +60,7 @@ def found(run):
 
 
 def largest(found, expected):
-    """The largest difference of log-probs; infinite where a token differs."""
+    """Return the largest difference of log-probs; infinite if a token differs."""
     if [rank["tokens"] for rank in found] != [rank["tokens"] for rank in expected]:
         return float("inf")
     values = ([v for rank in ranks for each in rank["log_probs"] for v in each] for ranks in (found, expected))
@@ -69,7 +69,7 @@ def largest(found, expected):
 
 @pytest.mark.parametrize(("name", "steps"), [("uneven", 14), ("even", 14), ("no prompts", 0)])
 def test_data_parallel_ranks_agree_once_a_step_and_give_the_same(found, name, steps):
-    """Row rollout.ascend_dp_sync; the control is the same round without it. One more tells that none has requests."""
+    """Test row rollout.ascend_dp_sync and the same round without it; one more sync tells that no rank has requests."""
     one, two = found[name], found[f"{name}, two syncs"]
     assert [(rank["steps"], rank["syncs"]) for rank in one] == [(steps, steps + 1)] * 2
     assert [(rank["steps"], rank["syncs"]) for rank in two] == [(steps, 2 * steps + 1)] * 2
@@ -77,7 +77,7 @@ def test_data_parallel_ranks_agree_once_a_step_and_give_the_same(found, name, st
 
 
 def test_an_exchange_costs_one_more(found):
-    """Before each of four: who holds requests after it is not known. Three at the end, around two last exchanges."""
+    """Count one sync before each of four exchanges, as holders after it are unknown; three at the end, around two."""
     assert [(rank["steps"], rank["syncs"]) for rank in found["uneven, moved"]] == [(14, 14 + 4 + 3)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Every preset of configs/algo on every run: its keys win, it is short, and what does not go together is refused."""
+"""Test each preset of configs/algo on each run: its keys win, it is short, and contradictions are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Each rule of verl_patches/rules.py refuses a run that would fail or compute wrongly, and no more than that."""
+"""Test that each rule of verl_patches/rules.py refuses only runs that would fail or compute wrongly."""
 
 import re
 from dataclasses import replace
@@ -203,7 +203,7 @@ def test_ranks_that_cannot_be_split_as_the_config_says_are_no_run(override, side
 
 @pytest.fixture
 def folders(tmp_path):
-    """The override that names a folder of the tiny model: in bf16, in FP8, of Megatron."""
+    """Return the override that names a folder of the tiny model: in bf16, in FP8, of Megatron."""
     make_fp8_folder(tmp_path, tiny_config() | {"torch_dtype": "bfloat16"})
     convert(plan_conversion(open_source(tmp_path / "fp8"), parse_layout("tp2 @2")), tmp_path / "megatron")
     return {name: [f"actor_rollout_ref.model.path={tmp_path / name}"] for name in ("plain", "fp8", "megatron")}
@@ -236,7 +236,7 @@ def test_fp8_and_sharded_weights_are_refused_only_where_vllm_would_read_them(fol
 
 
 def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
-    """It has an fp8 entry, which conversion to bf16 by DeepSeek's own script leaves there."""
+    """Accept its fp8 entry, which conversion to bf16 by DeepSeek's own script leaves there."""
     (tmp_path / "config.json").write_text(PUBLIC.read_text())
     run = composed(LARGE, [f"actor_rollout_ref.model.path={tmp_path}"])
     found = {c.name: (c.ok, c.note) for c in folder_checks(run)}
@@ -296,7 +296,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
 
 
 def test_a_damaged_recording_is_refused(tmp_path):
-    """tests/trainer/test_worker_group.py has the other faults of a recording."""
+    """Damage a recording; tests/trainer/test_worker_group.py has its other faults."""
     for step in (1, 2, 3):
         save_file({"prompts": torch.ones(2), "responses": torch.ones(2)}, tmp_path / f"step_{step}.safetensors")
     run, file = composed(TINY, [f"recipe.rollout.replay={tmp_path}"]), tmp_path / "step_2.safetensors"

@@ -34,7 +34,7 @@ READ += ["recipe.rollout.replay", "critic.model.path"]
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch, line):
-    """As workers of a Ray that was joined are in other ones; addresses, absolute paths and ~ are left as they are."""
+    """Check this because workers of a joined Ray are in other folders; addresses, absolute paths and ~ stay."""
     monkeypatch.chdir(tmp_path)
     own = [f"recipe.line={line}", "algo=ppo", "data.custom_cls.name=Data", "recipe.rewards=null"]
     files = "data.train_files=[a/1.parquet,/b/2.parquet,s3://c/3.parquet,'~/4.parquet']"
@@ -98,7 +98,7 @@ def test_layers_that_the_model_or_its_stages_do_not_have_are_refused(name, layer
 
 @pytest.fixture
 def configs(tmp_path, monkeypatch):
-    """configs/ of this repository as a folder to change."""
+    """Copy configs/ of this repository to a folder that a test may change."""
     folder = tmp_path / "configs"
     shutil.copytree(CONFIGS_DIR, folder)
     monkeypatch.setattr("verl_patches.run.compose.CONFIGS_DIR", folder)
@@ -107,7 +107,7 @@ def configs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["deepseekv3_tiny_cpu.yaml", "deepseekv3_tiny.yaml", "algo/grpo.yaml"])
 def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
-    """The file itself, one that its defaults name, and a preset."""
+    """Damage the file itself, one that its defaults name, and a preset."""
     file = configs / name
     file.write_bytes(file.read_bytes() + b"\n\ttrainer: {}\n")
     with pytest.raises(ConfigError, match=rf"{TINY}: .*{file}.*line \d+") as error:

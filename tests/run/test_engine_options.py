@@ -1,4 +1,4 @@
-"""recipe.rollout.ascend is written where vllm-ascend reads it, by one place, and is refused anywhere else."""
+"""Test that one place writes recipe.rollout.ascend where vllm-ascend reads it, and other places are refused."""
 
 import re
 

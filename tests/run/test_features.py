@@ -1,4 +1,4 @@
-"""A run applies the rows of its line and platform but those of features that are off; the launcher ships their ids."""
+"""Test that a run applies its line's and platform's rows without disabled features; the launcher ships their ids."""
 
 import re
 from collections import Counter
@@ -57,7 +57,7 @@ def test_rows_name_every_feature_and_no_other(grpo):
 
 
 def test_a_256_die_run_applies_no_row_of_a_feature_that_is_off(grpo):
-    """Its processes read the same from what the launcher ships."""
+    """Check also that its processes read the same rows from the launcher's variables."""
     states = feature_states(grpo)
     (shipped,) = (variable.value for variable in derive(grpo) if variable.name == VARIABLE)
     switches = parse(shipped)

@@ -1,4 +1,4 @@
-"""What a run will write against the free space of its file systems; before a start and in a dry run."""
+"""Test a run's future files against the free space of its file systems, before a start and in a dry run."""
 
 import json
 from collections import namedtuple
@@ -33,7 +33,7 @@ def check_disk(run, starts=True):
 
 @pytest.mark.parametrize(("held", "fits"), [(4, True), (3, True), (2, False)])
 def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held, fits):
-    """recipe.num_hidden_layers=3; without it (the control) only a folder of all 4 is the planned model."""
+    """Set recipe.num_hidden_layers=3; without it (the control) only a folder of all 4 is the planned model."""
     path = f"actor_rollout_ref.model.path={tmp_path}"
 
     def fit(*overrides):
@@ -86,7 +86,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
 
 
 def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_columns(tmp_path):
-    """With algo=sft too, whose own class is the control, as verl's is without one."""
+    """Check also with algo=sft, whose own class is a control, as verl's is without one."""
     rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     rows.write_text('{"question": "1 + 1"}\n' * 8)
     mine.write_text("class Own: ...\n")
@@ -103,7 +103,7 @@ def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_colum
 
 
 def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samples_of_rows(tmp_path):
-    """It may make more samples or fewer of verl's own columns: a run must not count as ended, or its disk as full."""
+    """Check this because it may change the number of samples: a run must not count as ended, or its disk as full."""
     row = {"prompt": [{"role": "user", "content": "1 + 1"}], "data_source": "a", "reward_model": {"ground_truth": "2"}}
     pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
     given = [f"data.train_files={tmp_path / 'rows.parquet'}", f"{STEPS}=null", "trainer.total_epochs=2"]
@@ -128,7 +128,7 @@ def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overri
 
 
 def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_path):
-    """After step 4 of 9, with two of its checkpoints there; for a run that begins anew they are not its own."""
+    """Go on after step 4 of 9 with two checkpoints; a run that begins anew does not own them."""
     make_start(tmp_path / "r", (2, 4))
     counts = []
     for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_pa
 
 @pytest.fixture
 def disk(monkeypatch, tmp_path):
-    """disk(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""
+    """Return disk(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""
 
     def make(free, checkpoints=None, *overrides):
         monkeypatch.setattr(shared_files.shutil, "disk_usage", lambda place: Usage(free[Path(place).stat().st_dev]))
@@ -153,7 +153,7 @@ def disk(monkeypatch, tmp_path):
 
 
 def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk, tmp_path):
-    """One file system holds both; one byte less than both take is too little, though each alone would fit."""
+    """Put both on one file system; one byte less than their sum is too little, though each alone would fit."""
     here = tmp_path.stat().st_dev
     need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0})))
     run = disk({here: need})

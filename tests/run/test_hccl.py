@@ -1,4 +1,4 @@
-"""HCCL settings: the buffer by the documented formula, timeouts, and ports that nothing else uses."""
+"""Test HCCL settings: the buffer by the documented formula, timeouts, and ports that nothing else uses."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ composed_once = functools.cache(composed)
 
 
 def run_of(name="true_weight", **changes):
-    """One of the two runs, composed once; `changes` have two underscores for a dot."""
+    """Return one of the two runs, composed once; `changes` have two underscores for a dot."""
     return changed(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
 
 
@@ -65,7 +65,7 @@ def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable():
 
 
 def test_the_groups_that_communicate_and_their_memory():
-    """Controls: with one size for all groups the sums differ, and without expert parallelism a group is idle."""
+    """Check controls too: with one size for all groups sums differ; without expert parallelism a group is idle."""
     run = run_of()
     used = {True: [], False: []}  # by whether their buffers are small
     for group in hccl.groups(run):
@@ -151,7 +151,7 @@ def test_the_need_of_a2_by_its_own_formula():
 
 @pytest.mark.parametrize(("name", "instance"), [("random_init", 256), ("true_weight", 128)])
 def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(name, instance):
-    """Controls: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
+    """Check controls too: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
 
     def experts(**changes):
         groups = hccl.groups(run_of(name, **changes))
@@ -163,7 +163,7 @@ def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(na
 
 
 def test_groups_of_context_parallelism():
-    """MindSpeed and Megatron each make a second group for the experts' gradients where CP splits sequences."""
+    """Check that MindSpeed and Megatron each make a second group for the experts' gradients under CP."""
     changes = {SIZE("context"): 2, SIZE("expert_model"): 16, SIZE("pipeline_model"): 4}
     run = run_of(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
     found = [(g.name, g.ranks, g.communicates) for g in hccl.groups(run) if g.name.startswith("dp_modulo")]

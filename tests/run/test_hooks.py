@@ -17,7 +17,7 @@ WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.e
 
 
 def found(*overrides, must_exist=(), trees=NONE):
-    """(ok, detail, note) of the last hook of the tiny config with `overrides`."""
+    """Return (ok, detail, note) of the last hook of the tiny config with `overrides`."""
     run = composed(TINY, [NO_PARTS, *overrides], trees)
     *_, check = files.hook_checks(replace(run, given=frozenset(must_exist)))
     return check.ok, check.detail, check.note
@@ -42,7 +42,7 @@ def test_the_users_own_error_is_named_with_file_and_line(tmp_path, code, words):
 
 
 def test_a_hook_may_import_what_only_the_prelude_provides(tmp_path):
-    """verl's worker module needs flash_attn, which the catalogue stands in for."""
+    """Import verl's worker module, which needs flash_attn, for which a patch stands in."""
     (tmp_path / "r.py").write_text("import verl.workers.megatron_workers\ndef score(): ...\n")
     assert found(f"{PATH}={tmp_path}/r.py", f"{NAME}=score")[:2] == (True, f"score of {tmp_path}/r.py")
 

@@ -1,4 +1,4 @@
-"""Where a start of a run goes on, what it refuses with everything left as it is, and one live start a name.
+"""Test where a start of a run goes on, its refusals, which change nothing, and that a name has one live start.
 
 tests/weights/test_run_folders.py has folders that were copied and damaged checkpoints.
 """
@@ -25,7 +25,7 @@ from verl_patches.weights.run_folders import data_facts, read_start
 
 @pytest.fixture
 def configured(tmp_path):
-    """configured(**trainer): run t."""
+    """Return configured(**trainer), which composes run t."""
 
     def make(recipe=(), **trainer):
         settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 2, "total_training_steps": 20}
@@ -35,12 +35,12 @@ def configured(tmp_path):
 
 
 def required(run):
-    """Where a start of the run goes on now."""
+    """Return where a start of the run goes on now."""
     return require_start(with_start(run))
 
 
 def started(run):
-    """(where it goes on, the record of the new start)."""
+    """Start the run; return where it goes on, and the record of the new start."""
     with held_run(run):
         start = required(run)
         name = begin(run, start)
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_run_begins_a_chain_that_auto_does_not_begin_ane
 
 
 def test_checkpoints_elsewhere_have_the_same_starts(configured, tmp_path):
-    """Starts resume from trainer.default_local_dir, also where the run's outputs are lost."""
+    """Resume from trainer.default_local_dir, also if the run's outputs are lost."""
     elsewhere = {"default_local_dir": str(tmp_path / "disk")}
     started(configured(**elsewhere))
     make_checkpoint(tmp_path / "disk/t/0001/checkpoints", 2)
@@ -127,7 +127,7 @@ def test_checkpoints_elsewhere_have_the_same_starts(configured, tmp_path):
 
 
 def test_a_name_that_another_start_holds_is_refused(configured, tmp_path):
-    """By its own folder, and by that of its checkpoints where another output root has the same name."""
+    """Refuse it by its own folder, and by its checkpoints' folder if another output root has the same name."""
     run = configured(default_local_dir=str(tmp_path / "saved"))
     for held, key in (("t", "--run NAME"), ("saved/t", "default_local_dir")):
         (tmp_path / held).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Types and bounds of values: wrong ones are refused by key before anything starts, never with another error."""
+"""Test types and bounds of values: wrong ones are refused by key before anything starts, never with another error."""
 
 import functools
 import re
@@ -44,7 +44,7 @@ def test_a_wrong_value_is_refused_by_its_key(override, words):
 
 
 def test_code_of_a_models_folder_runs_where_that_is_plainly_wanted():
-    """Line a3's verl reads the key without naming it in its file."""
+    """Check the key, which line a3's verl reads without naming it in its file."""
     for key in ("actor_rollout_ref.model", "data"):
         with pytest.raises(ConfigError, match=f"{key}.trust_remote_code is 'no'"):
             compose_config("deepseekv3_256die_true_weight", [f"++{key}.trust_remote_code=no"])
@@ -78,14 +78,14 @@ VALUES = st.one_of(
 
 
 def with_value(key, value):
-    """A copy of the composed configuration."""
+    """Return a copy of the composed configuration with another value."""
     config = OmegaConf.create(composed())
     OmegaConf.update(config, key, value, merge=False, force_add=True)
     return OmegaConf.to_container(config)
 
 
 def check(config):
-    """The checks of a composed configuration, as a command makes them."""
+    """Check a composed configuration as a command does."""
     check_recipe(config["recipe"])
     check_verl_values(config, BASE)
     return list(RULES.checks(resolve(OmegaConf.create(config), rows_of("cpu"))))

@@ -1,4 +1,4 @@
-"""Upstream is cited by symbols that exist in the pinned sources, never by file and line."""
+"""Test that upstream is cited by symbols that exist in the pinned sources, never by file and line."""
 
 import ast
 import io
@@ -68,7 +68,7 @@ def test_upstream_is_not_cited_by_lines():
 
 @pytest.mark.upstream
 def test_cited_symbols_are_in_the_pinned_sources(a3_sources):
-    """A row's sentences cite what one of its lines has; other sentences what any line has."""
+    """Check that a row's sentences cite symbols of one of its lines, other sentences symbols of any line."""
     checkouts = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
     packages = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm_ascend")
     roots = {"pypi": INSTALLED, "a3": dict(zip(packages, checkouts, strict=True)) | {"vllm": INSTALLED["vllm"]}}

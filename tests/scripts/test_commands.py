@@ -1,7 +1,7 @@
-"""Every command of the pages works as it is printed, in a shell of its own after `source .venv/bin/activate`.
+"""Test that every command of the pages works as printed, in a shell of its own after `source .venv/bin/activate`.
 
-The class of a command of a ```bash block in CLASSES says what is tested of it. Of commands in running text,
-which may have placeholders, the script, the subcommand, the options and our keys are there.
+CLASSES gives the class of a ```bash block's command, which decides its test. Commands in running text may have
+placeholders: their script, subcommand, options and our keys must exist.
 """
 
 import json
@@ -60,13 +60,13 @@ for run in ("random_init", "true_weight"):
 
 
 def is_whole(text):
-    """Whether bash can read the text: no quote, parenthesis or here-document is open."""
+    """Return whether bash can read the text: no quote, parenthesis or here-document is open."""
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     return done.returncode == 0 and not done.stderr
 
 
 def block_commands(text):
-    """The commands of a page's ```bash blocks, each with its comment and all of its lines."""
+    """Return the commands of a page's ```bash blocks, each with its comment and all of its lines."""
     found = []
     for kind, body in FENCE.findall(text):
         lines = body.splitlines(keepends=True) if kind == "bash" else []
@@ -83,20 +83,20 @@ def whole_of(lines):
 
 
 def plain(command):
-    """A command on one line, without comment and without variables in front."""
+    """Return a command on one line, without comment and without variables in front."""
     line = re.sub(r"(^|\s)#.*", "", command.replace("\\\n", " ")).strip()
     return re.sub(r"^([A-Z_]+=\S+ +)+(?=\S)", "", re.sub(r" +", " ", line))
 
 
 def class_of(command):
-    """None: of a program that no page may name."""
+    """Return the class of a command; None for a program that no page may name."""
     return next(
         (name for name, patterns in CLASSES.items() if any(re.match(p, plain(command)) for p in patterns)), None
     )
 
 
 def inline_commands(text):
-    """`python -m verl_patches ...`, `bash scripts/...` and `python FILE ...` of a page's running text."""
+    """Return `python -m verl_patches ...`, `bash scripts/...` and `python FILE ...` of a page's running text."""
     command = re.compile(r"(?:python|bash) (?:-m verl_patches|scripts/|data/|tests/).*")
     return [match[0] for code in CODE.findall(FENCE.sub("", text)) if (match := command.search(code))]
 
@@ -108,7 +108,7 @@ def words_of(command):
 
 
 def arguments_of(words):
-    """The words for our command line; None for a program of its own."""
+    """Return the words for our command line; None for another program."""
     if words[1] == "-m":
         return words[3:] if words[2] == "verl_patches" else None
     return SCRIPTS[Path(words[1]).stem] + words[2:] if Path(words[1]).stem in SCRIPTS else None
@@ -120,7 +120,7 @@ def command_line():
 
 
 def parse(arguments):
-    """The values of a command's options; UsageError for a word that it does not take."""
+    """Return the values of a command's options; raise UsageError for a word that it does not accept."""
     command, arguments = command_line(), list(arguments)
     while hasattr(command, "commands"):  # also of a group, as weights convert
         name = arguments.pop(0) if arguments else "nothing"
@@ -131,7 +131,7 @@ def parse(arguments):
 
 
 def run_of(arguments):
-    """The facts that a run would start with; files of an earlier run of the page are not expected here."""
+    """Return the facts with which a run would start; files of an earlier run of the page need not exist."""
     values = parse(arguments)
     name, overrides = values.get("config_name"), values["overrides"] or []
     if name is None:
@@ -142,7 +142,7 @@ def run_of(arguments):
 
 
 def fault(words, whole=True):
-    """What is wrong with a command, None if nothing. whole: it has no placeholders, so that values count too."""
+    """Return the fault of a command, None without one; `whole`: it has no placeholders, so values are checked too."""
     if words[1] == "-c":
         return None
     if words[1] != "-m" or words[2] == "pytest":
@@ -167,7 +167,7 @@ def fault(words, whole=True):
 
 
 def fault_of_start(words):
-    """What keeps a run from starting: a value, a row, a check of the configuration, but for files of an earlier run."""
+    """Return the value, row or check that keeps a run from starting, except missing files of an earlier run."""
     try:
         run = run_of(arguments_of(words))
         check_switches(run)
@@ -179,7 +179,7 @@ def fault_of_start(words):
 
 @pytest.fixture(scope="module")
 def copy(repository_copy):
-    """A copy with the environment of this Python, and records of the runs that commands name."""
+    """Make a copy with the environment of this Python, and records of the runs that commands name."""
     (repository_copy / ".venv").symlink_to(sys.prefix)
     row = {"id": "a.b", "state": "active", "target": "m:f", "process": "controller"}
     step = {"step": 1, "seconds": {"step": 1.0}, "reward": 0.5, "tokens": None}
@@ -196,7 +196,7 @@ def copy(repository_copy):
 
 
 def faults_in_shell(folder, commands):
-    """The commands whose exit code is not as expected, with their output; all in one fresh shell, activated first."""
+    """Run commands in one fresh, activated shell; return those with an unexpected exit code, with their output."""
     lines = [ACTIVATE]
     for number, command in enumerate(commands):
         lines += [f"(\n{command}\n) > {number}.out 2>&1", f'echo "$?" > {number}.code']
@@ -213,7 +213,7 @@ def faults_in_shell(folder, commands):
 
 
 def of_class(name, pages):
-    """Each command of a class once, in the order of the pages."""
+    """Return each command of a class once, in the order of the pages."""
     return list(dict.fromkeys(c for page in pages for c in block_commands(page.read_text()) if class_of(c) == name))
 
 

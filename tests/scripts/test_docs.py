@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, files are there, README stays short, Chinese pages follow the English ones."""
+"""Test README and docs: links and files exist, README stays short, Chinese pages follow the English ones."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 
 
 def anchors(text):
-    """GitHub's anchors of a page: headings in lower case, words joined by "-", punctuation dropped."""
+    """Return GitHub's anchors of a page: headings in lower case, words joined by "-", punctuation dropped."""
     found = []
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", LINK.sub("", heading).lower()).replace(" ", "-")
@@ -23,7 +23,7 @@ def anchors(text):
 
 
 def broken_links(page, text):
-    """Relative links of a page that lead to no file of the repository, or to a heading that is not there."""
+    """Return relative links of a page to missing files of the repository or missing headings."""
     broken = []
     for link in LINK.findall(FENCE.sub("", text)):
         name, _, anchor = link.partition("#")
@@ -36,7 +36,7 @@ def broken_links(page, text):
 
 
 def missing_files(text):
-    """Files, and functions of tests, that a page names in `code` and that are not there, but for its examples."""
+    """Return missing files and test functions that a page names in `code`, except its examples."""
     named = re.findall(
         r"`((?:verl_patches|tests|scripts|configs|data|docs)/[\w./-]+\.(?:py|sh|yaml|json|md))[`:]", text
     )
@@ -68,12 +68,12 @@ CHINESE = [ROOT / "README_zh.md", *sorted((ROOT / "docs" / "zh").glob("*.md"))]
 
 
 def english(page):
-    """The English page that a Chinese one follows."""
+    """Return the English page that a Chinese one follows."""
     return ROOT / "README.md" if page.name == "README_zh.md" else ROOT / "docs" / page.name
 
 
 def not_in_english(text, original):
-    """Commands, figures and `code` of a Chinese page that its English page does not have."""
+    """Return commands, figures and `code` of a Chinese page that its English page does not have."""
     lines = [
         [line.split("  #")[0].rstrip() for _, body in FENCE.findall(page) for line in body.splitlines()]
         for page in (text, original)
@@ -86,7 +86,7 @@ def not_in_english(text, original):
 
 
 def english_links(page, text):
-    """Links of a Chinese page to English pages that have a Chinese one, but for its own."""
+    """Return links of a Chinese page to English pages that have a Chinese one, except its own."""
     targets = {(page.parent / link.partition("#")[0]).resolve(): link for link in LINK.findall(FENCE.sub("", text))}
     return [targets[english(other)] for other in CHINESE if other != page and english(other) in targets]
 

@@ -1,4 +1,4 @@
-"""The scripts set up or find a Python, then pass on: arguments unchanged, exit code kept, no standard input."""
+"""Test that the scripts set up or find a Python and pass on: arguments unchanged, exit code kept, no standard input."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def write_program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def clone(tmp_path):
-    """The scripts in a folder of their own, where set-up and Python only print how they were called."""
+    """Copy the scripts to a folder of their own, where set-up and Python only print how they were called."""
     root = tmp_path / "re po"
     for script in SCRIPTS:
         (root / script.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)

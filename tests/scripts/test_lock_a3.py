@@ -1,4 +1,4 @@
-"""configs/requirements-a3.txt: every package of the image of line a3 has a file for aarch64 and both Pythons, still."""
+"""Test that every package of configs/requirements-a3.txt still has a file for aarch64 and both Pythons."""
 
 import lock_a3
 import lock_hashes
@@ -69,7 +69,7 @@ def test_without_write_later_files_change_nothing_and_a_hash_that_has_gone_does(
 
 @pytest.fixture
 def reachable():
-    """Skips where the index cannot be asked."""
+    """Skip the test if the package index cannot be reached."""
     try:
         lock_a3.resolve(["wheel"], "3.11")
     except lock_a3.NotReachable as error:

@@ -1,4 +1,4 @@
-"""The generated tables of the READMEs and docs/ are fresh, and a stale one is seen and written again."""
+"""Test that the generated tables of the READMEs and docs/ are fresh, and that a stale one is found and rewritten."""
 
 from dataclasses import make_dataclass
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The record of the presets' runs and its table: how an outcome is read, kept and shown (page: test_readme_tables)."""
+"""Test the record of the presets' runs and its table: reading, keeping and showing outcomes.
+
+test_readme_tables tests the page.
+"""
 
 import json
 from dataclasses import replace

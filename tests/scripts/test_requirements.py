@@ -1,4 +1,4 @@
-"""requirements.txt names what the recipe adds to an NPU image; the pin files are complete and meet it."""
+"""Test that requirements.txt names the recipe's additions to an NPU image, and that the pin files meet it."""
 
 import ast
 import importlib.util
@@ -34,7 +34,7 @@ def requirements() -> dict[str, Requirement]:
 
 
 def pins(*files: Path) -> dict[str, str]:
-    """{canonical name: version}; every entry must be an exact pin with hashes, and no name may come twice."""
+    """Return {canonical name: version}; every entry must be an exact pin with hashes, and no name may come twice."""
     found: dict[str, str] = {}
     for line in (line for file in files for line in file.read_text().replace(" \\\n", "").splitlines()):
         if line and not line.startswith("#"):
@@ -46,7 +46,7 @@ def pins(*files: Path) -> dict[str, str]:
 
 
 def imported_names(text: str) -> set[str]:
-    """Top-level names of all imports of a source, also of those inside functions."""
+    """Return the top-level names of all imports of a source, also of those inside functions."""
     names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def test_every_third_party_import_is_required():
 
 
 def differences(packages: Mapping[str, str], pinned: Mapping[str, str]) -> list[str]:
-    """Pins of the pin file that the requirement files do not have, or have in another version."""
+    """Return pins of the pin file that the requirement files lack or have in another version."""
     found = {name: pinned.get(canonicalize_name(name)) for name in packages}
     return [f"{name} {packages[name]}, required is {found[name]}" for name in packages if found[name] != packages[name]]
 
@@ -103,7 +103,7 @@ def test_the_requirement_files_have_the_pins_of_line_pypi_and_its_python():
 
 
 def unmet(name: str, pinned: dict[str, str]) -> list[str]:
-    """Requirements of one installed package that the pins do not meet (as `pip check`, but for the files)."""
+    """Return requirements of an installed package that the pins do not meet, as `pip check` but for the files."""
     problems = []
     for requirement in map(Requirement, metadata.distribution(name).requires or ()):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):

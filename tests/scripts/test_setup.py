@@ -1,4 +1,4 @@
-"""scripts/setup.sh and check_env.py: wrong use is refused, a broken environment is found; CI runs the whole set-up."""
+"""Test scripts/setup.sh and check_env.py: wrong use is refused, a broken environment found; CI runs the set-up."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ def run_setup(*args: object, **env: object) -> subprocess.CompletedProcess:
 
 
 def package(site: Path, name: str, version: str, extra: dict[str, str] | None = None) -> None:
-    """A tiny package, installed in `site`."""
+    """Install a tiny package in `site`."""
     files = {f"{name}/__init__.py": f"VERSION = {version!r}\n", f"{name}/data.txt": "data\n", **(extra or {})}
     install(site, name, version, files)
 

@@ -1,4 +1,4 @@
-"""House rules that a machine checks: ruff, types, sizes, no print outside the command line, no path of one machine."""
+"""Test the house rules: ruff, types, sizes, no print outside the command line, no path of one machine."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ def mypy(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_types_are_right(tmp_path):
-    """In the files that pyproject.toml lists."""
+    """Check the types of the files that pyproject.toml lists."""
     done = mypy()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     wrong = tmp_path / "wrong.py"

@@ -1,6 +1,6 @@
-"""The critic-free presets of configs/algo by verl's own compute_advantage and agg_loss of both lines: closed forms.
+"""Test the critic-free presets of configs/algo by verl's compute_advantage and agg_loss of both lines: closed forms.
 
-Each preset is composed, and its keys are handed on as verl's fit() does.
+Each preset is composed, and its keys are passed on as verl's fit() does.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def module_of(path, name):
 
 @pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
 def trainer(request, pytestconfig):
-    """The module ray_trainer of a line, over that line's core_algos and torch_functional."""
+    """Return the module ray_trainer of a line, over that line's core_algos and torch_functional."""
     root = Path(verl.__file__).parent
     if request.param == "a3":
         root = pytestconfig.getoption("--upstream") / "verl/verl"
@@ -40,7 +40,7 @@ def trainer(request, pytestconfig):
 
 
 def advantages(trainer, algo, rewards=REWARDS):
-    """[B, S] by the preset."""
+    """Return advantages [B, S] by the preset."""
     algorithm = composed("deepseekv3_tiny_cpu", [f"algo={algo}"]).verl.algorithm
     at_end = torch.zeros(MASK.shape, dtype=rewards.dtype)
     at_end[torch.arange(len(MASK)), MASK.sum(1) - 1] = rewards
@@ -51,7 +51,7 @@ def advantages(trainer, algo, rewards=REWARDS):
 
 
 def by_response(values):
-    """[B, S]: each response's value on its tokens."""
+    """Return [B, S] with each response's value on its tokens."""
     return torch.tensor(values, dtype=torch.float64)[:, None] * MASK
 
 
@@ -76,7 +76,7 @@ def test_a_preset_has_the_advantages_of_its_paper_and_of_no_other(trainer, algo)
 
 
 def test_dr_grpo_divides_by_the_width_whatever_the_length(trainer):
-    """A token's weight is 1 / width at micro batches of one sample; in GRPO's token-mean it depends on the length."""
+    """Check that a token weighs 1 / width at micro batches of one sample; in GRPO's token-mean the length counts."""
     weights = {}
     for algo in ("dr_grpo", "grpo", "rloo"):
         mode = composed("deepseekv3_tiny_cpu", [f"algo={algo}"]).verl.actor_rollout_ref.actor.loss_agg_mode

@@ -1,4 +1,4 @@
-"""Each alarm on records of steps that have it, and on records that do not."""
+"""Test each alarm on records of steps that have it, and on records that do not."""
 
 import math
 

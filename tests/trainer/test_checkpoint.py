@@ -1,4 +1,4 @@
-"""Checkpoints in the trainer's process: what is complete, what is kept, what a killed save leaves; no workers."""
+"""Test checkpoints in the trainer's process, without workers: completeness, retention, and saves that are killed."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ KILLS = 10
 
 
 class Workers:
-    """Two ranks that write one tensor each, of the step's value, before save_checkpoint returns."""
+    """Stand in for two ranks that write one tensor each, of the step's value, before save_checkpoint returns."""
 
     def __init__(self):
         self.failing, self.loaded, self.fault, self.waits = False, None, None, 0
@@ -71,7 +71,7 @@ class Workers:
 
 
 class Saves(Checkpoints):
-    """Without a model's folder and without a configuration of verl."""
+    """Save without a model's folder and without a configuration of verl."""
 
     model = TINY
 
@@ -94,7 +94,7 @@ def saves(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
 
     def make(folder=tmp_path, start=None, **trainer):
-        """The checkpoints in `folder`, or of this start of the run t."""
+        """Make the checkpoints in `folder`, or of this start of the run t."""
         recipe = replace(tiny().recipe, output_root=str(tmp_path), run="t")
         run = replace(tiny(), recipe=recipe, start=NextStart(name=start, by_launcher=start is not None))
         config = config_of(run)
@@ -213,7 +213,7 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
 def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
     saves, tmp_path, monkeypatch, grow, wait, least_s, whole
 ):
-    """Not for longer than the watch lets the controller be without a call, and not where nobody writes any more."""
+    """Wait at most as long as the watch allows the controller without a call, and not if no rank writes any more."""
     monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
     run, looks = saves(), itertools.count()
     run.config.recipe.watch.least_s = least_s
@@ -238,7 +238,7 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
 
 
 def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):
-    """While files are missing the call waits for the workers, and an error of one is the run's."""
+    """Check that the call waits for the workers while files are missing, and that a worker's error is the run's."""
     run = saves()
     workers = run.trainer.actor_rollout_wg
     run.wait_before_update()  # nothing was saved
@@ -256,7 +256,7 @@ def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):
 
 
 def test_a_coefficient_that_adapts_goes_on_where_it_was(saves, tmp_path):
-    """verl's AdaptiveKLController; the control is one that is fixed, which is the configuration's."""
+    """Check verl's AdaptiveKLController; the control is a fixed one, with the configuration's value."""
     for adapts, expected in ((True, 0.25), (False, 0.001)):
         run, again = (saves(tmp_path / str(adapts)) for _ in range(2))
         for each, value in ((run, 0.25), (again, 0.001)):
@@ -268,7 +268,7 @@ def test_a_coefficient_that_adapts_goes_on_where_it_was(saves, tmp_path):
 
 
 def _killed_at(point, run, step):
-    """In a process of its own: save, and SIGKILL before the call number `point` that changes the disk."""
+    """Save in a process of its own, and kill it before the call number `point` that changes the disk."""
     torch.set_num_threads(1)
     calls = []
 
@@ -297,7 +297,7 @@ def killed_at(point, run, step):
 
 @pytest.mark.slow
 def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(saves, tmp_path):
-    """At random points, and at the last ones, which write the manifest and remove; each time a new start goes on."""
+    """Kill at random points, and at the last ones, which write the manifest and remove; a new start must go on."""
     home, parent, good = tmp_path / "t", None, 1
 
     def next_run():
@@ -427,7 +427,7 @@ def drawn(loader):
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(workers, drop_last):
-    """Control: with torch's sampler as it is, the order in later passes is another."""
+    """Compare with verl's order; the control: with torch's own sampler the order in later passes differs."""
 
     def made(ours):
         generator = torch.Generator().manual_seed(3)
@@ -453,7 +453,7 @@ def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(wo
 
 
 class Sampler(SequentialSampler):
-    """With a state of its own."""
+    """Sample with a state of its own."""
 
     def __init__(self, value):
         super().__init__(range(40))

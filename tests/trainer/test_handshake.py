@@ -1,4 +1,4 @@
-"""Proofs of workers are compared with the controller's."""
+"""Test that proofs of workers are compared with the controller's."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_workers_that_left_other_rows_alone_are_refused():
 
 @pytest.mark.slow
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
-    """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much."""
+    """Use real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves it."""
     digest, (without, with_prelude), refusal = run_ranks(
         "tests.trainer.bare_worker:proofs",
         patches="line=pypi,platform=cpu",

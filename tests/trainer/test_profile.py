@@ -1,4 +1,4 @@
-"""Traces of phases: each has its own operations and moves and no other's, on a CPU and by the emulated torch_npu."""
+"""Test traces of phases: each has only its own operations and moves, on a CPU and by the emulated torch_npu."""
 
 import gzip
 import inspect
@@ -21,7 +21,7 @@ STEP = "step_3_rank_1_"
 
 
 class Moves:
-    """A handler of actor_params that computes: to load is a cosine, to offload a sine."""
+    """Handle actor_params by computing: a load is a cosine, an offload a sine."""
 
     bytes = 0
 
@@ -35,7 +35,7 @@ class Moves:
 
 
 def one_step(folder, platform="cpu", phases=None, schedule=True):
-    """{files, faults} of a step that exponentiates in the weight sync, and multiplies matrices in the update."""
+    """Return {files, faults} of a step that exponentiates in the weight sync and multiplies matrices in the update."""
     settings = SimpleNamespace(phases=phases, stacks=False)
     here, recipe = WorkerContext(), SimpleNamespace(platform=platform, profile=settings)
     here.ledger = Ledger(SCHEDULE, device_memory=lambda: {"rss": 1})

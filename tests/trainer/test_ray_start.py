@@ -1,4 +1,4 @@
-"""The worker set-up hook: the prelude first, then the user's own."""
+"""Test the worker set-up hook: the prelude first, then the user's own."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
 
 @pytest.fixture(scope="module")
 def ray_job(ray_folder, run_ranks, tmp_path_factory):
-    """The answers of tests/trainer/die_worker.py, with real Ray and its resource NPU."""
+    """Return the answers of tests/trainer/die_worker.py, with real Ray and its resource NPU."""
     path = tmp_path_factory.mktemp("path")
     (path / "verl.py").touch()
     env = {"PYTHONPATH": str(path), "VERL_PATCHES": CPU, "RAY_TMPDIR": ray_folder, "GLOO_SOCKET_IFNAME": "of_the_node"}

@@ -1,6 +1,7 @@
-"""Rows around verl's trainer and workers have their effect, and the effect is gone when they are switched off.
+"""Test that patches of verl's trainer and workers have their effect, and that it is gone when they are off.
 
-Not here: update.fit_as_run and model.train_dtype, without which no run of tests/loop has a record, or is exact in fp32.
+update.fit_as_run and model.train_dtype are left out: without them no run of tests/loop has a record, or is exact in
+fp32.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The controller's side of a run: its table, the proofs before step 1, and how it names dead workers."""
+"""Test the controller's side of a run: its table, the proofs before step 1, and how it names dead workers."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ REPORT = {  # what a worker reports of a step in which nothing happened
 
 @pytest.fixture
 def made(tmp_path):
-    """A Run that writes to tmp_path, with a group that runs step 7."""
+    """Make a Run that writes to tmp_path, with a group that runs step 7."""
     made = object.__new__(run.Run)
     made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
     made.emulated = made.checkpoints = made.fixed_data = None
@@ -40,7 +40,7 @@ def made(tmp_path):
 
 
 def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective="rl", log=dict, **bounds):
-    """The progress lines of these steps; `bounds`: of recipe.alarms; `val`: {step: score} of validations."""
+    """Return the progress lines of these steps; `bounds`: recipe.alarms; `val`: {step: score} of validations."""
     report = {**REPORT, "skipped": skipped}
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     recipe = Recipe(
@@ -108,7 +108,7 @@ def test_dead_workers_are_named_with_rank_pid_node_and_step(made):
 
 
 def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made):
-    """Without a dead worker the step's own error stays."""
+    """Check also that without a dead worker the step's own error stays."""
     made.places, made.prove, made.wrap_groups = {1: "pid 101 on here"}, lambda: None, lambda: None
 
     def fit():
@@ -138,7 +138,7 @@ def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
 
 @pytest.fixture
 def prove(monkeypatch):
-    """prove(states of two workers) -> lines of progress after Run.prove with a catalogue of one row for workers."""
+    """Return prove(states of two workers) -> progress lines after Run.prove with a table of one row for workers."""
     off = PatchSpec("a.off", "no_such_module_here:g", "wrap", "o:f", "w", "e")
     row = PatchSpec("a.b", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
     current = engine.Engine([row, off], Switches("pypi", "cpu", ("-a.off",), drift="warn"))
@@ -171,7 +171,7 @@ def test_a_drifted_row_is_reported_if_it_is_in_all_workers_and_refused_if_in_som
 
 @pytest.mark.parametrize("dead", [[], [3]])
 def test_the_reason_is_recorded_before_a_checkpoint_is_waited_for(made, monkeypatch, dead):
-    """What ends the process meanwhile, such as the watch, would hide it."""
+    """Check this because an end of the process meanwhile, such as by the watch, would hide the reason."""
     seen = []
 
     def give_up(wait):

@@ -1,4 +1,4 @@
-"""Steps with NaN or infinite gradients: left out on all ranks, counted and named."""
+"""Test steps with NaN or infinite gradients: left out on all ranks, counted and named."""
 
 import math
 import os
@@ -15,7 +15,7 @@ STEPS = [None, (1, "dense1", NAN), None, (0, "expert", INF), (1, "dense3", -INF)
 
 @pytest.fixture(scope="module", params=["pypi", "a3"])
 def ranks(request, run_ranks, a3_sources):
-    """What two ranks found, [kind of optimizer] -> [rank]."""
+    """Return the findings of two ranks, [kind of optimizer] -> [rank]."""
     env, off = None, ""
     if request.param == "a3":
         env = {"PYTHONPATH": os.pathsep.join(map(str, a3_sources("verl", "Megatron-LM")))}

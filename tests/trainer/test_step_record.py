@@ -1,4 +1,4 @@
-"""The record of one step, its row in the table, and its rates, by hand from metrics and reports."""
+"""Test the record of one step, its row in the table, and its rates, by hand from metrics and reports."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A validation's metrics: pass@k by hand and against all draws, and what of verl's metrics the record keeps."""
+"""Test a validation's metrics: pass@k by hand and against all draws, and verl's metrics that the record keeps."""
 
 import itertools
 
@@ -22,7 +22,7 @@ REWARDS = [1, 0, 0, 0, 0, 1, 1, 0]  # 1 of 4 and 2 of 4
 
 
 def metrics_of(sources=SOURCES, prompts=PROMPTS, **infos):
-    """Names and values as verl's _validate makes them of the wrapped function's answer."""
+    """Return names and values as verl's _validate makes them from the wrapped function's answer."""
     found = with_pass_at_k(process_validation_metrics)(sources, prompts, infos)
     return {
         (source, name, metric): v for source, a in found.items() for name, b in a.items() for metric, v in b.items()

@@ -1,4 +1,4 @@
-"""Both sides of the calls of a step have equal signatures: trainer/worker_group.py, and the workers' classes."""
+"""Test that both sides of a step's calls have equal signatures: trainer/worker_group.py and the workers' classes."""
 
 import ast
 import inspect
@@ -24,13 +24,13 @@ def worker_of(name, actor=RecipeWorker):
 
 
 def sent(method):
-    """{parameter: type} of what the trainer sends; keywords of a worker are its own, inside the process."""
+    """Return {parameter: type} of the trainer's arguments; keywords of a worker are its own, inside the process."""
     types, kinds = typing.get_type_hints(method), inspect.signature(method).parameters
     return {n: types[n] for n, p in kinds.items() if n != "self" and p.kind != p.KEYWORD_ONLY}
 
 
 def answer(name, method):
-    """The type that the trainer gets of a worker's method, by the way in which verl collects it."""
+    """Return the type that the trainer gets from a worker's method, by the way in which verl collects it."""
     mode, one = getattr(method, MAGIC_ATTR)["dispatch_mode"], typing.get_type_hints(method)["return"]
     if mode != Dispatch.ONE_TO_ALL:
         assert set(sent(method).values()) == {DataProto}, f"{name}: verl splits a DataProto only"
@@ -40,7 +40,7 @@ def answer(name, method):
 
 
 def differences(calls, worker_of):
-    """{method: (what the trainer has, what the worker has)} of those that differ."""
+    """Return {method: (the trainer's signature, the worker's)} of those that differ."""
     found = {}
     for name, call in calls.items():
         method = getattr(worker_of(name), name, None)
@@ -67,7 +67,7 @@ class OtherPayload(RecipeWorker):
 
 @pytest.mark.parametrize("changed", [OtherName, OtherPayload])
 def test_a_change_of_one_side_is_found(changed):
-    """Control."""
+    """Change one side, as a control."""
     method = vars(changed)["update_cached"]
     if method is not None:
         setattr(method, MAGIC_ATTR, {"dispatch_mode": Dispatch.ONE_TO_ALL})

@@ -1,6 +1,6 @@
-"""The trainer's calls of a step: recording and replay, the sampled check, the pass that is left out, the tensor cache.
+"""Test the trainer's calls of a step: recording and replay, the sampled check, skipped passes, the tensor cache.
 
-Whole runs: tests/loop/test_smoke.py, tests/loop/test_truth_control.py.
+tests/loop/test_smoke.py and tests/loop/test_truth_control.py have whole runs.
 """
 
 import functools
@@ -35,7 +35,7 @@ REPLAY = {"recipe.rollout.replay": "outputs/x"}
 
 @functools.cache
 def four_ranks():
-    """Four ranks of EP4, which train at dp 4 with micro batches of 2; vLLM has two replicas."""
+    """Return a run of four ranks of EP4, which train at dp 4 with micro batches of 2; vLLM has two replicas."""
     rollout = "actor_rollout_ref.rollout"
     settings = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
     settings += ["data.train_batch_size=8", "data.max_prompt_length=3", f"data.max_response_length={LENGTH}"]
@@ -44,13 +44,13 @@ def four_ranks():
 
 
 def run_with(**recipe):
-    """`four_ranks` with other keys of sections of `recipe`."""
+    """Return `four_ranks` with other keys of sections of `recipe`."""
     keys = {f"recipe.{name}.{key}": value for name, section in recipe.items() for key, value in section.items()}
     return changed(four_ranks(), keys)
 
 
 class Workers:
-    """Four ranks, two replicas; the actor's log-prob of token t is -t, vLLM's of the last replica is 0.25 more."""
+    """Stand in for four ranks, two replicas: the actor's log-prob of token t is -t, the last replica's 0.25 more."""
 
     world_size = 4
 
@@ -92,7 +92,7 @@ def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
 
 
 def generate(group, batch):
-    """The next step's responses; verl's trainer counts the steps."""
+    """Generate the next step's responses; verl's trainer counts the steps."""
     group._trainer.global_steps += 1
     return group.generate_sequences(batch)
 
@@ -103,7 +103,7 @@ def prompts(start=0, **meta):
 
 
 def scored(output, order=(2, 0, 3, 1), **columns):
-    """The batch of an update: responses in the order of verl's balancing, with uids, rewards and their parts."""
+    """Return the batch of an update: responses in the order of verl's balancing, with uids, rewards and parts."""
     uids = np.array([str(UUID(int=row // 2)) for row in range(4)], dtype=object)
     output.batch["token_level_scores"] = torch.tensor([[0.0, row / 4] for row in range(4)])
     batch = DataProto.from_dict(tensors=dict(output.batch), non_tensors={"uid": uids, **columns})
@@ -113,7 +113,7 @@ def scored(output, order=(2, 0, 3, 1), **columns):
 
 @pytest.mark.parametrize("updates", [["actor"], ["critic"], ["critic", "actor"]])
 def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses(tmp_path, updates):
-    """Also in verl's critic warm-up, whose steps have no update of the actor; a later update writes nothing."""
+    """Check also verl's critic warm-up, whose steps have no update of the actor; a later update writes nothing."""
     group, _ = group_of(tmp_path)
     critic, workers = group_of(actor=group)
     workers.update_critic = lambda batch: "metrics"
@@ -178,7 +178,7 @@ def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
 
 
 def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(tmp_path):
-    """Start 2 goes on after step 1: the second step that start 1 recorded is not the run's."""
+    """Let start 2 go on after step 1: the second step that start 1 recorded is not the run's."""
     first, second = (tmp_path / take_start([tmp_path], parent, None) for parent in (None, ("0001", 1)))
     group = group_of(first / "rollouts")[0]
     generate(group, prompts())
@@ -197,7 +197,7 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
 
 @pytest.mark.parametrize(("meta", "place"), [({"validate": True}, (VALIDATE, 1)), ({"do_sample": False}, ("", 0))])
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
-    """The controller is in validate from its first batch to the next step."""
+    """Check that the controller is in validate from its first batch to the next step."""
     group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
     heartbeat.here().start(tmp_path / "beats", "controller")
     try:
@@ -227,7 +227,7 @@ def test_every_nth_step_from_the_first_on_is_checked():
 
 
 def test_the_pass_for_old_log_probs_is_left_out():
-    """verl 0.4.0 compares vLLM's log-probs with old ones as soon as a batch has them: it gets none of the two."""
+    """Give verl 0.4.0 neither log-probs: it compares vLLM's with old ones as soon as a batch has them."""
     calls = []
     group, workers = group_of(calls=calls, train={"skip_old_log_prob": True})
     output = generate(group, prompts())
@@ -246,7 +246,7 @@ def test_the_pass_for_old_log_probs_is_left_out():
 
 
 def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
-    """Of recipe.keep_groups: one weight sync and one sleep; the check is asked for before the first batch."""
+    """Check recipe.keep_groups: one weight sync and one sleep; the check is requested before the first batch."""
     group, workers = group_of(keep_groups={"metric": "score"}, logprob_check={"every": 1})
     ended, end_rollout = [], workers.end_rollout
     workers.end_rollout = lambda: ended.append(len(workers.generated)) or end_rollout()

@@ -1,4 +1,4 @@
-"""What workers are told without the launcher: the driver's VERL_PATCHES, in every process of a real Ray too."""
+"""Test the settings that workers get without the launcher: the driver's VERL_PATCHES, with a real Ray too."""
 
 import json
 import socket
@@ -60,7 +60,7 @@ print("told", *job())
 
 @pytest.mark.slow
 def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(tmp_path, ray_folder):
-    """Row dispatch.send_switches, in a Python with the .pth file; `verl` reports whether the prelude came first."""
+    """Test row dispatch.send_switches in a Python with the .pth file; `verl` reports whether the prelude came first."""
     (tmp_path / "verl.py").write_text("import sys\nsaid = 'verl_patches.prelude_patch' in sys.modules\n")
     python = python_with_prelude(tmp_path)
     env = {"PYTHONPATH": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin", "RAY_TMPDIR": ray_folder}
@@ -109,7 +109,7 @@ print(json.dumps(answers))
 
 @pytest.mark.slow
 def test_training_workers_get_engine_and_interface_from_the_controller(ray_folder, run_python):
-    """Nothing was sent; another process; a training worker; two nodes that would meet over the loopback."""
+    """Check nothing sent, another process, a training worker, and two nodes that would meet over the loopback."""
     done = run_python(SETTINGS, env={"RAY_TMPDIR": ray_folder}).check()
     unsent, other, worker, loopback = json.loads(done.out.splitlines()[-1])
     assert unsent == other == [[], None] and worker == [[{"layers": 4}], "lo"]

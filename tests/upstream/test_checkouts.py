@@ -1,4 +1,4 @@
-"""Upstream trees: found or refused by name, and on the path before anything installed."""
+"""Test upstream trees: found or refused by name, and on the path before anything installed."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout
 
 @pytest.mark.parametrize("given", [True, False], ids=["upstream", "image"])
 def test_a_printed_command_has_the_trees_and_all_that_the_image_has_on_its_path(upstream, given):
-    """What stands before `ray start`, as a shell takes it; without a value before there is no empty entry."""
+    """Check the words before `ray start` in a shell; without an earlier value there is no empty entry."""
     run = replace(composed(LARGE), trees=trees_of(upstream) if given else trees_of())
     wanted = [str(path) for path in (REPOSITORY, *run.trees.folders)]
     for printed in commands(run, LARGE, ())[:3]:

@@ -1,4 +1,4 @@
-"""configs/Dockerfile.a3 has the versions of the pin file, its shell commands run, and a container gets every device."""
+"""Test that configs/Dockerfile.a3 has the pinned versions, its commands run, and a container gets every device."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def test_the_arguments_are_the_pins():
 
 
 def test_no_run_loads_torch_npu_without_a_driver():
-    """`import torch` would. An argument is in the environment of its stage's later RUNs and of stages FROM it."""
+    """Check this because `import torch` would; an ARG is set in its stage's later RUNs and in stages FROM it."""
     argument = FOUND.index(("ARG", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"))
     before, after = FOUND[:argument], FOUND[argument:]
     assert [rest.rpartition(" AS ")[2] for word, rest in before if word == "FROM"][-1] == "base"
@@ -84,7 +84,7 @@ def test_a_yum_mirror_replaces_the_hosts_of_the_repositories(tmp_path, mirror):
 
 
 def test_every_bash_of_a_container_has_canns_environment(tmp_path):
-    """The RUN that writes it, over a folder that stands for the root."""
+    """Run the RUN that writes it, over a folder that stands for the root."""
     (write,) = [rest for rest in RUNS if "DEEPSEEKV3_ENV" in rest]
     for name in ("usr/local/Ascend/ascend-toolkit", "usr/local/Ascend/nnal/atb", "etc/profile.d"):
         (tmp_path / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""scripts/fetch_upstream.sh in a copy of this repository whose line a3 has one small repository more.
+"""Test scripts/fetch_upstream.sh in a copy of this repository whose line a3 has one small repository more.
 
 The last test fetches the real verl.
 """
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # each starts processes
 
 
 def fetch(root: Path, *arguments: object, **env: str) -> tuple[int, str]:
-    """Return the exit code of the script and what it printed."""
+    """Run the script and return its exit code and output."""
     path = os.pathsep.join((env.pop("programs", ""), str(Path(sys.executable).parent), os.environ["PATH"]))
     command = ["bash", str(root / "scripts/fetch_upstream.sh"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env, "PATH": path})
@@ -25,7 +25,7 @@ def fetch(root: Path, *arguments: object, **env: str) -> tuple[int, str]:
 
 
 class Small:
-    """A repository of two commits, its bare mirror, and a copy of this project that pins the first commit."""
+    """Hold a repository of two commits, its bare mirror, and a copy of this project that pins the first commit."""
 
     def __init__(self, folder: Path, project: Path):
         self.work, self.project, self.dest = folder / "work", project, folder / "dest"

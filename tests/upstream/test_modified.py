@@ -1,4 +1,4 @@
-"""Nothing modified passes as its pin: checkouts by git, packages by RECORD, refused at a start or recorded as dirty."""
+"""Test that modified sources never pass as their pin: checkouts by git, packages by RECORD, at a start or recorded."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ FILES = {
 
 @pytest.fixture
 def tree(tmp_path):
-    """A clone of one commit, and the line that pins it."""
+    """Make a clone of one commit, and the line that pins it."""
     folder = tmp_path / "verl"
     folder.mkdir()
     git(folder, "init", "-q")
@@ -48,7 +48,7 @@ def write(folder, files):
 
 
 def test_files_that_are_no_change(tree):
-    """The prelude line, what git ignores, executable bits; whoever owns the clone."""
+    """Accept the prelude line, ignored files and executable bits, whoever owns the clone."""
     write(tree[0], {WORKER: f"{LINE}\n{WORKER_TEXT}", "verl/__pycache__/a.pyc": "x", "verl/_version.py": "v = 1"})
     (tree[0] / "verl/a.py").chmod(0o755)
     assert found(tree).state == "fine" and found(tree).details == ()
@@ -85,7 +85,7 @@ def test_a_tree_that_cannot_be_compared_is_a_problem(tree):
 
 @pytest.fixture
 def installed(tmp_path):
-    """A function: the finding about a small verl that is installed in tmp_path and whose RECORD is pinned."""
+    """Return a function that checks a small verl, installed in tmp_path, whose RECORD is pinned."""
     install(tmp_path, "verl", "0.4.0", {"verl/a.py": "a = 1\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT})
     record = tmp_path / "verl-0.4.0.dist-info/RECORD"
     digests = {"verl": (record_digest("verl", record),)}
@@ -130,7 +130,7 @@ def run_over(line: str, trees: Trees, drift: str = "strict") -> RunSpec:
 
 @pytest.mark.slow
 def test_a_start_over_an_edited_package_is_refused_or_marked(tmp_path):
-    """The installed packages as they are, then a copied verl with one edit in a file that no row targets."""
+    """Start over the installed packages, then over a copied verl with one edit in a file that no row targets."""
     assert refuse_modified(run_over("pypi", Trees())) == {}
     shutil.copytree(installed_root("verl") / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     trees = Trees(("--verl-path", str(tmp_path)), (tmp_path,), tmp_path)
@@ -145,7 +145,7 @@ def test_a_start_over_an_edited_package_is_refused_or_marked(tmp_path):
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_the_trees_of_line_a3(pytestconfig, tmp_path):
-    """As fetched, all are the pin; one edit in a file of MindSpeed-LLM that no row targets is refused and named."""
+    """Accept the fetched trees; one edit in a file of MindSpeed-LLM that no row targets is refused and named."""
     given = Path(pytestconfig.getoption("--upstream")).absolute()
     line, trees = load_pins().line("a3"), trees_of(given)
     assert [f for f in source_findings(line, roots_of("a3", trees)) if f.state != "fine"] == []

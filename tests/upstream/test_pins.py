@@ -1,4 +1,4 @@
-"""The pin file: its schema, the variables that the pins really read, and that nothing writes a pin down differently."""
+"""Test the pin file: its schema, the variables that the pins really read, and that no file states another pin."""
 
 import pytest
 import yaml

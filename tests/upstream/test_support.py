@@ -36,7 +36,7 @@ OTHER = {  # another value than a neutral one, for keys of every kind
 
 
 def failed(overrides):
-    """Details of the keys that the line of the tiny run cannot act on."""
+    """Return details of the keys that the line of the tiny run does not support."""
     return [check.detail for check in support_checks(composed(TINY, overrides)) if not check.ok]
 
 
@@ -107,7 +107,7 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
-    """layers_per_stage too; expert_split is a layout's, balanced_routing is refused by its value.
+    """Check layers_per_stage too; expert_split is a layout's, balanced_routing is refused by its value.
 
     skip_old_log_prob, routing replay, skipped steps and importance_ratio are for both lines.
     """

@@ -1,4 +1,4 @@
-"""`versions` on a made-up machine that holds the whole a3 line, and with one thing wrong at a time."""
+"""Test `versions` on a made-up machine that holds the whole a3 line, and with one fault at a time."""
 
 import json
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def ascend(tmp_path):
 
 @pytest.fixture
 def clones(tmp_path):
-    """Small clones in place of upstream's, and the pin file with their hashes."""
+    """Make small clones in place of upstream's, and the pin file with their hashes."""
     pins, made = load_pins(), {}
     for name, pin in pins.line("a3").repositories.items():
         folder = tmp_path / "upstream" / name
@@ -52,7 +52,7 @@ def clones(tmp_path):
 
 @pytest.fixture
 def machine(ascend, clones, monkeypatch):
-    """What `compare` finds on a machine that holds line a3, but for some changes of Machine's fields."""
+    """Return the findings of `compare` on a machine that holds line a3, with some changes of Machine's fields."""
     folder, pins = clones
     packages = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}

@@ -1,4 +1,4 @@
-"""Checkpoints of every rank's part, written by one layout and library and read by another; nothing is built or started.
+"""Test checkpoints of each rank's part, written by one layout and library and read by another, without any model.
 
 Native parameters are packed by hand as each library packs them; optimizer shards are cut at random places, as a
 distributed optimizer cuts them.
@@ -61,14 +61,17 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def whole():
-    """{role: {HF name: tensor}}; main parameters differ from the weights, so that none is taken for the other."""
+    """Return {role: {HF name: tensor}}; main parameters differ from the weights, so that a mix-up shows."""
     generator = torch.Generator().manual_seed(0)
     roles = ("weight", "main", *MOMENTS)
     return {r: {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters} for r in roles}
 
 
 class Optimizer:
-    """What a checkpoint looks at of Megatron's DistributedOptimizer; `ranges`: {id of a parameter: (start, stop)}."""
+    """Stand in for the parts of Megatron's DistributedOptimizer that a checkpoint reads.
+
+    `ranges`: {id of a parameter: (start, stop)}.
+    """
 
     def __init__(self, native, ranges):
         held = [
@@ -88,7 +91,7 @@ class Optimizer:
 
 
 def ranges_of(native, layout, rank):
-    """Each parameter cut at random over its replicas."""
+    """Cut each parameter at random over its replicas."""
     at, found = layout.coordinates(rank), {}
     for number, chunk in enumerate(native):
         for name, parameter in chunk.items():
@@ -103,7 +106,7 @@ def ranges_of(native, layout, rank):
 
 
 def rank_state(whole, text, rank, storage, half, filled):
-    """The state of one rank; not `filled`: as before a checkpoint is loaded, zeros and no moments."""
+    """Return the state of one rank; not `filled`: as before a checkpoint is loaded, zeros and no moments."""
     layout = parse_layout(text)
     packed = {role: pack(tensors, INVENTORY, layout, rank, storage) for role, tensors in whole.items()}
     native = packed["weight"]
@@ -182,7 +185,7 @@ def small(tmp_path, whole):
 @pytest.mark.parametrize("text", ["ep2 @2", "tp2 etp1 ep2 @2"])
 @pytest.mark.parametrize("place", [-1, 0.4, 0.7])
 def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, text, place):
-    """In one read: in the layout that wrote, and in another, where ranks need parts of the stored tensors."""
+    """Check one read, in the layout that wrote and in another, where ranks need parts of the stored tensors."""
     path = small / tensors_of_rank(1)
     data = bytearray(path.read_bytes())
     data[int(place * len(data)) if place > 0 else -1] ^= 1
@@ -217,7 +220,7 @@ def test_a_state_that_is_in_no_file_is_named(small, whole):
 
 
 def test_a_walk_through_a_stack_finds_every_element_once():
-    """Columns of width 3 in lines of 7: the region's place in each of all ranges of the parameter."""
+    """Walk columns of width 3 in lines of 7: the region's place in each of all ranges of the parameter."""
     flat, walk = torch.arange(40), Walk(offset=2, width=3, step=7, size=15, columns=False)
     inside = [2 + line * 7 + place for line in range(5) for place in range(3)]
     for first in range(41):
@@ -235,7 +238,7 @@ RECIPE = SimpleNamespace(platform="cpu", timeouts=SimpleNamespace(load_s=60.0))
 
 
 def same_error(folder):
-    """What each rank raises when rank 1 finds a fault and rank 2 fails."""
+    """Return the error of each rank when rank 1 finds a fault and rank 2 fails."""
 
     def problems(folder, rank, world_size):
         if rank == 2:
@@ -259,7 +262,7 @@ def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):
 
 
 def arrived_at_each_collective(folder):
-    """How many ranks had ended their reading when this one began each collective of a load; rank 1 is the last."""
+    """Return how many ranks had read when this one began each collective of a load; rank 1 is the last to read."""
     found, store = [], dist.distributed_c10d._get_default_store()
 
     def problems(folder, rank, world_size):
@@ -284,7 +287,7 @@ def arrived_at_each_collective(folder):
 
 
 def test_ranks_of_slow_disks_are_not_waited_for_in_a_collective(ranks4):
-    """HCCL would end it: its limit does not know recipe.timeouts.load_s."""
+    """Check this because HCCL would end the collective: its limit is independent of recipe.timeouts.load_s."""
     assert ranks4.run(arrived_at_each_collective, "/c/global_step_3") == [[4]] * 4
 
 

@@ -1,4 +1,4 @@
-"""Conversions: bit for bit there and back, as Megatron's libraries name and cut them, and going on after a kill."""
+"""Test conversions: bit-equal there and back, named and cut as by Megatron's libraries, and going on after a kill."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
 def test_round_trip_of_random_models_and_layouts(tmp_path, seed):
-    """HF to Megatron, to Megatron of another layout, to HF: every tensor equal."""
+    """Convert HF to Megatron, to Megatron of another layout, to HF: every tensor must be equal."""
     config, layout, other = random_case(seed)
     expected = make_folder(tmp_path / "hf", config, seed, files=1 + seed % 3)
     done = run(tmp_path / "hf", tmp_path / "megatron", layout, line="pypi")
@@ -80,7 +80,7 @@ NAMED = {  # layout -> line, what the library calls its storage, a file and the 
 
 @pytest.mark.parametrize("text", NAMED)
 def test_a_rank_has_its_librarys_parameters_in_megatrons_file(tmp_path, text):
-    """Names, shapes and bytes are those that tests/layout packs by hand; torch reads the file with weights_only."""
+    """Compare names, shapes and bytes with those that tests/layout packs by hand; torch reads with weights_only."""
     (line, storage, place, rank), layout = NAMED[text], parse_layout(text)
     tensors = make_folder(tmp_path / "hf", SMALL)
     run(tmp_path / "hf", tmp_path / "out", layout, line=line)

@@ -1,4 +1,4 @@
-"""FP8 against the format's definition, written out here; blocks and their scales: test_convert.py."""
+"""Test FP8 against the format's definition, written out here; test_convert.py tests blocks and their scales."""
 
 import numpy
 import pytest
@@ -11,7 +11,7 @@ BLOCK = (128, 128)
 
 
 def value_of(byte):
-    """e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, 0x7f is NaN."""
+    """Return an e4m3fn value: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, 0x7f is NaN."""
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return float("nan") if byte & 127 == 127 else -size if sign else size

@@ -1,4 +1,4 @@
-"""Weights that are damaged, not finite or not whole are refused by name; nothing of them looks complete."""
+"""Test that damaged, infinite or incomplete weights are refused by name, and that no part of them looks complete."""
 
 import json
 import os
@@ -31,7 +31,7 @@ HEAD, SCALES = "lm_head.weight", f"{DOWN}_scale_inv"
 
 
 def is_incomplete(folder):
-    """Whether nothing passes the folder for complete, nor a file for finished that is not."""
+    """Return whether the folder does not look complete and no unfinished file looks finished."""
     return not list(folder.rglob("*.partial")) and not any((folder / last).exists() for last in (m.TRACKER, INDEX))
 
 
@@ -51,7 +51,7 @@ def flip(path, at=-1):
 
 
 def place_of(folder, key):
-    """(file, offset of the last byte) of a stored tensor: one bit there changes a value a little."""
+    """Return (file, offset of the last byte) of a stored tensor: one bit there changes a value a little."""
     (file,) = (file for file in m.read_manifest(folder).files if file.tensors)
     end = file.size_bytes
     for tensor in reversed(file.tensors):
@@ -87,7 +87,7 @@ def test_a_damaged_small_file_is_not_copied(tmp_path, checkpoint, name):
 
 
 def set_one(name, value):
-    """A change of one element of one tensor."""
+    """Return a change of one element of one tensor."""
 
     def change(tensors):
         flat = tensors[name].view(-1)
@@ -122,7 +122,7 @@ def test_a_value_that_is_not_finite_is_refused(tmp_path, source, name, value, wo
 
 
 def test_large_values_are_finite_and_rounding_to_infinity_is_refused(tmp_path):
-    """A sum of large values is infinite although each is finite; fp32 past the largest bf16 is not, in bf16."""
+    """Accept large values although their sum is infinite; refuse fp32 past the largest bf16, infinite in bf16."""
     wide = {name: tensor.float() for name, tensor in make_folder(tmp_path / "bf16", SMALL).items()}
     wide[DOWN][:] = 3e38
     make_folder(tmp_path / "hf", SMALL | {"torch_dtype": "float32"}, tensors=wide)
@@ -139,7 +139,7 @@ def test_large_values_are_finite_and_rounding_to_infinity_is_refused(tmp_path):
 
 
 def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
-    """Its files are links out of the folder."""
+    """Read it although its files are links out of the folder."""
     tensors = make_folder(tmp_path / "blobs", SMALL)
     snapshot = tmp_path / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
 
 
 def put(name, change):
-    """A change of one tensor of a folder."""
+    """Return a change of one tensor of a folder."""
     return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
@@ -169,7 +169,7 @@ def edit_config(folder, **values):
 
 
 def resize(name, size):
-    """A change of the size of a file."""
+    """Return a change of the size of a file."""
     return lambda folder: os.truncate(folder / name, size)
 
 

@@ -1,4 +1,4 @@
-"""Loading into Megatron models: every kind of folder bit for bit, one read for two models, the wait for the slowest."""
+"""Test loading into Megatron models: each kind of folder bit for bit, one read for two models, the wait for a rank."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CONFIG = tiny_config() | {"hidden_size": 192, "intermediate_size": 320, "moe_int
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{name: folder} of the same values; "control" has one other value, "deeper" two layers and one of MTP more."""
+    """Return {name: folder} of equal values; "control" has one other value, "deeper" two layers and one of MTP more."""
     base = tmp_path_factory.mktemp("load")
     _, values = make_fp8_folder(base, CONFIG | {"torch_dtype": "bfloat16"})
     make_folder(base / "bf16", CONFIG, tensors=values)

@@ -1,4 +1,4 @@
-"""The format of checkpoints: what is written is read back, and no state of a folder looks complete but one."""
+"""Test the format of checkpoints: they are read back as written, and only one state of a folder looks complete."""
 
 import errno
 import json

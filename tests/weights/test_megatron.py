@@ -1,4 +1,4 @@
-"""Megatron's checkpoints of others: of MindSpeed-LLM's converters, of training, and pickles that would harm."""
+"""Test Megatron checkpoints of other programs: MindSpeed-LLM's converters, training, and harmful pickles."""
 
 import argparse
 import importlib.util
@@ -36,7 +36,7 @@ SPLIT = {True: "tp_extend_ep", None: "etp"}
 
 @pytest.fixture
 def converter(a3_sources, monkeypatch):
-    """converter(name) is MindSpeed-LLM's script of that name, with the sizes of the tiny model in place of 671B's."""
+    """Return converter(name), MindSpeed-LLM's script of that name with the tiny model's sizes in place of 671B's."""
     (source,) = a3_sources("MindSpeed-LLM")
 
     def load(name):
@@ -89,7 +89,7 @@ def test_mindspeeds_converters_and_ours_read_and_write_the_same(tmp_path, conver
 
 
 def test_layers_that_do_nothing_and_those_of_mtp_are_left_out(tmp_path, converter):
-    """MindSpeed's recipe for 671B: noop layers make stages equal, and the last stage has a layer of MTP."""
+    """Check MindSpeed's recipe for 671B: noop layers make stages equal, and the last stage has a layer of MTP."""
     plain, layer = make_folder(tmp_path / "plain", CONFIG), CONFIG["num_hidden_layers"]
     of_last = f"model.layers.{layer - 1}."
     more = {n.replace(of_last, f"model.layers.{layer}."): t.clone() for n, t in plain.items() if n.startswith(of_last)}
@@ -114,7 +114,7 @@ def test_layers_that_do_nothing_and_those_of_mtp_are_left_out(tmp_path, converte
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of ours, whose files `resave` changes."""
+    """Make a folder of ours, whose files `resave` changes."""
     make_folder(tmp_path / "hf", SMALL)
     run(tmp_path / "hf", tmp_path / "megatron", SMALL_LAYOUT)
     return tmp_path / "megatron"
@@ -128,7 +128,7 @@ def resave(folder, change, **more):
 
 
 def as_trained(args):
-    """A change to what Megatron's save_checkpoint writes: arguments, generators, state_dict's own entries."""
+    """Change the content to that of Megatron's save_checkpoint: arguments, generators, state_dict's own entries."""
 
     def change(state):
         del state["layout"], state["conversion"]
@@ -166,7 +166,7 @@ def test_a_folder_that_does_not_say_how_it_holds_experts_is_not_guessed(tmp_path
 
 
 class Touch:
-    """Would make a file when it is unpickled."""
+    """Make a file when unpickled, which must not happen."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Regions copied from every kind of folder: bit for bit those of complete tensors, few bytes, little memory."""
+"""Test regions copied from each kind of folder: bit-equal to complete tensors' regions, few bytes, little memory."""
 
 import random
 
@@ -22,7 +22,7 @@ ODD = SMALL | {"hidden_size": 300, "intermediate_size": 290, "moe_intermediate_s
 
 
 def some_regions(draw, name, shape, axes):
-    """The complete tensor, halves and random parts of it along each of `axes`."""
+    """Yield the complete tensor, halves and random parts of it along each of `axes`."""
     yield Region(name, 0, 0, shape[0])
     for axis in axes:
         yield Region(name, axis, 0, shape[axis] // 2)
@@ -32,9 +32,9 @@ def some_regions(draw, name, shape, axes):
 
 
 def wrong(folder, expected, seed=0, dtype=torch.float32):
-    """Regions of `folder` that are not those of the tensors `expected`.
+    """Return regions of `folder` that differ from those of the tensors `expected`.
 
-    Megatron's are read along the axis that layouts cut, other folders along all.
+    Megatron's folders are read along the axis that layouts cut, other folders along all.
     """
     draw, found, source = random.Random(seed), [], open_source(folder)
     with WeightReader(source) as reader:
@@ -81,7 +81,7 @@ def test_regions_of_megatrons_files_of_any_layout_are_those_of_the_folder(tmp_pa
 
 
 def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):
-    """210 MB in FP8; less than 60 MB of host memory while they are read: a band, its values in bf16, tables."""
+    """Read 210 MB in FP8 with less than 60 MB of host memory: a band, its values in bf16, tables."""
     config = tiny_config() | {"vocab_size": 520, "hidden_size": 4096, "intermediate_size": 8192, **SMALL}
     config |= {"first_k_dense_replace": 2, QUANTIZATION: QUANTIZED}
     stored = {}
@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):
 
 
 def test_a_sharded_folder_is_read_by_the_bytes_that_a_rank_needs(tmp_path):
-    """Half of the rows, half of the bytes; half of the columns too where these are not too few."""
+    """Read half of the bytes for half of the rows, and for half of the columns unless these are too few."""
     make_folder(tmp_path / "hf", tiny_config() | {"hidden_size": 64, "intermediate_size": 8192})
     run(tmp_path / "hf", tmp_path / "megatron", parse_layout("tp2 @2"))
     name = "model.layers.0.mlp.down_proj.weight"

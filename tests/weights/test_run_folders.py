@@ -1,6 +1,6 @@
-"""Folders of a run: how starts are numbered, chained and found, which checkpoints belong to a chain and which go.
+"""Test folders of a run: how starts are numbered, chained and found, and which checkpoints a chain has and removes.
 
-Checkpoints elsewhere and totals: tests/run/test_run_folder.py.
+tests/run/test_run_folder.py tests checkpoints elsewhere and totals.
 """
 
 import json
@@ -37,7 +37,7 @@ def names(folder):
 
 
 def saved(start):
-    """{step: start} of the checkpoints of its chain."""
+    """Return {step: start} of the checkpoints of a start's chain."""
     return {step: path.parents[1].name for step, path in chain_of_start(read_start(start)).checkpoints().items()}
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_record_is_named(tmp_path, text):
 
 
 def test_a_chain_has_of_each_ancestor_the_steps_up_to_the_one_gone_on_after(tmp_path):
-    """Start 3 goes on from step 4 of start 2, and 4 again from step 2 of 1: a fork."""
+    """Check a fork: start 3 goes on from step 4 of start 2, and start 4 from step 2 of start 1."""
     home = tmp_path / "r"
     first = make_start(home, (1, 2, 3))
     second = make_start(home, (4, 5), ("0001", 3))

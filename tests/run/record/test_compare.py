@@ -1,4 +1,4 @@
-"""Mean errors against the formulas of the pages that define them, verdicts, baselines, and the command."""
+"""Test mean errors against the formulas of the pages that define them, verdicts, baselines, and the command."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from verl_patches.weights.run_folders import take_start
 
 
 def strictly(text):
-    """JSON as other programs read it: without NaN and Infinity."""
+    """Parse JSON as other programs do, without NaN and Infinity."""
 
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
@@ -33,7 +33,7 @@ def curves(name="a", **values):
 
 
 def test_the_formula_of_the_pages():
-    """sum_i |loss_i of the NPU - loss_i of the GPU| / N x 100 %, N: the steps (OpenRLHF's README for Ascend)."""
+    """Check sum_i |loss_i of the NPU - loss_i of the GPU| / N x 100 %, N: the steps (OpenRLHF's README for Ascend)."""
     npu, gpu = [2.00, 1.50, 1.25, 1.00], [2.02, 1.47, 1.25, 1.03]
     (error,) = errors_of(curves(loss=npu), curves(loss=gpu))
     assert error.absolute == pytest.approx((0.02 + 0.03 + 0 + 0.03) / 4) and error.steps == 4
@@ -45,7 +45,7 @@ def test_the_formula_of_the_pages():
 
 @given(STEPS, st.floats(0, 10), st.dictionaries(st.integers(51, 99), NUMBERS))
 def test_curves_of_a_known_error_have_it(pairs, error, alone):
-    """b is a moved by `error`, up or down, at each step; steps that one has alone do not count."""
+    """Move b from a by `error`, up or down, at each step; steps that only one has do not count."""
     a = {step: value for step, (value, _) in pairs.items()}
     b = {step: value + (error if sign >= 0 else -error) for step, (value, sign) in pairs.items()}
     (found,) = errors_of(curves(reward=a | alone), curves(reward=b))
@@ -133,7 +133,7 @@ def test_a_baseline_is_read_as_it_was(tmp_path):
 
 @pytest.fixture
 def sources(tmp_path):
-    """Folders: a run, and a verl log whose rewards are 0.01 higher, and 0.1."""
+    """Make folders of a run, and of verl logs whose rewards are 0.01 and 0.1 higher."""
     run = tmp_path / "run"
     written(run / take_start([run], None, None) / "metrics.jsonl", rows())
     for name, more in (("near", 0.01), ("far", 0.1)):

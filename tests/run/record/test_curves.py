@@ -1,4 +1,4 @@
-"""Curves from the files of each framework: the same numbers by the same steps, and a sentence for damaged files."""
+"""Test curves from each framework's files: the same numbers at the same steps, and a sentence for damaged files."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def test_jsonl_takes_a_rows_step_or_its_number(tmp_path):
 
 
 def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
-    """metrics.jsonl has finite numbers alone, and a step without its reward is not one that was not compared."""
+    """Keep a step without its reward as NaN, because metrics.jsonl has finite numbers alone and the step must count."""
     start = tmp_path / take_start([tmp_path], None, None)
     made = rows()
     del made[1]["critic/score/mean"]
@@ -103,7 +103,7 @@ def test_a_run_on_fixed_data_has_no_reward(tmp_path):
 
 @pytest.mark.parametrize("form", ["lines", "csv", "panel"])
 def test_exports_of_wandb(tmp_path, form):
-    """`run.history()` as CSV or JSON lines, and the CSV of a panel; rows of a step may be apart, as wandb has them."""
+    """Read `run.history()` as CSV or JSON lines, and a panel's CSV; a step may have several rows, as in wandb."""
     table = pandas.DataFrame(rows(step="_step"))
     path = tmp_path / ("h.json" if form == "lines" else "h.csv")
     if form == "lines":

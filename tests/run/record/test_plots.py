@@ -1,4 +1,4 @@
-"""Figures of a run and of its memory records: what their axes hold; and the files made of them."""
+"""Test figures of a run and of its memory records: the contents of their axes, and the files made of them."""
 
 import math
 
@@ -21,7 +21,7 @@ def run_of(*rewards):
 
 
 def areas(axes):
-    """{label: (bottoms, tops, first edge, last edge)} of everything drawn, in MB or GB."""
+    """Return {label: (bottoms, tops, first edge, last edge)} of everything drawn, in MB or GB."""
     found = {}
     for patch in axes.patches:
         values, edges, baseline = patch.get_data()
@@ -90,7 +90,7 @@ def phase(bytes_, peak=None, **measured):
 
 
 def memory_run(*numbers, update=8, **measured):
-    """A run whose phase update has the highest peak: 4 MB of parameters and `update` MB of gradients."""
+    """Make a run whose phase update has the highest peak: 4 MB of parameters and `update` MB of gradients."""
     phases = {
         "reshard": phase({"actor_params": 4, "grads": 0}, 5),
         "update": phase({"actor_params": 4, "grads": update}, **measured),

@@ -1,4 +1,4 @@
-"""The files of a run as commands read them: whole, damaged, and with texts that a terminal would act on."""
+"""Test reading the files of a run: whole, damaged, and with texts that a terminal would interpret."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_the_summary_of_another_program_is_one_sentence_also_where_a_later_start
 
 
 def test_texts_of_a_run_are_shown_as_text(call, tmp_path):
-    """Rich's markup, escapes of a terminal, Markdown and TeX."""
+    """Check Rich's markup, escapes of a terminal, Markdown and TeX."""
     folder = written(tmp_path / "r", run_of(r"a[red]$\frac|b", exit=HOSTILE))
     code, out, _ = call(["status", str(folder)])
     assert code == 1 and r"a[red]b[/c]\x1b[31m\x07 $\frac|<b>" in out and "\x1b" not in out

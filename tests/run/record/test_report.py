@@ -1,4 +1,4 @@
-"""Reports of recorded runs: figures against ones worked out by hand, several runs side by side, and what is refused."""
+"""Test reports of recorded runs: figures against ones computed by hand, several runs side by side, and refusals."""
 
 import json
 import re
@@ -36,14 +36,14 @@ def run_of(name="a", speed=1.0, **more):
 
 
 def written(home, summary, parent=None):
-    """The folder of a new start of the run `home`, with this record."""
+    """Make the folder of a new start of the run `home`, with this record."""
     folder = home / take_start([home], parent, None)
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
 def values(summary):
-    """{name: value}, and {(name, over): value} of names that a report has twice."""
+    """Return {name: value}, and {(name, over): value} of names that a report has twice."""
     found = report.figures(summary)
     return {name: value for (name, _), value in found.items()} | found
 
@@ -68,7 +68,7 @@ CORE = "val-core/maths/reward/mean@4"
 
 
 def validated(summary, before, **of_steps):
-    """The summary with validations: before the first step, and {"step2": score}."""
+    """Return the summary with validations: before the first step, and {"step2": score}."""
 
     def val(score):
         return {"score": score, "metrics": {CORE: score, "val-aux/maths/reward/pass@4": 0.875}}
@@ -117,7 +117,7 @@ def test_the_first_step_after_a_resume_is_left_out_too_and_the_seam_is_named(tmp
 
 
 def test_a_run_of_several_starts_is_one_curve_with_its_seams(tmp_path):
-    """Start 2 made step 3 and was lost before it saved; start 3 goes on from step 2 again and validates there."""
+    """Join starts: 2 made step 3 and was lost before it saved; 3 goes on from step 2 again and validates there."""
 
     def part(*numbers, **more):
         steps = [{**step(n, 1.0, 1.0, 10.0), "logprob_delta": {"mean": n / 10, "max": n / 5}} for n in numbers]

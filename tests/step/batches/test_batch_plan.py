@@ -1,4 +1,4 @@
-"""The batch plan: every sample once, verl's mini batches, and sends that equal receives."""
+"""Test the batch plan: every sample once, verl's mini batches, and sends that equal receives."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
+"""Test tensors that stay on the workers: the trainer's messages in their place, and refused configurations."""
 
 import re
 from types import SimpleNamespace
@@ -67,12 +67,12 @@ VALUES = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1))  # per
 
 
 def step_of(send_back=False):
-    """A step whose responses have been placed."""
+    """Return a step whose responses have been placed."""
     return CachedStep(0, WIDTH, True, send_back, lengths=LENGTHS)
 
 
 def answers():
-    """Of two replicas (step/batches/cached_batch.py)."""
+    """Return answers of two replicas (step/batches/cached_batch.py)."""
     found = []
     for placed in PLACED:
         values = [VALUES[s, : LENGTHS[s]] for s in placed]
@@ -82,7 +82,7 @@ def answers():
 
 
 def rows(order, **tensors):
-    """The trainer's batch, ordered by itself."""
+    """Return the trainer's batch, in its own order."""
     mask = mask_of([LENGTHS[s] for s in order], WIDTH)
     return DataProto.from_dict({"sample": torch.tensor(order), "response_mask": mask.long(), **tensors})
 
@@ -118,7 +118,7 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample():
 
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
-    """Also not on the worker, where there are as many values as samples."""
+    """Check this on the worker too, where there are as many values as samples."""
     values, per_token = cached_step._outcome_or_token_values(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
     placement = Placement(np.array([1, 1]), np.array([0, 2]), (1, 2), 0, True)
@@ -129,7 +129,7 @@ def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
 
 
 def prompts(ids=(1, 2), **non_tensors):
-    """Two prompts of the trainer's, as verl's dataset has them; the first has one token more."""
+    """Return two prompts of the trainer's, as verl's dataset has them; the first has one token more."""
     ragged = Ragged(torch.tensor([*ids, 7]), (len(ids), 1))
     mask = mask_of(ragged.lengths, 4, left=True).long()
     batch = {"input_ids": to_padded(ragged, 4, left=True), "attention_mask": mask}
@@ -170,7 +170,7 @@ def test_token_ids_that_three_bytes_do_not_hold_are_refused(wrong):
 
 
 def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
-    """Two responses to each rank's prompt, of unequal lengths."""
+    """Join two responses to each rank's prompt, of unequal lengths."""
     step, given = CachedStep(0, WIDTH, True, False), prompts(raw_prompt_ids=[[1, 2], [7]])
     asked = step.begin(given)
     generated = [([2, 3], [11, 12, 21, 22, 23]), ([1, 3], [31, 41, 42, 43])]

@@ -1,4 +1,4 @@
-"""Calls to all workers: which bytes are serialised, the values that arrive, and the recorded starts."""
+"""Test calls to all workers: serialised bytes, the values that arrive, and the recorded starts."""
 
 import pytest
 from verl.single_controller.base.decorator import Dispatch, register
@@ -21,14 +21,14 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def found(ray_folder, run_ranks):
-    """See dispatch_job.py."""
+    """Return the findings of dispatch_job.py."""
     options = {"patches": "line=pypi,platform=cpu", "backend": None, "env": {"RAY_TMPDIR": ray_folder}}
     return run_ranks("tests.step.batches.dispatch_job:on_and_off", **options)[0]
 
 
 @pytest.mark.slow
 def test_every_large_argument_is_serialised_once(found):
-    """Row dispatch.put_once, with and without it."""
+    """Compare with and without row dispatch.put_once."""
     for case, (large, without) in LARGE.items():
         on, off = (found[way][case] for way in ("on", "off"))
         assert (on["large"], off["large"]) == (large, without) and on["row"]["puts"] >= large, case
@@ -49,7 +49,7 @@ def test_values_and_errors_are_those_of_verl_without_the_row(found):
 
 @pytest.mark.slow
 def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found):
-    """Row dispatch.note_starts."""
+    """Test row dispatch.note_starts."""
     calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]  # two a process
     assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
 

@@ -1,4 +1,4 @@
-"""Dynamic micro batches of line a3 without ranks: order of outputs, and when nothing is changed."""
+"""Test dynamic micro batches of line a3 without ranks: order of outputs, and when nothing is changed."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_outputs_come_back_in_the_order_of_the_batch(rows):
 
 @pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])
 def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypatch, line, on, budget):
-    """Line pypi's verl has dynamic micro batches of its own."""
+    """Check on line pypi, whose verl has dynamic micro batches of its own."""
     monkeypatch.setattr(recipe_worker, "is_on", lambda row: on)
     worker = object.__new__(recipe_worker.RecipeWorker)
     actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 300, "megatron": {"context_parallel_size": 1}}

@@ -1,4 +1,4 @@
-"""Dynamic sampling by verl's own loader, batch and fit() lines: kept groups, columns, counts, bounds, a resumed run."""
+"""Test dynamic sampling by verl's own loader, batch and fit() lines: kept groups, columns, counts, bounds, resume."""
 
 import copy
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ SCORES = torch.tensor(
 
 
 class Data(torch.utils.data.Dataset):
-    """Rows as verl's RLHFDataset gives them."""
+    """Hold rows as verl's RLHFDataset returns them."""
 
     def __len__(self):
         return PROMPTS
@@ -41,7 +41,7 @@ class Data(torch.utils.data.Dataset):
 
 
 class Workers:
-    """Each prompt's responses are its number and theirs."""
+    """Answer each prompt with responses made of its number and theirs."""
 
     def __init__(self):
         self.generated = []
@@ -55,7 +55,7 @@ class Workers:
 
 
 def reward_fn(data, return_dict):
-    """verl's contract; it sees the columns that belong to each response."""
+    """Reward by verl's contract, from the columns of each response."""
     assert return_dict
     golds = [row["ground_truth"] for row in data.non_tensor_batch["reward_model"]]
     prompts, numbers = data.batch["responses"].T
@@ -66,7 +66,7 @@ def reward_fn(data, return_dict):
 
 
 def kept_groups(metric="score", max_batches=4, state=None):
-    """(KeptGroups, its workers, calls), as trainer/run.py puts it in place of the trainer's loader."""
+    """Return (KeptGroups, its workers, calls), which trainer/run.py puts in place of the trainer's loader."""
     config = OmegaConf.create({"recipe": {"keep_groups": {"metric": metric, "max_batches": max_batches}}})
     loader = StatefulDataLoader(Data(), SIZE, drop_last=True, collate_fn=collate_fn)
     if state is not None:
@@ -77,7 +77,7 @@ def kept_groups(metric="score", max_batches=4, state=None):
 
 
 def step_of_fit(kept, batch_dict):
-    """The batch of a step by the lines of RayPPOTrainer.fit at both pins, as it goes into the reward."""
+    """Return a step's batch by the lines of RayPPOTrainer.fit at both pins, as the reward gets it."""
     copied = {k: v if torch.is_tensor(v) else v.copy() for k, v in batch_dict.items()}  # as 54c9b736's from_dict does
     batch = DataProto.from_single_dict(copied)
     gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
@@ -87,7 +87,7 @@ def step_of_fit(kept, batch_dict):
 
 
 def steps(kept, count):
-    """[(prompts of the rows of a step's batch, its report)]."""
+    """Return [(prompts of the rows of a step's batch, its report)]."""
     found = []
     for batch_dict in kept:
         batch = step_of_fit(kept, batch_dict)

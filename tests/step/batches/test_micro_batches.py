@@ -1,4 +1,4 @@
-"""Micro batches: complete, within size and budget, and equally long on all replicas."""
+"""Test micro batches: complete, within size and budget, and equally long on all replicas."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def flat(replicas):
 
 @st.composite
 def shares(draw, size=ONE):
-    """(share, lengths, micro batch size): one mini batch by replica."""
+    """Draw (share, lengths, micro batch size): one mini batch by replica."""
     replicas, micro = draw(st.integers(1, 6)), draw(size)
     each = micro * draw(st.integers(1, 8))
     lengths = draw(st.lists(st.integers(1, 4096), min_size=replicas * each, max_size=replicas * each))
@@ -131,6 +131,6 @@ def test_a_sample_longer_than_the_budget_is_refused():
 
 
 def test_samples_without_tokens_leave_no_micro_batch_empty():
-    """A replica with as many micro batches as another one computes something in each."""
+    """Check that each micro batch of a replica has work, though the number is another replica's."""
     batches = packed([range(2), range(2, 4)], [0, 0, 5, 5], 5, balance=False)
     assert [[len(batch) for batch in own] for own in batches] == [[1, 1], [1, 1]]

@@ -1,4 +1,4 @@
-"""The loss of a mini batch in closed form, whatever its micro batches and data-parallel ranks: verl's losses, fp64."""
+"""Test verl's loss of a mini batch against its closed form in fp64, for any micro batches and data-parallel ranks."""
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,14 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 def batch():
-    """(loss of each token, mask), both [B, S]; ranks differ in their number of tokens."""
+    """Return (loss of each token, mask), both [B, S]; ranks differ in their number of tokens."""
     torch.manual_seed(0)
     lengths = torch.tensor([6, 1, 2, 5, 1, 1, 3, 2])
     return torch.randn(SAMPLES, WIDTH, dtype=torch.float64), torch.arange(WIDTH) < lengths[:, None]
 
 
 def expected(mode):
-    """(loss, gradient to each token's loss) of the whole batch by autograd; modes of sequences: mean over samples."""
+    """Return (loss, gradient to each token's loss) of the batch by autograd; sequence modes average over samples."""
     losses, mask = batch()
     losses.requires_grad_()
     if mode == "token-mean":
@@ -33,13 +33,13 @@ def expected(mode):
 
 
 def of_micro_batches(micro_batches, aggregate, mode):
-    """The loss that Megatron makes of a rank's micro batches."""
+    """Return the loss that Megatron makes of a rank's micro batches."""
     losses = [aggregate(m["losses"], m["attention_mask"][:, -WIDTH:], mode) for m in micro_batches]
     return losses, sum(losses) / len(losses)
 
 
 def measured():
-    """{(mode, cut, ours): (loss as reported, gradient)} of the mean over two data-parallel ranks."""
+    """Return {(mode, cut, ours): (reported loss, gradient)} of the mean over two data-parallel ranks."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
@@ -73,14 +73,14 @@ def measured():
 
 
 class TensorParts(dict):
-    """A micro batch; its length is the number of samples, as a TensorDict's."""
+    """Hold a micro batch, whose length is the number of samples, as a TensorDict's."""
 
     def __len__(self):
         return self["responses"].shape[0]
 
 
 def iter_of(batches, vpp_size):
-    """verl's make_batch_generator without virtual stages."""
+    """Stand in for verl's make_batch_generator without virtual stages."""
     return iter(batches)
 
 

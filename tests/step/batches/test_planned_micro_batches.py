@@ -1,4 +1,4 @@
-"""Dynamic batch size with tensors that stay: verl's split follows the plan, for every replica alike."""
+"""Test dynamic batch size with tensors that stay: verl's split follows the plan, for every replica alike."""
 
 from itertools import chain
 
@@ -22,13 +22,13 @@ def plan(lengths=LENGTHS):
 
 
 def rows(samples):
-    """What verl's actor splits: a row's values are its sample's number."""
+    """Return the batch that verl's actor splits: a row's values are its sample's number."""
     mask = torch.arange(4096) < torch.tensor([LENGTHS[s] for s in samples])[:, None]
     return TensorDict({"attention_mask": mask, "sample": torch.tensor(samples)[:, None]}, batch_size=len(samples))
 
 
 def run(stage, replica, batches, budget=BUDGET):
-    """[batch] -> (micro batches as lists of samples, places) that verl's actor would compute in one stage."""
+    """Return (micro batches as lists of samples, places) of each batch, as verl's actor computes them in one stage."""
     with in_stage(Stage(planned=planned_splits(stage, budget, plan(), replica, LENGTHS))):
         splits = [split(rows(samples), max_token_len=BUDGET) for samples in batches]
     return [([micro["sample"].flatten().tolist() for micro in micros], places) for micros, places in splits]
@@ -46,7 +46,7 @@ def test_an_update_computes_the_plans_micro_batches_in_every_epoch():
 
 
 def test_a_pass_over_all_mini_batches_comes_back_in_order():
-    """As verl's actor puts it back: results of all micro batches joined, then taken by get_reverse_idx."""
+    """Restore the order as verl's actor does: join the results of all micro batches, take them by get_reverse_idx."""
     placed = plan().placed[1]
     ((micros, places),) = run("log_prob", 1, [placed])
     joined = torch.tensor(list(chain.from_iterable(micros)))

@@ -1,4 +1,4 @@
-"""Ragged tensors and their padded form; the batch made of them: test_cached_step.py and tests/loop."""
+"""Test ragged tensors and their padded form; test_cached_step.py and tests/loop test the batch made of them."""
 
 import pytest
 import torch

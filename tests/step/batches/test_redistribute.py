@@ -1,4 +1,4 @@
-"""The exchange between rollout ranks and train replicas, on gloo."""
+"""Test the exchange between rollout ranks and train replicas, on gloo."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

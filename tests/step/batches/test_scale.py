@@ -1,4 +1,4 @@
-"""The tensor cache at the 256-die runs' size: 256 logical ranks as threads, 512 prompts of 16 samples."""
+"""Test the tensor cache at the 256-die runs' size: 256 logical ranks as threads, 512 prompts of 16 samples."""
 
 import functools
 import threading
@@ -27,7 +27,7 @@ def run():
 
 
 def step_of(run, prompts, responses):
-    """(plan, specs) of a step as stage place makes them."""
+    """Return (plan, specs) of a step as stage place makes them."""
     lengths = [a + b for a, b in zip(prompts, responses, strict=True)]
     replicas = train_replicas(run.train)
     plan = plan_batch(replicas, lengths, mini_batch_size=len(lengths), micro_batch_size=1)
@@ -36,7 +36,7 @@ def step_of(run, prompts, responses):
 
 
 def ragged_of(name, samples, spec):
-    """Values that follow from tensor, sample and place."""
+    """Return values that follow from tensor, sample and place."""
     counts = torch.tensor([spec.lengths[sample] for sample in samples])
     place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     values = torch.tensor(samples).repeat_interleave(counts) * 4099 + place * 3 + NAMES.index(name)
@@ -44,7 +44,7 @@ def ragged_of(name, samples, spec):
 
 
 class Hub:
-    """all_to_all_single between threads, the n-th of which is logical rank n; `calls` counts the collectives."""
+    """Run all_to_all_single between threads, the n-th of which is logical rank n; `calls` counts the collectives."""
 
     def __init__(self):
         self.thread, self.barrier = threading.local(), threading.Barrier(WORLD, self._exchange)
@@ -63,7 +63,7 @@ class Hub:
 
 @pytest.mark.slow
 def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatch):
-    """Negative control in the same run: a sample whose holder has another value differs on 32 ranks, and nowhere."""
+    """Check a control in the same run too: a sample whose holder has another value differs on 32 ranks only."""
     tokens = lognormal_lengths(SAMPLES, 0.7, seed=1, group=GROUP)
     prompts = [-(-(1 + 97 * (sample // GROUP) % 199) // SHORTER) for sample in range(SAMPLES)]
     responses = [-(-max(1, n - 200) // SHORTER) for n in tokens]
@@ -73,7 +73,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
 
     @functools.cache
     def expected_of(replica, name):
-        """Values of a tensor on a replica, and the sample of each."""
+        """Return the values of a tensor on a replica, and the sample of each."""
         expected = ragged_of(name, plan.placed[replica], specs[name])
         return expected.values, torch.tensor(plan.placed[replica]).repeat_interleave(torch.tensor(expected.lengths))
 
@@ -110,7 +110,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
 
 
 def test_memory_of_a_die_at_full_length(run):
-    """Held, sent and received of a die by the plan: below what the memory plan counts, and a thousandth of a die."""
+    """Check that a die's held, sent and received bytes are below the memory plan's, and a thousandth of a die."""
     plan, specs = step_of(run, [PROMPT] * SAMPLES, [RESPONSE] * SAMPLES)
     counted = cached_bytes(run) // 8
     for rank in (0, 100, 255):

@@ -1,4 +1,4 @@
-"""The tensor cache: samples in any order, and no tensor outlives its step."""
+"""Test the tensor cache: samples in any order, and no tensor outlives its step."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ def ragged(*samples):
 
 @pytest.fixture
 def cache():
-    """A cache with responses of samples 7, 3 and 5."""
+    """Make a cache with responses of samples 7, 3 and 5."""
     cache = TensorCache()
     cache.put("responses", [7, 3, 5], ragged([70, 71], [], [50]))
     return cache

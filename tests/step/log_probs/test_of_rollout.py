@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens: one a token, in vLLM's order, padded where a response is shorter."""
+"""Test log-probs of sampled tokens: one a token, in vLLM's order, padded where a response is shorter."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ PLAIN = SimpleNamespace()
 
 
 def sample(tokens, log_probs):
-    """vLLM's output of one sequence: it has the sampled token and, if it is another one, the best."""
+    """Return vLLM's output of one sequence, with the sampled token and, if it differs, the best one."""
     pairs = zip(tokens, log_probs, strict=True)
     steps = [{token: SimpleNamespace(logprob=value), -1: None} for token, value in pairs]
     return SimpleNamespace(token_ids=tokens, logprobs=steps)
@@ -24,7 +24,7 @@ class Engine:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was(device):
-    """Row rollout.keep_log_probs."""
+    """Test row rollout.keep_log_probs."""
     rollout = SimpleNamespace(inference_engine=Engine())
 
     def generate_sequences(self, prompts, **kwargs):
@@ -41,7 +41,7 @@ def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was(de
 
 
 class Sampling:
-    """An engine whose n-th sequence is [n] with log-prob -n, and which notes what it is asked for."""
+    """Stand in for an engine whose n-th sequence is [n] with log-prob -n, and which records its requests."""
 
     def __init__(self):
         self.asked = []
@@ -53,7 +53,7 @@ class Sampling:
 
 @pytest.mark.parametrize("kept_by_verl", [False, True])
 def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_gives_them(kept_by_verl):
-    """In whole runs: tests/loop/test_truth_control.py."""
+    """Check the order here; tests/loop/test_truth_control.py has whole runs."""
     engine = Sampling()
     rollout = SimpleNamespace(inference_engine=engine, config=SimpleNamespace(response_length=3072))
     rollout.check_request = CheckRequest(sequences=2, seed=11)

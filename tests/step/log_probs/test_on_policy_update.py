@@ -1,4 +1,4 @@
-"""The update without a pass for old log-probs: refusals, both sides of the call, the loss; no change while off."""
+"""Test the update without a pass for old log-probs: refusals, both sides of the call, the loss; no change while off."""
 
 import math
 import re
@@ -70,7 +70,7 @@ def test_a_correction_needs_comparable_log_probs():
 
 
 def batch(far=0.05):
-    """The batch that verl's trainer gives to update_actor, after the pass for old log-probs."""
+    """Return the batch that verl's trainer passes to update_actor, after the pass for old log-probs."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(4, PROMPT + LENGTH, dtype=torch.int64)
     mask[0, -2:] = 0
@@ -87,7 +87,7 @@ def batch(far=0.05):
 
 
 class Worker:
-    """As ActorRolloutRefWorker.update_actor goes: micro batches, and verl's own loss under our row."""
+    """Update as ActorRolloutRefWorker.update_actor: micro batches, and verl's own loss under our patch."""
 
     loss = staticmethod(on_policy_update.loss_on_policy(compute_policy_loss))
 
@@ -115,7 +115,7 @@ class Worker:
 
 
 def updated(upstream, data):
-    """RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
+    """Run RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
     base = type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)})
     worker = object.__new__(subclass_of(base, RecipeWorker))
     worker.run, worker.recipe = upstream.run_spec, upstream.run_spec.recipe
@@ -157,7 +157,7 @@ def test_skipped_gradients_are_those_of_the_pass():
 
 
 def test_an_update_with_verls_own_loss_is_an_error():
-    """It would take vLLM's log-probs for old ones, which is another gradient."""
+    """Check this because it would take vLLM's log-probs for old ones, which is another gradient."""
     bare = Worker(skip=True)
     bare.loss = compute_policy_loss
     with pytest.raises(RecipeError, match="its loss is not that of row update.loss_on_policy"):
@@ -213,13 +213,13 @@ def test_on_fixed_data_the_ratio_is_one_whatever_the_pass_before_the_update_foun
 
 
 def gspo_loss(new, old, advantages, mask, low, high):
-    """GSPO (arXiv:2507.18071), eq. 5 to 7: advantages [B], all others [B, S]."""
+    """Return the loss of GSPO (arXiv:2507.18071), eq. 5 to 7: advantages [B], all others [B, S]."""
     ratios = (((new - old) * mask).sum(-1) / mask.sum(-1)).exp()
     return torch.maximum(-advantages * ratios, -advantages * ratios.clamp(1 - low, 1 + high)).mean()
 
 
 def core_algos_of(line, upstream_text):
-    """verl's module of losses at the pin of `line`."""
+    """Return verl's module of losses at the pin of `line`."""
     if line == "pypi":
         from verl.trainer.ppo import core_algos
 
@@ -262,7 +262,7 @@ def test_ratios_of_sequences_give_gspo(line, upstream_text):
 
 
 def test_an_update_by_sequences_takes_the_old_log_probs_of_its_batch():
-    """At the weights of the pass all ratios are 1: the gradient is that of the ratios of tokens, bit for bit."""
+    """Check at the weights of the pass, where all ratios are 1: the gradient is bit-equal to that of token ratios."""
     token, sequence = Worker(), Worker(ratio="sequence")
     assert sequence.run(batch())[0].allclose(token.run(batch())[0], rtol=1e-6)
     assert on_policy_update.current_update.value is None

@@ -1,4 +1,4 @@
-"""Metrics and weights against closed forms, brute force and numpy; what a weight does to PPO's loss."""
+"""Test metrics and weights against closed forms, brute force and numpy, and the effect of a weight on PPO's loss."""
 
 import math
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ TOKEN = Correction("token", 2.0, None, None)
 
 
 def sides(seed=0, rows=7, length=5, far=0.3, dtype=torch.float32):
-    """(rollout, actor, mask): right-padded responses, one without a token, NaN and infinity in the padding."""
+    """Return (rollout, actor, mask): right-padded responses, one without a token, NaN and infinity in the padding."""
     generator = torch.Generator().manual_seed(seed)
     rollout = -3 * torch.rand(rows, length, generator=generator, dtype=dtype) - 0.1
     actor = rollout + far * torch.randn(rows, length, generator=generator, dtype=dtype)
@@ -109,7 +109,7 @@ def test_weights_of_bf16_sides_are_fp32():
 @pytest.mark.parametrize("bounds", [(0.5, 1.1), (0.9, 3.0)])
 @pytest.mark.parametrize("reject", ["seq_sum_k1", "seq_mean_k1"])
 def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
-    """verl: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
+    """Check verl's rule: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
     rollout, actor, mask = sides(seed=2, rows=40, far=0.4, dtype=torch.float64)
     rollout[2, 0], actor[2, 0] = -30.0, 0.0
     found = rc.weigh(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
@@ -128,7 +128,7 @@ def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
     ("level", "ratios", "high"), [("token", [2.0, 0.5, 1.0, 0.25], 1 / 4), ("sequence", [2.0, 2.0, 0.25, 0.25], 1 / 2)]
 )
 def test_weight_metrics_are_verls(level, ratios, high):
-    """Mean, max and min before the cap; std and ESS of ratios held between 1 / cap and cap."""
+    """Check mean, max and min before the cap; std and ESS of ratios clamped between 1 / cap and cap."""
     rollout = torch.tensor([[-LOG2, -LOG2], [-LOG2, -LOG2]])
     actor = torch.tensor([[0.0, -2 * LOG2], [-LOG2, -3 * LOG2]])  # ratios 2, 1/2 and 1, 1/4
     if level == "sequence":

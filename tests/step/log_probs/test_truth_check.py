@@ -1,4 +1,4 @@
-"""Which log-probs are compared, and when the comparison stops a run."""
+"""Test which log-probs are compared, and when the comparison stops a run."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from verl_patches.step.log_probs import rollout_correction, truth_check
 
 
 def test_delta_is_of_valid_tokens_only():
-    """The values of other batches: tests/step/log_probs/test_rollout_correction.py."""
+    """Check one batch; tests/step/log_probs/test_rollout_correction.py has the values of others."""
     tensors = {
         "rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
         "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]),

@@ -1,4 +1,4 @@
-"""Responses of the data in a batch, and the identity: verl's update with our advantages has the loss's gradient."""
+"""Test responses of the data in a batch, and that verl's update with our advantages has the loss's gradient."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ DESIRABLE = [True, False, True, True, False, False]
 
 
 def rows(objective, seed=0):
-    """(prompts as fit() passes them, what the dataset gave)."""
+    """Return (prompts as fit() passes them, the dataset's rows)."""
     rng = torch.Generator().manual_seed(seed)
 
     def ids(least=2):
@@ -50,7 +50,7 @@ def settings_of(objective, **more):
 
 
 class Model:
-    """One linear layer whose log-probs and values depend on all rows' own inputs, in fp64."""
+    """Compute log-probs and values of all rows by one linear layer in fp64."""
 
     def __init__(self, batch, seed=3):
         rng = torch.Generator().manual_seed(seed)
@@ -67,7 +67,7 @@ class Model:
 
 
 def batch_of(objective, order=None):
-    """(batch with log-probs and values, uids, model), as the trainer has it before compute_advantage."""
+    """Return (batch with log-probs and values, uids, model), as the trainer has it before compute_advantage."""
     prompts, _ = rows(objective)
     batch = given_responses(prompts, objective, WIDTH, PAD)
     batch["response_mask"] = batch["attention_mask"][:, -WIDTH:]
@@ -82,7 +82,7 @@ def batch_of(objective, order=None):
 
 
 def direct_loss(settings, batch, uids, model):
-    """The loss by the pure functions, pairs as the batch says."""
+    """Return the loss by the pure functions, with the batch's pairs."""
     mask = model.mask
     if settings.name == "prm":
         marked = ~batch[MARKS].isnan()
@@ -106,7 +106,7 @@ def direct_loss(settings, batch, uids, model):
 
 
 def gradient_of_update(batch, model, micro, of_values=False, mode="seq-mean-token-sum"):
-    """As verl's Megatron workers: micro batches by verl's own loss, averaged."""
+    """Return the gradient as verl's Megatron workers: micro batches by verl's own loss, averaged."""
     parts = torch.arange(len(batch["responses"])).split(micro)
     gradient = torch.zeros_like(model.weight)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Fixed data as a dataset of verl: token ids of responses, truncation, rows that are refused by file and row."""
+"""Test fixed data as a dataset of verl: token ids of responses, truncation, rows that are refused by file and row."""
 
 import pyarrow as pa
 import pytest
@@ -20,7 +20,7 @@ def tokenizer():
 
 @pytest.fixture
 def make(tmp_path, tokenizer):
-    """make(class, rows, **data) -> the dataset of these rows, {column: values} in one file."""
+    """Return make(class, rows, **data) -> the dataset of these rows, {column: values} in one file."""
 
     def build(name, columns, **data):
         columns = {"prompt": [PROMPT] * len([*columns.values()][-1]), **columns}
@@ -49,7 +49,7 @@ def test_responses_are_text_and_the_end_token(make, tokenizer):
 
 @pytest.mark.parametrize("truncation", ["left", "right"])
 def test_raw_text_begins_with_its_first_token(make, tokenizer, truncation):
-    """Continued pre-training; a column that names the objective's own ones is not needed."""
+    """Check continued pre-training, which needs no column that names the objective's own ones."""
     text = "abcdefghijkl"
     row = make("SftData", {"prompt": None, "text": [text, "z"]}, truncation=truncation)[0]
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
@@ -68,7 +68,7 @@ def test_a_long_response_is_cut_on_the_side_of_the_key(make, tokenizer, truncati
 
 @pytest.mark.parametrize(("truncation", "kept"), [("right", {2: 1.0, 5: 0.0}), ("left", {1: 0.0, 7: 0.5})])
 def test_marks_of_steps_move_with_the_cut(make, tokenizer, truncation, kept):
-    """A mark is behind a step's last token: verl's value of a token is that of what comes before it."""
+    """Check marks, which are behind a step's last token: verl's value of a token is that of the text before it."""
     steps, labels = [["12", "345", "678901"]], [[1.0, 0.0, 0.5]]  # digits are tokens of their own
     found = make("StepData", {"steps": steps, "labels": labels}, truncation=truncation)[0]["tools_kwargs"]
     assert found["marks"] == kept

@@ -1,4 +1,4 @@
-"""Losses in fp64 against TRL 0.17.0's own functions and closed forms."""
+"""Test losses in fp64 against TRL 0.17.0's own functions and closed forms."""
 
 import math
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ PAIRS = 6
 
 
 def log_probs(seed):
-    """[P] of policy and reference for chosen and rejected responses, fp64."""
+    """Return log-probs [P] of policy and reference for chosen and rejected responses, in fp64."""
     return -20 * torch.rand(4, PAIRS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

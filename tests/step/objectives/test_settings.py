@@ -1,4 +1,4 @@
-"""The presets of fixed data hold over every base, and what contradicts the identity is refused by name."""
+"""Test that the presets of fixed data hold over every base, and that contradictions of the identity are refused."""
 
 import re
 

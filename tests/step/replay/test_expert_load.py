@@ -1,4 +1,4 @@
-"""Tokens of each expert: counted from ids and from maps, summed over ranks once a step; of ranks with two experts."""
+"""Test tokens of each expert: counted from ids and from maps, summed over ranks with two experts once a step."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from verl_patches.step.replay.expert_load import ExpertLoad
 
 
 def taken():
-    """A rank's load of 2 layers of 4 experts in two steps: layer 0 is on ranks 0 and 1, the second step is empty."""
+    """Return a rank's load of 2 layers of 4 experts in two steps: ranks 0 and 1 have layer 0, step two is empty."""
     load = ExpertLoad(2, 4, 2, torch.device("cpu"))
     if dist.get_rank() < 2:
         load.add(0, torch.tensor([[0, 1], [2, 3]]))  # even

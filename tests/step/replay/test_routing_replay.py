@@ -1,8 +1,8 @@
-"""What routing replay records and replays: rows, keys, the selection, counts, refusals; then of whole models on ranks.
+"""Test routing replay: rows, keys, the selection, counts and refusals; then whole models on ranks.
 
-With spoilt correction biases the replayed model is the recorded one, transformers' in fp32.
-The correction bias takes part in the selection of experts only, so with equal experts logits and all gradients, the
-router's too, are those of the model with its own biases.
+With spoilt correction biases the replayed model equals the recorded one, transformers' in fp32. The correction bias
+affects only the selection of experts, so with equal experts logits and all gradients, the router's too, are those of
+the model with its own biases.
 """
 
 import os
@@ -22,13 +22,13 @@ MASK = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]).bool()
 
 
 def preprocess(ids, mask, pre_process=True):
-    """verl's packing at TP 2: each sequence padded on the right to an even length."""
+    """Pack as verl at TP 2: each sequence padded on the right to an even length."""
     rows = [torch.nn.functional.pad(row[keep], (0, int(keep.sum()) % 2)) for row, keep in zip(ids, mask, strict=True)]
     return torch.cat(rows)[None], SimpleNamespace()
 
 
 def select_upstream(logits, topk, expert_bias=None, num_groups=None, group_topk=None, scaling_factor=None):
-    """As Megatron's: (gates [N, E], map [N, E], tokens per expert)."""
+    """Return (gates [N, E], map [N, E], tokens per expert), as Megatron does."""
     scores = logits.sigmoid()
     chosen = (scores + expert_bias).topk(topk, dim=1).indices
     gates = scores.gather(1, chosen)
@@ -38,7 +38,7 @@ def select_upstream(logits, topk, expert_bias=None, num_groups=None, group_topk=
 
 
 class Layer(torch.nn.Module):
-    """A decoder layer whose router gets the logits as they are."""
+    """Stand in for a decoder layer whose router gets the logits unchanged."""
 
     def __init__(self, number, score_function="sigmoid", experts=E):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`data build`: the same bytes whatever the workers are, what is left out and why, and never half an output."""
+"""Test `data build`: equal bytes for any number of workers, rows left out with reasons, and never half an output."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,7 @@ def questions(folder):
 
 
 def test_the_sample_is_what_it_was(tmp_path):
-    """All problems once, with the instruction and their number in the file; the order is pinned."""
+    """Check all problems, each once, with the instruction and their number in the file; the order is pinned."""
     code, report = build_preset("sample", tmp_path / "out", input=SAMPLE)
     assert (code, report["read"], report["train"], report["test"]) == (0, 312, 281, 31)
     rows = read(tmp_path / "out") + read(tmp_path / "out", "test")
@@ -118,7 +118,7 @@ def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt
 
 
 def test_rows_of_one_prompt_are_on_one_side(tmp_path):
-    """Responses to a prompt of test.parquet are no training data; raw text has no prompts."""
+    """Check that responses to a prompt of test.parquet are not in train; raw text has no prompts."""
     rows = [{"prompt": f"Say {n // 4}.", "response": f"{n}"} for n in range(400)]
     _, report = make(tmp_path, rows, "instruction", test_size=5)
     train, test = questions(tmp_path / "out")
@@ -230,7 +230,7 @@ def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, mon
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
-    """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""
+    """Kill after different times; a second call must write all, and no process or file of the first may be left."""
     source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(6000)])
     keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": workers}
     (tmp_path / "build.yaml").write_text(json.dumps(keys))
@@ -259,7 +259,7 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_signal_while_workers_start_or_work_ends_all_with_a_sentence(tmp_path, number):
-    """The signal goes to the group of the command, as of a terminal or `timeout`."""
+    """Send the signal to the process group of the command, as a terminal or `timeout` does."""
     source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
     keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
     (tmp_path / "build.yaml").write_text(json.dumps(keys))
@@ -280,7 +280,7 @@ def test_an_end_signal_while_workers_start_or_work_ends_all_with_a_sentence(tmp_
 
 
 def bytes_below(folder):
-    """Of files that come and go."""
+    """Return the bytes of files below a folder, which come and go."""
     sizes = []
     for path, _, names in os.walk(folder):
         for name in names:
@@ -290,7 +290,7 @@ def bytes_below(folder):
 
 
 def test_nothing_is_written_but_the_output(tmp_path):
-    """Neither at home nor where the command runs; the input is a saved HF dataset, whose library has caches."""
+    """Check home and working folder; the input is a saved HF dataset, whose library has caches."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()

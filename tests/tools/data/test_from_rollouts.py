@@ -1,6 +1,6 @@
-"""Data of recorded rollouts: what is chosen, in which order, from which recording; and that runs take it.
+"""Test data of recorded rollouts: the choice, its order, its recording; and that runs accept it.
 
-tests/loop/test_smoke.py makes it of a real run.
+tests/loop/test_smoke.py makes such data from a real run.
 """
 
 import json
@@ -51,7 +51,7 @@ def tokenizer(tiny_model):
 
 @pytest.fixture
 def run(tmp_path, tiny_model, tokenizer):
-    """The folder of a run with these steps; the rows of their scores are in another order, as verl balances them."""
+    """Make the folder of a run with these steps; the rows of scores are in another order, as verl balances them."""
     rows = [
         {
             "data_source": "made",
@@ -123,7 +123,7 @@ def test_scores_are_recorded_in_the_order_of_the_responses(run):
 
 
 def test_the_best_of_each_prompt(run, tmp_path):
-    """Of equal rewards the first; no row twice; the gold answer and the source are the data's."""
+    """Check that of equal rewards the first is taken, no row twice, with the data's gold answer and source."""
     rows, report = made(run, tmp_path)
     assert texts(rows, "response") == [("one two", "good"), ("three", "same"), ("four", "y")]
     assert rows[0]["prompt"][0] == {"role": "system", "content": "s"} and rows[2]["reward_model"]["ground_truth"] == "2"
@@ -179,7 +179,7 @@ def test_equal_recordings_give_equal_bytes(run, tmp_path):
 
 
 def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
-    """The check of a run's data before a start, and the dataset of the run; a chain of tests/loop trains on `best`."""
+    """Check a run's data before a start, and the run's dataset; a chain of tests/loop trains on `best`."""
     made(run, tmp_path, kind="pairs")
     file = str(tmp_path / "out" / "train.parquet")
 
@@ -200,7 +200,7 @@ def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
 
 @pytest.mark.parametrize("truncation", ["left", "middle", "right"])
 def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
-    """Cut as verl's postprocess_data cuts it (verl/utils/torch_functional.py)."""
+    """Cut a prompt as verl's postprocess_data does (verl/utils/torch_functional.py)."""
     whole = tokenizer.apply_chat_template([{"role": "user", "content": "b" * 60}], add_generation_prompt=True)
     cut = {"left": whole[-P_WIDTH:], "right": whole[:P_WIDTH], "middle": whole[: P_WIDTH // 2] + whole[-P_WIDTH // 2 :]}
     rows = [{"prompt": [{"role": "user", "content": "b" * 60}]}]
@@ -247,7 +247,7 @@ def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
 
 
 def test_steps_without_scores_are_left_out(run, tmp_path):
-    """A recording of an earlier version, or a run that ended between a rollout and its update."""
+    """Use a recording of an earlier version, or of a run that ended between a rollout and its update."""
     remove(run, "scores_2.safetensors")
     assert made(run, tmp_path)[1]["steps"] == 1
     remove(run, "scores_1.safetensors")
@@ -256,7 +256,7 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
 
 
 def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after(run, tmp_path):
-    """Start 2 goes on after step 1 and ended before its step 2 had scores: that of start 1 is not the run's."""
+    """Let start 2 go on after step 1 and end before its step 2 had scores: step 2 of start 1 is not the run's."""
     second = run.parent / take_start([run.parent], ("0001", 1), None)
     save(second, spec_of(run))
     (second / "rollouts").mkdir()

@@ -1,4 +1,4 @@
-"""What each handler makes of records, what prompt_type may be, and that a run accepts the files as they are."""
+"""Test each handler's rows, the values of prompt_type, and that a run accepts the files unchanged."""
 
 import json
 import pickle
@@ -34,7 +34,7 @@ def user(text):
 
 
 def row_of(folder, handler, record, **keys):
-    """The row of a record, which is in train: the first file is large enough for the others."""
+    """Return the row of a record, which is in train: the first file is large enough for the others."""
     others = [RECORDS[handler](n) for n in range(100, 103)]
     make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
     return read(folder / "out")[0]
@@ -136,7 +136,7 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
 
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_a_run_accepts_the_files(tmp_path, handler):
-    """The run's own rule about data, for every preset that the handler is for; no preset of others takes them."""
+    """Check by the run's own data rule for each preset of the handler; presets of other handlers refuse the files."""
     make(tmp_path, [RECORDS[handler](n) for n in range(80)], handler, test_size=8)
     files = [f"data.{key}_files={tmp_path}/out/{name}.parquet" for key, name in (("train", "train"), ("val", "test"))]
 

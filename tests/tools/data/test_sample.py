@@ -1,4 +1,4 @@
-"""The sample: the committed file is what its generator makes, and its rows are what they say."""
+"""Test that the committed sample is its generator's output, and that its rows are right."""
 
 import json
 import runpy

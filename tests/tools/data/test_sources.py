@@ -1,4 +1,4 @@
-"""Reading: three kinds of file, folders, HF datasets and remote files; bad rows by line."""
+"""Test reading of three kinds of file, folders, HF datasets and remote files; bad rows are named by line."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ ROW = {"problem": "What is 1 + 1?", "answer": "2"}
 
 
 def read(path, **keys):
-    """(line, value or sentence) of all records below `path`."""
+    """Return (line, value or sentence) of all records below `path`."""
     settings = Settings(input=str(path), handler_name="maths", output_prefix="x", **keys)
     rows = [row for source in sources.sources_of(settings, path.parent) for row in source.rows()]
     return [(line, str(value) if isinstance(value, ValueError) else value) for line, value in rows]
@@ -105,7 +105,7 @@ def of_url(url, scratch):
 
 
 class Bucket(MemoryFileSystem):
-    """A store for s3://, in memory."""
+    """Stand in for s3:// with a store in memory."""
 
     protocol = ("s3",)
     store, pseudo_dirs = {}, [""]

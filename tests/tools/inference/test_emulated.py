@@ -1,4 +1,4 @@
-"""generate on the emulated NPU: vLLM's V1 with vllm-ascend, weights by the reader of all formats."""
+"""Test generate on the emulated NPU: vLLM's V1 with vllm-ascend, weights by the reader of all formats."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a user names as a model, whose settings count, and what is refused before an engine starts."""
+"""Test the kinds of model that a user can name, the settings that apply, and refusals before an engine starts."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ CONFIG = "deepseekv3_tiny_cpu"
 
 @pytest.fixture
 def run(tmp_path, tiny_model):
-    """The second start of a run, with two checkpoints in its chain, one of them of the first start."""
+    """Make the second start of a run, with two checkpoints in its chain, one of them of the first start."""
     home = tmp_path / "outputs" / "mine"
     first, folder = (home / take_start([home], parent, None) for parent in (None, ("0001", 1)))
     given = [f"recipe.output_root={tmp_path}/outputs", "recipe.run=mine", "data.max_response_length=9"]

@@ -1,4 +1,4 @@
-"""Engines on several ranks on Ray: the responses of one rank, and of transformers; which weights a rank reads.
+"""Test engines on several ranks on Ray: responses equal to one rank's and transformers', and each rank's weights.
 
 tests/loop/test_chains.py has an eval of a run on a CPU.
 """
@@ -25,7 +25,7 @@ DP2, TP2 = ("recipe.rollout.dp=2", EXPERTS), ("actor_rollout_ref.rollout.tensor_
 
 
 def use(folder, commands, main=None):
-    """The commands in one process, or one by `python -m`, with a line for chat."""
+    """Run the commands in one process, or one by `python -m`, with a line for chat."""
     folder.mkdir(exist_ok=True)
     (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     words = [list(map(str, command)) for command in commands]
@@ -44,7 +44,7 @@ def responses(path):
 @pytest.mark.nightly
 @pytest.mark.upstream
 def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
-    """Sampled responses of DP2 EP2 are those of one rank, a greedy chat of DP2 and greedy ones of TP2 transformers'."""
+    """Compare sampled responses of DP2 EP2 with one rank's, a greedy chat of DP2 and greedy TP2 with transformers'."""
     upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
     model = make_tiny_model(tmp_path / "model", overrides=json.loads((ROOT / "configs" / SHAPE).read_text()))
     given = ["--upstream", upstream, "recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
@@ -68,7 +68,7 @@ def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
 
 @pytest.mark.nightly
 def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
-    """At TP2 on a CPU, a rank on each node."""
+    """Run TP2 on a CPU with a rank on each node."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     words = ["generate", tiny_model, "in.jsonl", "out.jsonl", *GREEDY, *TP2, "trainer.n_gpus_per_node=1"]
     done = subprocess.run(
@@ -85,7 +85,7 @@ def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_of_a_rank_ends_the_command_in_one_sentence(tiny_model, tmp_path):
-    """Bytes that are not those of the manifest, which the ranks find as they read."""
+    """Change bytes, so that they are not those of the manifest, which the ranks find as they read."""
     config = json.loads((tiny_model / "config.json").read_text())
     model = write_checkpoint(tmp_path / "model", read_folder(tiny_model), config, {"step": 1})
     for path in small_files(tiny_model):
@@ -101,7 +101,7 @@ def test_an_error_of_a_rank_ends_the_command_in_one_sentence(tiny_model, tmp_pat
 
 
 def test_a_rank_reads_no_experts_of_other_ranks(run_warm, tiny_model):
-    """By vLLM's own maps; without one, of an engine without expert parallelism, it reads all."""
+    """Check by vLLM's own maps; without a map, in an engine without expert parallelism, a rank reads all."""
     code = """
 import sys, torch
 from verl_patches.tools.inference.engine import _tensors, experts_elsewhere

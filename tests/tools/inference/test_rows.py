@@ -1,4 +1,4 @@
-"""Prompts from files and their refusals, chat templates, and outputs that go on after a kill."""
+"""Test prompts from files and their refusals, chat templates, and outputs that go on after a kill."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Intervals and pass@k of eval against their definitions, the scorer against the training's reward, and the picture."""
+"""Test eval's intervals and pass@k against definitions, the scorer against the training's reward, and the picture."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 
 
 def test_wilsons_interval_of_the_literature():
-    """Newcombe 1998, Stat. Med. 17:857, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    """Check Newcombe 1998, Stat. Med. 17:857, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
     published = {
         (81, 263): (0.2553, 0.3662),
         (15, 148): (0.0624, 0.1605),
