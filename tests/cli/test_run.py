@@ -122,7 +122,7 @@ def said(tmp_path, capsys):
 
 @pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
 def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, said, monkeypatch, saved):
-    """None: a run that saves nothing. Another chain's checkpoint of that name is not this run's."""
+    """Check also a run that saves nothing (None); another chain's checkpoint of that name is not this run's."""
     make_start(tmp_path / "r", (20,))
     folder = make_start(tmp_path / "r") / "checkpoints"
     for step in saved or ():
@@ -222,7 +222,7 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_
     ("installed", "line"), [("pypi", "line=pypi,platform=cpu"), ("a3", "line=a3,"), (None, "line=a3,platform=npu")]
 )
 def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(monkeypatch, installed, line):
-    """None: the pins of no line are all installed, so those of production, and so is what VERL_PATCHES says."""
+    """Check also None, where no line's pins are all installed: production's line is shown; VERL_PATCHES has priority."""
     assert patches.installed_line() == "pypi"  # that of this Python
     monkeypatch.setattr(patches, "installed_line", lambda: installed)
     for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):

@@ -36,7 +36,7 @@ def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_releas
 
 
 def test_a_wrong_table_fails(made):
-    """Negative control."""
+    """Check as a negative control that a table with a missing move fails."""
     scheduler, _, _ = made()
     phases = tuple(replace(phase, enter=()) if phase.name == "ref" else phase for phase in SCHEDULE.phases)
     scheduler.ledger._expected = residency(replace(SCHEDULE, phases=phases))

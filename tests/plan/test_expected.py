@@ -127,7 +127,7 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
 
 
 def test_the_worst_rank_is_worst_over_all_ranks():
-    """Compare with all ranks, as a control of the search over one rank of each kind."""
+    """Check all ranks, as a negative control for looking at one rank of each kind only."""
     train = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
     setting = Setting(IN_FP32, train, rollout_layout(2, 2, 2), "megatron-local")
     found = peaks(SCHEDULE, setting)

@@ -1,4 +1,4 @@
-"""Run verl's own tests of DataProto with the installed tensordict and torch, newer than either line's verl expects.
+"""Run verl's own tests of DataProto with the installed tensordict and torch, for which neither line's verl was made.
 
 verl asks for tensordict <= 0.6.2, and the pins have a later one (configs/upstream.yaml says why). The test file is that
 of line a3's sources, verl that of either line: union, concat, chunk, pop, reorder, repeat, padding, indices, pickling.

@@ -50,7 +50,7 @@ def run_with(**recipe):
 
 
 class Workers:
-    """Stand in for four ranks, two replicas: the actor's log-prob of token t is -t, the last replica's 0.25 more."""
+    """Stand in for four ranks, two replicas; the actor's log-prob of t is -t, vLLM's in the last replica 0.25 more."""
 
     world_size = 4
 

@@ -128,7 +128,7 @@ def resave(folder, change, **more):
 
 
 def as_trained(args):
-    """Change the content to that of Megatron's save_checkpoint: arguments, generators, state_dict's own entries."""
+    """Return a change to the content of Megatron's save_checkpoint: arguments, generators, state_dict's own entries."""
 
     def change(state):
         del state["layout"], state["conversion"]

@@ -156,7 +156,7 @@ def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *arg
 
 
 def fused_rms_norm_affine(*args: Any, **kwargs: Any) -> Any:
-    """Refuse: only verl's Llama and Qwen2 call it (verl.models.llama.megatron.layers.parallel_rmsnorm)."""
+    """Refuse the call: only verl's Llama and Qwen2 make it (verl.models.llama.megatron.layers.parallel_rmsnorm)."""
     raise RuntimeError(
         "apex's fused_rms_norm_affine was called: its kernel needs a device, and only verl's own Llama and Qwen2 "
         "models use it; on line a3 the model is MindSpeed-LLM's"
