@@ -48,7 +48,7 @@ def peak_and_seconds(folder: Path, rows: int, workers: int) -> tuple[int, float]
             root = psutil.Process(process.pid)
             peak = max(peak, sum(anonymous_bytes(each.pid) for each in (root, *root.children(recursive=True))))
         except (psutil.NoSuchProcess, OSError):
-            pass  # it has ended meanwhile
+            pass  # the process has ended
         time.sleep(0.2)
     if process.returncode:
         raise RuntimeError(f"data build ended with code {process.returncode}")

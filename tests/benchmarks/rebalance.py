@@ -26,7 +26,7 @@ from verl_patches.rollout.rebalance import Cost, MovePlan, State, plan, step_s, 
 RANKS, EACH, BLOCK, STEPS = 128, 64, 128, 32
 TIERS = [1, 2, 4, 8, 16, 32, 64]
 BLOCK_BYTES = 61 * BLOCK * (512 + 64) * 2  # DeepSeek-V3's latents and rotary keys of all layers in bf16
-KV_BLOCKS = int(20e9 // BLOCK_BYTES)  # of a die, of about 20 GB
+KV_BLOCKS = int(20e9 // BLOCK_BYTES)  # blocks in a die's cache of about 20 GB
 AGREE_S = 0.014
 COST = Cost(BLOCK_BYTES, STEPS)
 PROMPT, MEAN, LONGEST = 200, 1000, 3072  # tokens of a prompt, of responses before they are cut, of the longest

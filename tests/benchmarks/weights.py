@@ -43,8 +43,8 @@ CASES = {  # source, target, --dtype, layout
     "Megatron to FP8": ("megatron", "back-fp8", "fp8", None),
 }
 BYTES_BOUND, RATE_BOUND, PEAK_BOUND, COPY_BOUND = 1.02, 0.7, 1.2, 1.2
-_CHUNK, _FILE_BYTES = 16 << 20, 200_000_000  # of a HF file: 8 files, where DeepSeek-V3 has 163
-REPEATS, COPY_TURNS, TENSORS = 3, 20, 16  # of a save
+_CHUNK, _FILE_BYTES = 16 << 20, 200_000_000  # size of a HF file: 8 files, where DeepSeek-V3 has 163
+REPEATS, COPY_TURNS, TENSORS = 3, 20, 16  # for `save`
 
 
 # ---- conversions

@@ -222,7 +222,7 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_
     ("installed", "line"), [("pypi", "line=pypi,platform=cpu"), ("a3", "line=a3,"), (None, "line=a3,platform=npu")]
 )
 def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(monkeypatch, installed, line):
-    """Check also None, where no line's pins are all installed: production's line is shown; VERL_PATCHES has priority."""
+    """Check also None, where no line's pins are all installed: production's rows are shown; then VERL_PATCHES."""
     assert patches.installed_line() == "pypi"  # that of this Python
     monkeypatch.setattr(patches, "installed_line", lambda: installed)
     for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):

@@ -266,7 +266,7 @@ EAGER: dict[str, tuple[str, dict[str, Callable]]] = {
     ),
     "a norm without its weight": ("npu_rms_norm", {"gamma": lambda gamma: gamma * 0 + 1}),
 }
-# those of the ops that only graphs and prompts in chunks call (chunked_prefill_for_mla)
+# Faults of the ops that only graphs and prompts in chunks call (chunked_prefill_for_mla).
 PRODUCTION: dict[str, tuple[str, dict[str, Callable]]] = {
     "a graph does not read the last cached token": (
         "npu_fused_infer_attention_score",
@@ -417,7 +417,7 @@ def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
     found, route = {}, torch_npu.npu_moe_gating_top_k
     with without(check.get("without", [])), fault(check["fault"]) if check.get("fault") else nullcontext():
         if "fault" in check:
-            llm.reset_prefix_cache()  # of what an earlier fault has written
+            llm.reset_prefix_cache()  # an earlier fault may have written wrong entries
         if "before" in check:
             found |= globals()[check["before"]](llm, reference)
         lengths, tokens = check.get("lengths", PROMPT_LENGTHS), check.get("tokens", TOKENS)
@@ -448,7 +448,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     for case in cases:
         options = {**LIMITS, **case["options"]}
         options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
-        rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
+        rotary_embedding._ROPE_DICT.clear()  # otherwise engines of one process share their rotary tables
         checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
         with without(case.get("without", [])):
             llm = LLM(model=models[case["model"]], **options)

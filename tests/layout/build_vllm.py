@@ -62,7 +62,7 @@ def engine_config(case: dict, rank: int):
         distributed_executor_backend="external_launcher",
         enforce_eager=True,
     ).create_engine_config()
-    # as an engine of several DP ranks in verl's processes sees it: EngineArgs would start vLLM's own DP bootstrap
+    # Set as for an engine of several DP ranks in verl's processes: EngineArgs would start vLLM's own DP bootstrap.
     config.parallel_config.data_parallel_size = case["dp"]
     config.parallel_config.data_parallel_rank = rank // case["tp"] % case["dp"]
     return config

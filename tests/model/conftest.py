@@ -47,7 +47,7 @@ def reference(tmp_path_factory, tiny_model):
     ids, mask, _ = batch = _make_batch()
     torch.save(batch, folder / "batch.pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", torch_dtype=torch.float32)
-    as_published(folder / "model", json.loads(PUBLIC.read_text()))  # what Megatron's side reads from here on
+    as_published(folder / "model", json.loads(PUBLIC.read_text()))  # Megatron's side reads this from here on
     rows = [model(ids[i, m][None]).logits[0] for i, m in enumerate(mask)]
     logits = torch.zeros(*ids.shape, rows[0].shape[-1])
     logits[mask] = torch.cat(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# of a critic's tests: samples, first column of their responses, and the word whose logits a head gives
+# For the tests of critics: samples, first column of their responses, and the token whose logits a head computes.
 SAMPLES, FROM, WORD = 8, 60, 7
 
 

@@ -132,7 +132,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     found = {"drawn": [], "lr": worker.critic_optimizer.param_groups[0]["lr"]}
     if not spoilt and run_of(section).line == "pypi":
         found["copied"] = copied_from_the_critic(folder / "model")
-    if not section.actor.megatron.param_offload:  # else there is nothing on the device between the phases
+    if not section.actor.megatron.param_offload:  # with offload nothing is on the device between the phases
         found["drawn"] = [t.clone() for t in head_of(worker)]
         set_head(worker, torch.load(folder / "word.pt"))
         found["as_word"] = values_of(worker, tensors)
@@ -153,7 +153,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     if not checkpoint.exists():
         dist.barrier()
         save(worker, checkpoint, section)
-    else:  # of another layout
+    else:  # the checkpoint was written by another layout
         worker.load_checkpoint(str(checkpoint))
     found["values"], found["norm"] = values_of(worker, tensors), update_of(worker, tensors)["critic/grad_norm"][0]
     set_head(worker, 0.0)

@@ -57,7 +57,7 @@ FILES = {
         inner.deep = object_.deep = ModuleType("deep")
         inner.deep.answer = 43
     """,
-    # as a manager of patches that goes over all of sys.modules does
+    # A manager of patches may walk all of sys.modules like this.
     "theirs.py": """
         import functools, sys
         def put(module, name, make):

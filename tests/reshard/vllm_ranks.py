@@ -37,7 +37,7 @@ def run_rank(case: dict, rank: int) -> dict:
     with build_vllm.model_of(case, rank) as model:
         for parameter in model.parameters():
             parameter.data.normal_()
-        model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
+        model_utils._model_to_pp_missing_layer_names.clear()  # keyed by id(model), and ids are reused in this process
         before = values(model)
         learnt = learn_destinations(model, inventory, rank=rank)
         shards = local_parameters(inventory, layout, rank, planned.get("library", "vllm")).shards

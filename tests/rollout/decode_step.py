@@ -17,7 +17,7 @@ from unittest import mock
 
 from tests.emulation.emulated_engine import model_of, prompts_of, record, without, worker_of
 
-WORDS = 16  # of the logits: a device's kernels cost the host their launch alone
+WORDS = 16  # width of the logits, small because a device's kernels cost the host only their launch
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
@@ -73,7 +73,7 @@ def decode(llm: Any, batch: int, tokens: int, profiler: cProfile.Profile | None 
     step = type(engine).step
 
     def timed() -> Any:
-        mode = torch._C._pop_torch_function_stack()  # of the emulation
+        mode = torch._C._pop_torch_function_stack()  # the emulation's mode
         start = time.process_time()
         if profiler is not None and len(times) > 2:
             profiler.enable()
@@ -147,7 +147,7 @@ def uneven(model: str) -> dict[str, Any]:
     llm = LLM(model=model, dtype="float32", seed=0, enforce_eager=True, additional_config={"refresh": True}, **limits)
     engine, cache = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     freed, pool = record(cache, "free", lambda *_: 1), cache.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - 9)  # of 128 tokens
+    pool.get_new_blocks(pool.get_num_free_blocks() - 9)  # leave 9 blocks of 128 tokens
     steps = record(worker_of(llm).model_runner, "execute_model", lambda _, scheduled: scheduled)
 
     def answers(rows: list[str], asked: Any, params: list) -> list:

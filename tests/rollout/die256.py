@@ -255,8 +255,8 @@ def start_again(model: str, overrides: list[str], rows: list[str], first: bool) 
 
     from verl_patches.worker.rollout_engine import weights_move
 
-    rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
-    weights_move.value = False  # what an engine without vLLM's sleep mode has left
+    rotary_embedding._ROPE_DICT.clear()  # otherwise engines of one process share their rotary tables
+    weights_move.value = False  # an engine without vLLM's sleep mode has set it
     if not first:
         from vllm_ascend.patch.worker.patch_common import patch_sampler
 

@@ -19,7 +19,7 @@ class Graph:
 
 
 class ProcessGroupHCCL(dist.ProcessGroupGloo):
-    """This is a gloo group with a name, as HCCL's groups have: MC2's ops take a group by name."""
+    """Extend a gloo group by a name, as HCCL's groups have: MC2's ops take a group by name."""
 
     class Options:
         """Hold a group's options; only hccl_config is read, and it raises ValueError where torch_npu's would refuse."""
