@@ -28,7 +28,7 @@ class _Device:
 
     storages: dict[int, StorageWeakRef] = {}
     reserved = 0  # bytes that torch's allocator holds, as of the last count
-    looked_at = 1 << 10  # number of storages from which freed ones are removed
+    looked_at = 1 << 10  # number of storages at which freed ones are dropped
 
 
 class _Pool:

@@ -106,7 +106,7 @@ def is_npu(self: torch.Tensor) -> bool:
 
 
 def is_true(self: Any) -> bool:
-    """Replace OptimizedModule.__bool__, which asks the module's length otherwise."""
+    """Define OptimizedModule.__bool__: without it torch 2.13 answers by the module's length."""
     return True
 
 
