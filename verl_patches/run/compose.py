@@ -1,4 +1,6 @@
-"""Compose a configuration from verl's trainer config (found, never copied), a file of configs/, the recipe, overrides.
+"""Compose a configuration from verl's trainer config, a file of configs/, the recipe's defaults, and overrides.
+
+verl's config is read where verl is installed or checked out; this repository has no copy of it.
 
 The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. `compose` then
 returns the facts of the run, which run/resolve.py derives.
@@ -92,7 +94,8 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # 5,000 digits
+    # a ValueError is for text that is not UTF-8, or a number of 5,000 digits, which Python does not convert
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(_explain(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
@@ -214,9 +217,10 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
-    """Refuse a key, of a file of configs/ or given as +key=value, that neither verl's config nor a list of keys has.
+    """Refuse a key, of a file of configs/ or given as +key=value, that nothing is known to read.
 
-    With a dataset class of the user all of `data` is free, as the class may read keys of its own.
+    Allowed are the keys of verl's own config, those that the pin file and recipe.added_keys list beside them, and with
+    a dataset class of the user all of `data`, as the class may read keys of its own.
     """
     free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []

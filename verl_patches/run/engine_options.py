@@ -34,13 +34,13 @@ _BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # keys of ROLLOUT that reci
 
 
 def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
-    """Check recipe.rollout.ascend and write it into `config`; do nothing on other platforms than npu."""
+    """Check recipe.rollout.ascend and write it into `config`; do nothing unless the platform is npu or npu_emulated."""
     check_engine_options(config, overrides, config)
     rewrite_engine_options(config)
 
 
 def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
-    """Refuse `overrides`, keys of the command line, and `given` engine_kwargs that set what ASCEND decides."""
+    """Refuse what sets an option that ASCEND decides: keys in `overrides` (command line), engine_kwargs of `given`."""
     if not as_npu(config.recipe.platform):
         return
     for name in _BY_GRAPHS:

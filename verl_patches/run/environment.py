@@ -74,7 +74,7 @@ def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
     return [replace(each, read_by=pins.read_by(each.name, line)) for each in made]
 
 
-_ON_CPU = {
+_ON_CPU = {  # of the platforms cpu and npu_emulated
     "OMP_NUM_THREADS": ("1", "several ranks share few cores"),
     "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine; nothing listens on other interfaces"),
     "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "no installed device plugin is loaded"),
@@ -83,7 +83,7 @@ _ON_CPU = {
 }
 
 
-_CPU = {
+_CPU = {  # of platform cpu
     **_ON_CPU,
     "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
     "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),

@@ -1,7 +1,7 @@
 """Decide which patches (rows of the catalogue) a run needs: those of features that are on, and those of no feature.
 
-The launcher ships their ids (`RunSpec.rows`) to every process of the run. The import alone applies the rows of all
-features; rows of features that are off then find nothing to do.
+The launcher ships their ids (`RunSpec.rows`) to every process of the run. Where verl_patches is only imported, without
+the launcher, the rows of all features are applied; those of features that are off then find nothing to do.
 """
 
 from __future__ import annotations

@@ -287,7 +287,10 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
 def _import(
     where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
 ) -> tuple[str | None, str | None]:
-    """Return (fault, why it is unknown) of an import for a run of `line`; stamp: the file's modification time."""
+    """Return (fault, why it could not be checked) of an import for a run of `line`; each None where there is none.
+
+    stamp: the file's modification time, which makes the cache import a changed file again.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
@@ -329,7 +332,8 @@ def disk_checks(run: RunSpec, starts: bool = False) -> Iterator[Check]:
 def disk_needs(run: RunSpec) -> list[Need]:
     """Return what a run will write from its start on (modelled): records, responses and checkpoints.
 
-    Checkpoints are the most that the run adds to those that exist: those that it keeps and the one being written.
+    Only checkpoints that come on top of the existing ones count: at most as many as are kept, and one that is being
+    written before an old one is removed.
     """
     steps, trainer = steps_of(run), run.verl.trainer
     done = run.start.step or 0

@@ -18,7 +18,7 @@ from verl_patches.run.ray_nodes import RayPorts
 from verl_patches.spec import RunSpec
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
-BUFFER_STEP_MIB = 100
+BUFFER_STEP_MIB = 100  # a size that follows from the need is a multiple of it
 BUFFERS_OF_A_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
@@ -28,7 +28,7 @@ _MIB = 1 << 20
 
 
 def hccl_checks(run: RunSpec) -> Iterator[Check]:
-    """Check the machines, HCCL's buffers, timeouts and ports; check nothing on other platforms than npu."""
+    """Check the machines, HCCL's buffers, timeouts and ports, where the platform is npu or npu_emulated."""
     if run.as_npu:
         yield from (check_machine(run), check_buffer(run), check_timeouts(run), check_ports(run))
 
@@ -111,7 +111,7 @@ def check_buffer(run: RunSpec) -> Check:
 class Group(NamedTuple):
     """Describe an HCCL group that holds rank 0.
 
-    side: train or rollout; name: upstream's name of it; small: whether its buffer is a small one; communicates: whether
+    side: train or rollout; name: upstream's; small: buffers of recipe.hccl.small_groups_mib; communicates: whether
     a step of DeepSeek-V3 runs a collective on it, at which HCCL makes its communicator.
     """
 
@@ -128,8 +128,8 @@ def groups(run: RunSpec) -> list[Group]:
     They are made by megatron.core.parallel_state.initialize_model_parallel of core_r0.8.0 and by MindSpeed
     (mindspeed.core.parallel_state.initialize_model_parallel_wrapper makes the expert groups twice), then by
     verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout and vLLM 0.9.1. Which of them communicate was
-    read in the sources. Transfers of the pipeline are batched in its own group (batch_p2p_comm); prompts are gathered
-    over verl's mesh; no collective runs on vLLM's group of all ranks.
+    read in the sources: transfers between pipeline stages run on the group pp (batch_p2p_comm), prompts are gathered
+    over the tp group of verl's mesh, and no collective runs on vLLM's group of all ranks.
     """
     train, rollout = run.train, run.rollout
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp

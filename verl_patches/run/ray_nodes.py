@@ -4,11 +4,11 @@ A process inside a Ray asks with `living`, `on_node` and `results`, others with 
 address of a Ray from `answering_address`.
 
 `ask_nodes` runs this module as a program (`python -m verl_patches.run.ray_nodes JSON`), so that its caller does not
-join Ray, whose client ends its process when the head goes away. JSON is {address} and one of
+join Ray: Ray ends a process that has joined it when the head goes away. JSON is {address} and one of
 
     {}                          list the living nodes; nothing runs on them
-    {job, nodes, limit_s}       wait, without joining Ray, until nodes of so many ranks of a job are alive, for
-                                limit_s at most, and list all nodes as `_of_gcs` does
+    {job, nodes, limit_s}       wait, without joining Ray and for limit_s at most, until so many nodes of a job are
+                                alive; then list all nodes as `_of_gcs` does
     {command, cwd, limit_s, probes}
                                 run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
                                 environment of its raylet, which is that of the run's workers; then run each of
@@ -53,7 +53,7 @@ SERVICES = (  # (name, option of `ray start`) of every node's services; their po
     ("agent", "dashboard-agent-grpc-port"),
     ("agent's HTTP server", "dashboard-agent-listen-port"),
 )
-HEAD_SERVICES = (  # the head's further services, with the ports behind those
+HEAD_SERVICES = (  # services that only the head has; their ports follow those of SERVICES
     ("client server", "ray-client-server-port"),
     ("dashboard", "dashboard-port"),
     ("dashboard's gRPC server", "dashboard-grpc-port"),
@@ -189,7 +189,7 @@ def _node_class() -> Any:
         def hold_port(self) -> int:
             import socket
 
-            self._bound = socket.socket()  # no listen: nobody else gets the port, but the probe's store can
+            self._bound = socket.socket()  # bound without listen: kept from others, open to the probe's store
             self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._bound.bind(("", 0))
             return self._bound.getsockname()[1]

@@ -97,10 +97,10 @@ def begin(run: RunSpec, start: NextStart) -> str:
 
 
 def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
-    """Make the record folder of a start by verl's own entry point, and return the run with the start's name.
+    """Make the record folder of a start that verl's own entry point makes; return the run with the start's name.
 
     A run without a name gets no folder. Checkpoints stay in trainer.default_local_dir, which is locked until `held` is
-    closed; a ConfigError says that another run has it.
+    closed; raise ConfigError where another run has it.
     """
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.verl.trainer.save_freq > 0 or (run.verl.trainer.resume_mode == "auto" and saved.is_dir()):
@@ -111,7 +111,7 @@ def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
 
 
 def _homes(run: RunSpec) -> list[Path]:
-    """Return the folders of the run's name; verl's own checkpoints lie in trainer.default_local_dir."""
+    """Return the folders of the run's name: one more for checkpoints elsewhere, unless verl itself saves them."""
     return homes_of(run) if saves_as_recipe(run) else [run.home]
 
 

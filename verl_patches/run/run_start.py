@@ -99,7 +99,10 @@ def with_start(run: RunSpec) -> RunSpec:
 
 
 def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
-    """Return `run` as the driver of its start `name` gets it, with the checkpoint decided."""
+    """Return `run` as the driver of its start `name` gets it: resume keys that name the checkpoint, or say disable.
+
+    Where verl itself saves the checkpoints, these keys stay as given.
+    """
     keys = {}
     if start.resumed is not None:
         keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}

@@ -212,7 +212,7 @@ def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Refuse a configuration that lacks keys of `base`, verl's own file, or has values of a wrong type or size.
 
-    Where there are none, refuse keys that need another key.
+    A configuration without such faults is refused where a key lacks another key that it needs.
     """
     if not (faults := _deleted(config, base)):
         types = verl_types(base)

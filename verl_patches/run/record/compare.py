@@ -33,7 +33,7 @@ _ROUNDING = 1e-9  # relative: an error that exceeds the limit only in its last b
 class Error:
     """Hold the errors of one metric over `steps` common steps, `first` to `last`.
 
-    names: the metric's in a and in b. absolute, relative: means over the steps where both are finite, None without one;
+    names: those in a and in b. absolute, relative: means over the steps where both are finite, None without one;
     relative is infinite where b is 0 and a is not. largest: the largest |a - b|, at step `at`. not_finite: the first
     step where one of them is NaN or infinite. ends: the last steps of a and of b.
     """
@@ -81,7 +81,7 @@ def _error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
 
 
 def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None  # fsum raises where the sum overflows
+    return sum(values) / len(values) if values else None  # not fsum, which raises where the sum overflows
 
 
 def limits_for(errors: Sequence[Error]) -> dict[str, float]:

@@ -69,7 +69,7 @@ def _label_steps(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _values(steps: Iterable[Mapping[str, Any]], name: str, lacking: float = NAN) -> list[float]:
-    """Return the values of a name of run/record/report.py in each step."""
+    """Return the value that `in_step` has for `name` in each step, `lacking` where there is none."""
     return [lacking if (value := in_step(step, name)) is None else value for step in steps]
 
 
@@ -106,7 +106,7 @@ def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str) -> None:
 def memory_figure(summary: Mapping[str, Any]) -> Figure:
     """Draw tracked bytes by memory group: the highest phase of every step (left), each phase of one step (right).
 
-    Each moment is that of the rank with the phase's highest peak. The step on the right is the last of those with the
+    A phase is drawn as it was on the rank with its highest peak. The step on the right is the last of those with the
     highest peak. The black line is `held MB` of the report, the ledger's peak; grey lines are measured on the device,
     where it has such counters (RSS of a process is in summary.json only: it is much more than a tiny model's tensors).
     Steps without a ledger are gaps, and groups that are always empty are left out.

@@ -2,7 +2,7 @@
 
 A figure has the same name as in the run's own table, `status` and the plots, and says how it is reduced over steps.
 Medians are over the steps after the first, which also builds, compiles and warms up, and without those that were
-profiled (recipe.profile.steps). A run without other steps has medians of those, and the report says so.
+profiled (recipe.profile.steps). Where no other steps exist, medians are over these, and the report says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.rewards.parts import METRIC
 from verl_patches.run.record.record import SUMMARY, read_summary
 
-ENDS = 5  # steps of the means at the start and at the end of a run
+ENDS = 5  # number of steps, the first and the last of a run, over which means are taken
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
 OF_CRITIC = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
 # without offload, whose time is inside other phases
@@ -130,7 +130,7 @@ def _mb(size_bytes: float | None) -> float | None:
 
 
 def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the steps that show the run's pace: without the first of each part, which warms up, and profiled ones."""
+    """Return the steps that show the run's pace: not the first after each start, which warms up, nor profiled ones."""
     usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
     return usual or steps[1:] or steps
 
