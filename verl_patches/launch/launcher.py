@@ -70,9 +70,10 @@ def run(
     `on_line` also gets "" every POLL_S, so that it can look at the clock.
 
     Each start, also a restart, writes to a new folder <output_root>/<run>/0001, 0002, ...; the outcome is that of the
-    last one. It has ray_logs/ only after a failure. `dirty`: {repository or package: files} that differ from the pins
-    (upstream/modified.py), which the summary and a line above the step table name. Raises ConfigError before anything
-    starts. All processes that the run started are ended before this returns, and its temporary folder is removed.
+    last one. Its folder has ray_logs/ only after a failure. `dirty`: {repository or package: files} that differ from
+    the pins (upstream/modified.py), which the summary and a line above the step table name. Raises ConfigError before
+    anything starts. All processes that the run started are ended before this returns, and its temporary folder is
+    removed.
     """
     with held_run(run):
         restarts, start, began = Restarts(run), next_start(run), time.monotonic()
@@ -111,7 +112,7 @@ def _run_start(
     head["wall_s"] = wall_s = round(time.monotonic() - began, 1)
     try:
         code, reason = write_summary(folder, code, reason, head, watch.peaks())
-    except RecipeError as error:  # a full disk is then the driver's reason too
+    except RecipeError as error:  # of a full disk, for which the driver ended too
         return Outcome(code or 1, str(error), folder, wall_s, watch.peaks()), None
     _draw(folder)
     progress.read()
@@ -187,7 +188,7 @@ def _supervise(
     progress.read()
     if reason is None and code:  # read the log before other processes write what ending them causes
         reason = last_error(folder / "driver.log")
-        if reason is None or not _OF_THE_WATCH.match(reason):  # the driver's watch sees all nodes
+        if reason is None or not _OF_THE_WATCH.match(reason):  # the error of a watch counts most: it sees all nodes
             reason = _reason_of_driver(_summary_of_driver(folder)) or reason
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
@@ -294,7 +295,7 @@ def last_error(log: Path) -> str | None:
 
 
 def copy_ray_logs(temp: Path, to: Path) -> None:
-    """Copy the non-empty logs of Ray sessions below `temp` (the end of each, 4 MiB) to `to`; newer ones win."""
+    """Copy the end (4 MiB) of Ray's non-empty logs below `temp` to `to`; of one name that of the newest session."""
     for logs in sorted(p for p in temp.glob("**/session_[0-9]*/logs") if not p.parent.is_symlink()):
         for source in sorted(logs.glob("*")):
             if source.suffix not in (".log", ".out", ".err") or not source.is_file():
@@ -353,6 +354,7 @@ def write_summary(
     elif reason is None:
         reason = f"the driver exited with {code}; its log shows no error"
     minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}  # a driver may end before
+    # not the driver's, which may have ended before it wrote them
+    known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}
     write_json(folder / "summary.json", {**head, **minimal, **summary, **known})
     return code, reason

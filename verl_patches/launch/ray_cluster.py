@@ -57,7 +57,7 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
     return {
         **options,
-        "address": "local",  # without it Ray joins any whose file it finds
+        "address": "local",  # without it Ray would join a running one whose address file it finds
         **devices,
         "num_cpus": run.verl.ray_init.num_cpus or workers + 4,
         "include_dashboard": False,

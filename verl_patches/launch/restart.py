@@ -22,11 +22,11 @@ from verl_patches.spec import RunSpec
 from verl_patches.trainer.record import NOW
 from verl_patches.weights.run_folders import chain_of_start, start_in
 
-_NO_USE = re.compile(
+_NO_USE = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
     r"^interrupted by|^still running after"
     r"|(?:^|[\s.])(?:ConfigError|PatchError|WeightSyncError|SkippedStepsError|AlarmError|CheckpointError)\b"
 )
-_OF_USE = re.compile(
+_OF_USE = re.compile(  # reasons after which another start may go well
     r"\b(?:StallError|LostNodeError|WorkerDiedError|worker process(?:es)? died|ActorDiedError|ActorUnavailableError"
     r"|WorkerCrashedError|NodeDiedError|RaySystemError|ray\.exceptions\.OutOfMemoryError|DistBackendError|DistNetworkError"
     r"|DistStoreError)\b|^driver ended by|^no output for|Connection (?:reset|closed) by peer"

@@ -25,12 +25,12 @@ from verl_patches.run.ray_nodes import read_report
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # limit for all checks of a node
-NO_REPORT = {"error": "no node gave a report"}  # then no node takes part in an all-reduce either
+NO_REPORT = {"error": "no node gave a report"}  # the result of an all-reduce that no node took part in
 _KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
-CLOCK_S = 1.0  # tolerated difference: Ray's heartbeats and the time stamps of logs compare several nodes
+CLOCK_S = 1.0  # tolerated difference of clocks: times of Ray's heartbeats and of logs are compared between nodes
 
 
-Examined = tuple[Report, list[dict[str, Any]]]  # with [{address, interface}] of the examined nodes
+Examined = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, interface}] of the examined nodes)
 
 
 def this_node(node: Node) -> Examined:

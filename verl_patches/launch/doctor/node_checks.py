@@ -117,9 +117,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Result:
-    """Hold what a check saw of itself or of its part `name`; `ok` is None where the check could not be made.
+    """Hold one result of a check, or of its part `name`; `ok` is None where the check could not be made.
 
-    For an empty text the row's text is shown.
+    An empty `expected` or `todo` stands for that of the NodeCheck, an empty `state` for the state that `ok` implies.
     """
 
     ok: bool | None
@@ -204,7 +204,7 @@ def _disk(node: Node) -> Iterator[Result]:
 
 
 def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
-    """Return (written, read) bytes/s of a file in `folder`, which has no name and does not remain.
+    """Return (written, read) bytes/s of a file without a name, which does not remain, in `folder`.
 
     The file is written to the disk and read from there: the page cache is asked to drop it in between.
     """
@@ -222,7 +222,7 @@ def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
         return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
 
 
-_MEMORY_FILES = (  # (limit, use, statistics, its page cache) in control groups v2 and v1
+_MEMORY_FILES = (  # (file of the limit, of the use, of statistics, their entry for page cache) of cgroups v2 and v1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )

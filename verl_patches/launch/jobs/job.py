@@ -101,7 +101,7 @@ class Upload(_Strict):
 
 
 class Job(_Strict):
-    """Describe a job as its file does, completed from the environment of the public samples' scripts.
+    """Describe a job as its file does; FROM_ENVIRONMENT lists fields that variables may give instead.
 
     Unknown keys are refused. provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder
     of the host: folder of the container}, with an image; only they outlive a container. nodes, dies: how many nodes,
@@ -184,7 +184,7 @@ class Job(_Strict):
 
     @property
     def digest(self) -> str:
-        """Return twelve hex digits that name the job, whatever its command, interface, uploads, waiting and logs."""
+        """Return 12 hex digits of a hash of the job without command, interface, uploads, env_file, wait_s and logs."""
         text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads", "env_file"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -218,7 +218,7 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
 def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Expand ${NAME}, and rename replica_count to nodes; return the environment with that of env_file.
 
-    A variable of the caller's own environment takes precedence. Raise ConfigError where one is unset or a secret.
+    A variable of `environ` takes precedence over env_file. Raise ConfigError where one is unset or a secret.
     """
     if "nodes" not in given and "replica_count" in given:
         given["nodes"] = given.pop("replica_count")  # otherwise it is refused as an unknown key

@@ -1,11 +1,12 @@
 """Answer a question of node.sh on a node of a job: `python -m verl_patches.launch.jobs.node QUESTION ARGUMENT...`.
 
-    place RANK NODES HEAD INTERFACE PORT HOST...  print the addresses of this node and of Ray's head, which others reach
+    place RANK NODES HEAD INTERFACE PORT HOST...  print the addresses by which others reach this node and Ray's head
     ports ADDRESS PORT=SERVICE...                 check that all are free; a taken one is named with its process
     preload                                       print LD_PRELOAD of Ray, and notes of what would stop or slow it
     wait HEAD:PORT JOB NODES LIMIT_S PORT HOST... wait until all nodes of the job are in Ray; the missing ones are named
 
-Answers are on standard output. The exit code is 2 for wrong use or an obstacle, else 1, with a sentence on stderr.
+Answers are on standard output. Where there is none, a sentence is on stderr, and the exit code is 2 for wrong use or an
+obstacle, else 1.
 """
 
 from __future__ import annotations

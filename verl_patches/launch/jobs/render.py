@@ -1,7 +1,7 @@
 """Write the files of a job for `cluster render`: the scripts of templates/, job.sh, and those of Slurm and Kubernetes.
 
-The scripts are the same for every job; job.sh has the job's values. The further file is what `sbatch` or `kubectl
-apply` takes; neither was tried on a cluster.
+The scripts are the same for every job; job.sh has the job's values. slurm.sh is written for `sbatch`, kubernetes.yaml
+for `kubectl apply`; neither was tried on a cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl_patches.run.ray_nodes import ray_start
 
 TEMPLATES = Path(__file__).parent / "templates"
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
-BEGINS = "verl_patches: output begins"
+BEGINS = "verl_patches: output begins"  # printed before a node's output, after what a shell's profiles print
 START_S, RECONNECT_S, RETRY_S = 120, 900, 10  # longest `ray start`; how long, and how often, a lost connection is tried
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 

@@ -4,8 +4,8 @@
 
 This runs the command and, when it has ended, sends the files that TO lacks. The exit code is the command's, or 1 where
 that is 0 and not all was sent. A file is not sent again where its copy has its size and is not older. Object stores
-show only whole objects; on a file system a copy gets its name when it is whole. MARK in TO names the FROM of the
-copies.
+show only whole objects; on a file system a copy gets its name when it is whole. The file MARK in TO holds the path of
+FROM; copies of another FROM are refused there.
 """
 
 from __future__ import annotations

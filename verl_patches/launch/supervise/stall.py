@@ -17,8 +17,8 @@ it has begun more operations than another rank. Then the culprit is the first of
 During the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits,
 or, if there are none, those that are still in their constructor.
 
-A group's numbers are compared only if its members had equal numbers, above 0, when their calls began: gloo counts sends
-and receives too, so that the numbers of a pipeline's stages differ.
+A group's numbers of begun operations are compared only if they were equal, and above 0, on all its members when their
+present calls began: gloo counts sends and receives too, so that the numbers of a pipeline's stages differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray an
 SILENT_S = 20.0
 # {rank: {rank that waits for it: (group, its number, the other's number)}}; ranks are those of a Beat
 Awaited = dict[int | None, dict[int | None, tuple[str, int, int]]]
-# They wait for the slowest disk or analyse a trace, so that earlier times predict nothing: Bounds.load_s holds.
+# Calls and phases that wait for the slowest disk or analyse a trace: as earlier times predict nothing, they have at
+# least Bounds.load_s and first_s.
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
 WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
 SHOWN = 8
@@ -181,7 +182,7 @@ def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
 
 
 def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:
-    """Return the controller, with the time since its last call of a rank; empty before step 1."""
+    """Return the controller, whose time in place begins at the end of its last call of a rank; empty before step 1."""
     if controller is None or not controller.beat.call:
         return []
     alone_s = min((seen.in_place_s for seen in ranks), default=controller.in_place_s)

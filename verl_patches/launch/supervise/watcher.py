@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
 LOST_S = 60.0  # without an answer a node is lost; Ray's own health check takes about 30 s
 AGENT_S = 20.0  # from a failure of a node's agent to the first call of the next one
-ASK_S = 20.0  # limit for stacks, and for the end
+ASK_S = 20.0  # limit of the calls that ask nodes for stacks, or for their processes or their end when a run ends
 RECORD, STACKS = "watch.json", "stacks"
 DEVICE, COLLECTIVE = "device", "collective"
 _RAISED_BY = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
@@ -233,7 +233,7 @@ def _raylets_end() -> str | None:
 
 
 def fault_in(text: str) -> str | None:
-    """Return DEVICE or COLLECTIVE for such an error, else None; the rank of the second has only noticed the fault."""
+    """Return DEVICE or COLLECTIVE for such an error, else None; a rank that raises the second has only noticed it."""
     if _COLLECTIVE.search(text):
         return COLLECTIVE
     return DEVICE if _DEVICE.search(text) else None

@@ -57,7 +57,7 @@ check() { # [HEAD]; sets head, address and is_up
     cd "$checkout" || exit 2
     command -v "$python" > /dev/null || fail 2 "no program $python (python)"
     local place probe to
-    for to in "${written[@]}"; do # what does not exist the run makes
+    for to in "${written[@]}"; do # a folder that does not exist is made by the run
         [ ! -d "$to" ] || { probe=$(mktemp "$to/.writable.XXXXXX" 2> /dev/null) && rm "$probe"; } || fail 2 \
             "$to: this user cannot write there (NFS with root_squash?): export it with no_root_squash"
     done
