@@ -35,7 +35,7 @@ from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 
 CHUNK_BYTES = 8 << 20  # size of a chunk of fp32 logits in model/log_prob.py
-# Rows of the busiest rank's experts over the mean without balanced routing: assumed, not measured here
+# Rows of the busiest rank's experts, as a multiple of the mean, without balanced routing: assumed, not measured here
 UNBALANCED = 2.0
 _FLASH_WIDTH = 128  # MindSpeed-LLM's --padded-base-length
 _STATISTICS = 2 * 8 * 4  # maximum and sum of a query, each eight times in fp32
@@ -57,10 +57,12 @@ class Passes:
     `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
     replica. `recompute_layers`: layers of a stage whose activations are recomputed in backward, one number for all
     stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
-    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: tokens of a
-    replica's step whose routed experts are recorded (recipe.train.routing_replay). `fused_expert_wgrad`,
-    `fused_linear_wgrad`: whether weight gradients are added in place. `critic_tokens`, `critic_batches`: as
-    `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a reward model.
+    `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
+    `entropy`: whether the update's loss has it. `chunked_logits`: whether log-probs are computed in chunks (rows
+    logprob.*). `recorded_tokens`: tokens of a replica's step whose routed experts are recorded
+    (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: whether weight gradients are added in
+    place. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a
+    reward model.
     """
 
     update_tokens: int
@@ -169,9 +171,9 @@ def logits_bytes(
     """Return the bytes of the last stage's logits, with the gathered input of the head and the buffers of log-probs.
 
     Logits of bf16 are converted to fp32 (megatron/core/transformer/module.py, float16_to_fp32): both exist at once, as
-    do their gradients, of which ours is written over the fp32 logits. The buffers are two chunks for each of log-prob
-    and entropy, or without chunks one more fp32 tensor for log-probs, two with entropy (docs/memory.md has the measured
-    table).
+    do their gradients, of which with chunks the fp32 one is written over the fp32 logits. The buffers are two chunks
+    for each of log-prob and entropy, or without chunks one more fp32 tensor for log-probs, two with entropy
+    (docs/memory.md has the measured table).
     """
     size = DTYPE_BYTES[model.torch_dtype]
     values = tokens * -(-model.vocab_size // layout.tp)

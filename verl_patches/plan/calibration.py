@@ -40,8 +40,8 @@ FITTED = Constants(
 def published() -> StepInput:
     """Return the run of the published rows.
 
-    Recomputed layers are not published for random weights: the fewest of "4 to 8 a stage" are taken. Copies follow
-    verl's own memory schedule (memory/schedule.py) on the worst die; the old log-probs have no pass.
+    Recomputed layers are not published for random weights: the fewest of "4 to 8 a stage" are taken. `offload` follows
+    from verl's own memory schedule (memory/schedule.py) on the worst die. No pass computes old log-probs.
     """
     layers = (7, 7, 8, 8, 8, 8, 8, 7)
     train = ParallelLayout(256, tp=4, pp=8, ep=32, etp=1, layers_per_stage=layers)

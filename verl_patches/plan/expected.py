@@ -68,7 +68,7 @@ class Setting:
 
 
 def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
-    """Return the bytes of each memory group of `rank` while it is on the device.
+    """Return the bytes that each memory group of `rank` has while the group is on the device.
 
     Megatron's alignment of its buffers is left out, and so is the correction bias, a buffer that never moves. In fp32
     parameters have no main copies, so that the optimizer has only Adam's two moments.
@@ -158,7 +158,7 @@ def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
 
 
 def always_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
-    """Return {term: bytes} that a rank has throughout a phase, with or without the KV cache on the device."""
+    """Return {term: bytes} that a rank has beside its groups in a whole phase, fewer with the KV cache (see above)."""
     if setting.hccl is None:
         return {}
     if kv_cache:
@@ -200,7 +200,7 @@ def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: i
 
 @dataclass(frozen=True)
 class Alike:
-    """Describe ranks that hold equally many bytes: those of each memory group, and how a schedule moves them."""
+    """Describe `ranks` that hold equally many bytes: `sizes` of the memory groups, `moments` of a step's phases."""
 
     ranks: list[int]
     sizes: dict[str, int]
@@ -238,14 +238,14 @@ def moments_of(
 
 
 def phase_peak(phase: str, step: Collection[Alike], setting: Setting) -> dict[str, Any]:
-    """Return {phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}} of the lowest worst rank."""
+    """Return {phase, peak_bytes, rank, bytes: {group or term: bytes at the peak}} of the first rank with the most."""
     held = {each.ranks[0]: _at_peak(phase, each, setting) for each in step}
     rank = max(held, key=lambda r: (sum(held[r].values()), -r))
     return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
 
 
 def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
-    """Return {memory group or term: bytes} at these ranks' peak of a phase, while they move groups or in its work."""
+    """Return {memory group or term: bytes} at these ranks' peak of a phase: in its moves of groups, or in its work."""
     moment, moments = each.moments[phase], []
     for groups, terms in ((moment.at_peak, {}), (moment.resident, work_bytes(setting, each.ranks[0], phase))):
         held = {group: each.sizes[group] for group in each.sizes if group in groups}

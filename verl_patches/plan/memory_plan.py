@@ -79,11 +79,11 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     Bytes are those of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
     activations are not modelled.
 
-    `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
-    for the run's own order, which `followed` names. Activations are counted on line a3, HCCL's buffers and CANN's
-    context on platform npu. `hbm_bytes` is the part of a die that a process sees, None on other platforms, where the KV
-    cache is not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. Raise
-    ConfigError where sizes do not divide.
+    An order is a Schedule: when a step moves which group. `orders` holds `expected.peaks` for ours, for verl's on this
+    line with verl's own weight sync, and for the run's own, which `followed` names. Activations are counted on line a3,
+    HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is the part of a die that a process sees, None on
+    other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes
+    (`host_limit`)}. Raise ConfigError where sizes do not divide.
     """
     npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
@@ -114,7 +114,8 @@ def followed_peaks(run: RunSpec) -> dict[str, Any]:
 def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> PerStage:
     """Return the fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
 
-    One number stands for all stages where it is the same; all layers of a stage where even these are not enough.
+    The result is one number where it is the same for all stages. A stage for which even all layers are not enough has
+    all of them.
     """
     train, given, found = setting.train, setting.passes, []
     assert given is not None  # line a3 counts activations
@@ -174,7 +175,7 @@ def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
     It says how much the die needs, of which terms, in which phases.
     """
     short = [phase for phase in phases if phase["peak_bytes"] > room]
-    alike: dict[tuple, list[dict[str, Any]]] = {}  # groups such as wake_kv and rollout
+    alike: dict[tuple, list[dict[str, Any]]] = {}  # phases that fail alike, such as wake_kv and rollout
     for phase in short:
         largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
         alike.setdefault((phase["rank"], largest), []).append(phase)

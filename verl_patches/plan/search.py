@@ -1,5 +1,6 @@
-"""Search layouts for a number of dies that pass an ordinary plan: the fastest, or without seconds least traffic.
+"""Search layouts for a number of dies that pass an ordinary plan: the fastest come first.
 
+On machines whose seconds are not modelled (`Hardware.timed` is false) those with the least traffic come first.
 Training and rollout are enumerated apart, each with its cost: seconds of a step, or bytes that a die sends. Pairs are
 planned in the order of their costs until enough of them pass, so that a row has the figures of its own plan. No torch.
 """
@@ -75,7 +76,7 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
     """Yield (cost, keys) of training layouts with the fewest recomputed layers that fit a die."""
     (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
     most = max(splits, default=1)
-    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # does not matter to an update
+    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # any: an update ignores it
     given = setting.passes
     assert given is not None  # line a3 counts activations
     update = "update" if run.trains_actor else "update_critic"

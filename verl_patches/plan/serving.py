@@ -22,10 +22,10 @@ _TRAIN_SIZES = [
 
 
 def instance_of(config: DictConfig) -> DictConfig:
-    """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many nodes.
+    """Return a composed configuration changed to one rollout instance on as many nodes as that needs.
 
-    So the run's own layout need not fit its number of ranks. Raise ConfigError where an instance does not fill its
-    nodes.
+    What it trained on how many nodes does not matter, so the layout of the training need not fit its number of ranks.
+    Raise ConfigError where an instance does not fill its nodes.
     """
     tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
     dies = min(tp * dp, config.trainer.n_gpus_per_node)
@@ -65,11 +65,11 @@ def instance_checks(run: RunSpec) -> list[Check]:
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:
-    """Return {nodes, dies, dp, die_bytes, share_bytes} of the rollout instance that needs the fewest nodes.
+    """Return {nodes, dies, dtype, dp, die_bytes, share_bytes} of the rollout instance that needs the fewest nodes.
 
-    dp: its recipe.rollout.dp. die_bytes: weights on the fullest die with the KV of one longest response; share_bytes:
-    of gpu_memory_utilization. The rollout's tp is that of the run. If no number of nodes suffices, nodes and the last
-    three are None.
+    dies: of a node. dp: its recipe.rollout.dp. die_bytes: weights on the fullest die with the KV of one longest
+    response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run. If no number of nodes
+    suffices, nodes and the last three are None.
     """
     dies, tp = run.hardware.node_dies, run.rollout.tp
     found = {"dies": dies, "dtype": run.recipe.dtype}

@@ -5,9 +5,9 @@ figure of an A3 die times an efficiency. Letters: T tokens of a micro batch on o
 micro batches of a replica, b responses that decode on a replica, c tokens of context.
 
 values, update_critic   as ref and update, of a critic; its head is taken for the vocabulary's, an upper bound
-rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. All replicas of
-             an instance take as long as the one with the most left (lengths are independent: binomial), with rebalance
-             as the mean, and its exchanges (rollout/rebalance.py). One decode step:
+rollout      steps x decode + prefill, until the longest response ends; b falls as responses end. All replicas of an
+             instance take as long as the one with the most left (binomial, as lengths are independent); with rebalance
+             as long as one with the mean, and exchanges come on top (rollout/rebalance.py). One decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
              + syncs of the DP ranks: 2, or 1 with row rollout.ascend_dp_sync. The two are
@@ -25,8 +25,8 @@ reshard      bytes that the busiest die sends or receives / network + packing / 
 offload      bytes to and from the host / host link + released bytes x EMPTY_CACHE_S_PER_BYTE + calls x empty_cache_s
 reward, advantage   response tokens x seconds a token, on the driver
 
-Efficiencies of 0.7 (compute of decode), 0.6 (memory), 0.7 (network) are taken as given; `Constants` has what one row of
-plan/calibration.py fixes each. FLOPs and bytes of experts are those of the busiest rank, `expert_load` times the
+Efficiencies of 0.7 (compute of decode), 0.6 (memory), 0.7 (network) are taken as given; each of `Constants` is fixed by
+one row of plan/calibration.py. FLOPs and bytes of experts are those of the busiest rank, `expert_load` times the
 mean: 1, balanced, unless a run has counted more. docs/plan.md has the limits.
 """
 
@@ -90,7 +90,10 @@ class Constants:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Hold tokens of prompts (mean) and responses: all `longest`, lognormal of a mean before the cut, or `recorded`."""
+    """Hold tokens of prompts (mean) and of responses, which are cut at `longest`.
+
+    Responses are as `recorded`, else lognormal (`mean` before the cut, coefficient of variation `cv`), else `longest`.
+    """
 
     prompt: float
     longest: int
@@ -145,7 +148,7 @@ class StepInput:
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
-    `dp_syncs`: of a decode step.
+    `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
     `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
     rank over the mean, in training and in rollout.
     `engine_ratio`: the part of engine_step_s that the rows of rollout/decode_host.py leave, assumed.
@@ -459,7 +462,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     for tokens, most in zip(at.tolist(), fullest, strict=True):
         context = lengths.prompt + tokens
         running = most
-        if every:  # all replicas had the mean, on average half of the steps between exchanges ago
+        if every:  # the last exchange, on average every / 2 steps ago, gave all replicas the mean
             running = min(most, max(1.0, seats * lengths.survival(tokens - every / 2)))
             exchange = DP_SYNC_S["gloo"]
             if tier_of(running) < tier_of(most):
@@ -471,7 +474,10 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
 
 
 def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
-    """Return the expected responses, at least 1, of the fullest of `replicas`, whose `seats` each go on by chance."""
+    """Return, for each probability in `survival`, how many responses run on the fullest of `replicas`: expected, >= 1.
+
+    Each of a replica's `seats` responses still runs with that probability.
+    """
     count = max(1, round(seats))
     of = np.arange(count + 1)
     chance = np.clip(np.asarray(survival)[:, None], 1e-15, 1 - 1e-15)

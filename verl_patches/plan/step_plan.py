@@ -43,7 +43,7 @@ DISK_GB_S = 10.0  # rate of a shared file system; assumed
 # CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
 # (tests/benchmarks/decode_step.py); assumed to hold for all of engine_step_s, which has launches and copies too
 ENGINE_RATIO = 0.6
-COLLECTOR_AND_CORES = 0.136  # share of rollout, quoted for another model; rows rollout.no_collector, update.bind_cores
+COLLECTOR_AND_CORES = 0.136  # of rollout, saved by rows rollout.no_collector, update.bind_cores; quoted, another model
 DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
@@ -52,8 +52,8 @@ RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the
 class Workload:
     """Describe the workload that a configuration does not give: mean tokens of prompts and responses, DP sync backend.
 
-    None stands for the published run's prompts, and for RESPONSE_TOKENS of responses that end by themselves. A mean of
-    responses is not read where all have full length.
+    prompt_tokens: None is the published run's mean. response_tokens: mean of responses that end by themselves, None is
+    RESPONSE_TOKENS; it is not read where all have full length.
     lengths, expert_load: runs that recorded theirs; recorded: tokens of their prompts and responses; loads: of the
     busiest rank in training and rollout over the mean, not read where routing is balanced. disk_gb_s: rate of the file
     system with weights and checkpoints, to or from all nodes together.
@@ -178,7 +178,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     model = step_input(run, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
-    columns = {"old_log_prob": 0, "ref": 0, "update": 3}
+    columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
     step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
     dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
@@ -254,10 +254,10 @@ def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
 def direct_traffic(
     blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int
 ) -> tuple[SyncTraffic, dict[str, int]]:
-    """Return the traffic of our weight sync without a plan of routes, and {received_mean_bytes}.
+    """Return the traffic of our weight sync, whose routes are not planned here, and {received_mean_bytes}.
 
-    The bytes that must arrive are exact; sent bytes are the mean of a rank's stage, which the routes miss by 0.1 %
-    (docs/weight-sync.md).
+    The bytes that must arrive are exact; sent bytes are the mean over a pipeline stage, from which those of planned
+    routes differ by 0.1 % (docs/weight-sync.md).
     """
     received, sent = [0] * train.world_size, defaultdict[int, int](int)
     for block in blocks:
@@ -296,7 +296,7 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
 
 
 def offload_of(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
-    """Return copies and releases of the die with the most training weights, and the bytes of its KV cache."""
+    """Return the `Offload` of a step on the die with the most training weights, and the bytes of its KV cache."""
     setting, schedule, stays = memory
     setting, train = replace(setting, bucket_bytes=bucket_bytes), setting.train
     model, library = setting.inventory.model, setting.train_library
