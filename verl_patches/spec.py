@@ -262,9 +262,8 @@ Rule = Callable[[RunSpec], Iterable[Check]]
 class Rules(NamedTuple):
     """Hold the table of rules (rules.py): on files, on `sizes` (layouts, sizes, options), and on the machine.
 
-    alone: those of `sizes` that are also checked without the launcher.
-
-    A rule is a function beside its feature that yields a `Check` for each thing that it inspects.
+    alone: those of `sizes` that are also checked without the launcher. A rule is a function in the file of its feature,
+    which yields a `Check` for each thing that it inspects.
     """
 
     files: tuple[Rule, ...]
