@@ -34,7 +34,7 @@ from verl_patches.values import (
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-HCCL_PORTS = 16 + 128  # a node: 16 for HCCL_IF_BASE_PORT, the rest for HCCL_HOST_SOCKET_PORT_RANGE
+HCCL_PORTS = 16 + 128  # of a node: 16 from HCCL_IF_BASE_PORT on, the others are HCCL_HOST_SOCKET_PORT_RANGE
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
 PROFILED = tuple(phase for phase in MEMORY_PHASES if phase not in ON_CONTROLLER)
@@ -203,9 +203,9 @@ class Reshard:
 
     bucket_bytes: the most bytes that a rank sends, and receives, in one exchange. A sync uses four such buffers.
     verify: the syncs that are verified. A verified sync fills vLLM's weights with NaN first and afterwards compares
-    checksums of every region over all ranks that hold it; once for each learnt map vLLM also loads its weights again.
-    This takes some passes over the weights and memory that the step table does not count. recipe.logprob_check
-    compares log-probs.
+    checksums of every region over all ranks that hold it. The first one after tensors were mapped (at the start, and
+    when they have moved) also checks the map, by vLLM's load_weights. This takes some passes over the weights and
+    memory that the step table does not count. recipe.logprob_check compares log-probs instead.
     """
 
     bucket_bytes: Count = 512 << 20
@@ -236,8 +236,8 @@ class KeepGroups:
     """Train only on prompts whose responses have different rewards (dynamic sampling of DAPO).
 
     metric: the value that must differ: score, the reward, or a key of the reward function's dict, such as acc; null
-    trains on all prompts. Otherwise batches are drawn, with one weight sync, until data.train_batch_size prompts are
-    found, and further prompts are dropped. Then the run ends by trainer.total_training_steps and not by epochs.
+    trains on all prompts. With a metric each step draws batches, after one weight sync, until it has found
+    data.train_batch_size prompts, drops further ones, and the run ends by trainer.total_training_steps, not by epochs.
     max_batches: end the run where a step finds too few prompts in this many batches.
     """
 
@@ -439,8 +439,8 @@ class Recipe:
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
-    all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
-    again.
+    all. The model's folder is not changed, with random init or weights. A layers_per_stage that is given for all layers
+    is replaced by a balanced one.
     added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
     resume_other_data: resume from a checkpoint of a run with other data (number of rows, bytes of the files).
     rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null takes
@@ -494,7 +494,7 @@ def _recipe_adapter() -> TypeAdapter[Recipe]:
 
 
 class Key(NamedTuple):
-    """Describe a key of the section by its default (MISSING for a list) and its type."""
+    """Describe a key of the section by its default (dataclasses.MISSING for a list) and its type."""
 
     default: Any
     kind: Any
