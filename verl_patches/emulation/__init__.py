@@ -41,7 +41,7 @@ def require(platform: str) -> None:
 
 
 def start(platform: str) -> None:
-    """On npu_emulated, add the device to torch as soon as torch is imported; call once a process, after the patches."""
+    """Add the device to torch on npu_emulated, as soon as torch is imported; call once a process, after the patches."""
     if platform == _EMULATED:
         after_import("torch", _start_device)
 
