@@ -22,7 +22,7 @@ if not any(_switches.line in row.lines for row in _rows):
         f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
     )
 engine.apply()
-if (_room := emulation(_switches.platform)) is not None:
-    _room.start(_switches.platform)
+if (_emulator := emulation(_switches.platform)) is not None:
+    _emulator.start(_switches.platform)
 if _switches.line == "a3" or _switches.platform == "npu":
     after_import("verl", prepare_from_controller)

@@ -1,5 +1,7 @@
 """Test the search of layouts: it lists all and only layouts that pass an ordinary plan, with the same figures."""
 
+import json
+
 import pytest
 
 from tests.runs import composed
@@ -12,6 +14,7 @@ from verl_patches.plan.plan import build_plan
 from verl_patches.plan.search import ANY_LAYOUT, GRAPHS, as_overrides, rollout_keys, search, train_keys
 from verl_patches.plan.step_plan import Workload
 from verl_patches.rules import RULES, SIZES
+from verl_patches.run.resolve import CONFIGS_DIR
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
@@ -109,6 +112,14 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
 def test_a_search_without_a_result_names_the_reason(dies, override, message):
     with pytest.raises(ConfigError, match=message):
         search(composed(BIG, [override]), SIZES, dies, Workload())
+
+
+def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
+    shape = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "n_routed_experts": 255, "n_group": 1, "topk_group": 1}))
+    run = composed(BIG, [f"recipe.model_shape={tmp_path / 'config.json'}"])
+    with pytest.raises(ConfigError, match="no number of ranks from 2 on divides both it and the 255 experts"):
+        search(run, SIZES, 16, Workload())
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB

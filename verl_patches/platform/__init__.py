@@ -27,9 +27,9 @@ def emulation(platform: str) -> ModuleType | None:
 
 def require(platform: str) -> None:
     """Raise ConfigError where the configured platform cannot work here; torch is not imported."""
-    room = emulation(platform)
-    if room is not None:
-        room.require(platform)
+    emulator = emulation(platform)
+    if emulator is not None:
+        emulator.require(platform)
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             "platform npu is requested (it is the default), but torch_npu is not installed in this Python. "

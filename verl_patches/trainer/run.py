@@ -232,8 +232,8 @@ class Run:
         """Return (record of a step, its metrics with ours added), and write both to the run's folder."""
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
-        room = emulation(recipe.platform)
-        self.emulated = None if room is None else room.summary([report["emulated"] for report in reports])
+        emulator = emulation(recipe.platform)
+        self.emulated = None if emulator is None else emulator.summary([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
             moments = [report["log_prob_moments"] for report in reports]
             metrics = rollout_correction.with_workers_metrics(metrics, moments, recipe)

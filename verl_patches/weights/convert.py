@@ -63,7 +63,7 @@ def convert(
     """Write `plan` to `folder`, with `processes` files at a time (None: `processes_of`); finished files stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
-    meanwhile or is damaged, NaN and infinity. After an error the folder can be told from a complete one.
+    meanwhile or is damaged, NaN and infinity. After an error the folder can be distinguished from a complete one.
     """
     folder = Path(folder)
     _check_space(folder, plan.files)

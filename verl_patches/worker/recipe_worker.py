@@ -303,7 +303,7 @@ class RecipeWorker(TrainingWorker):
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
         log_prob_moments, self.log_prob_moments = self.log_prob_moments, None
-        room = emulation(self.recipe.platform)
+        emulator = emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {
@@ -318,5 +318,5 @@ class RecipeWorker(TrainingWorker):
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "skipped": take_all(context().step_guards),
             "profile": profiler and profiler.take(),
-            "emulated": room and room.called(self.recipe.platform),
+            "emulated": emulator and emulator.called(self.recipe.platform),
         }

@@ -99,6 +99,11 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
         find(run, run.parents[1], "actor_rollout_ref.rollout.dtype=bfloat16")
     with pytest.raises(ConfigError, match="rollout.dtype is float16"):
         find(run, run.parents[1], "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
+    recorded = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(recorded.replace("recipe:\n", "recipe:\n  gone: 1\n", 1))
+    with pytest.raises(ConfigError, match="(?s)recipe.gone.*recorded by another version: remove it from the file"):
+        rollout()
+    (run / "config.yaml").write_text(recorded)
     for name in ("require_trees", "require_verl"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda platform: None)
