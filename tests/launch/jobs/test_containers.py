@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import tarfile
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -178,10 +179,20 @@ def test_placeholders_and_an_ssh_that_is_not_installed_are_named_before_anything
     assert code == 2 and "no-ssh is not installed here" in err and program.calls() == ""
 
 
+def sleeping(process):
+    """Return the descendants of a process that sleep; one that ends while they are listed is none of them."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "sleep":
+                found.append(child)
+    return found
+
+
 def test_a_signal_ends_the_calls_and_says_what_goes_on(job, scripts, call, program):
     program("ssh", "exec sleep 600")
     process = call(scripts({**job, "nodes": 2, "hosts": ["a", "b"]}) / "up.sh")
-    while len(calls := [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "sleep"]) < 2:
+    while len(calls := sleeping(process)) < 2:
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
     code, _, err = ended(process)
