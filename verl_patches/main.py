@@ -98,7 +98,7 @@ class Controller:
         OmegaConf.set_readonly(config, False)  # verl writes the number of steps
         if run_of(config).recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
-            heartbeat.here().controller_is_at(0, START)
+            heartbeat.current_heartbeat().set_controller_step(0, START)
         run_task_runner(config)
 
 

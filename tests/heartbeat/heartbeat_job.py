@@ -23,7 +23,7 @@ def measure(groups: int, folder: str) -> dict[str, float]:
             pass
 
     costs = {}
-    for name, action in (("beat", heartbeat.beat), ("phase", lambda: heartbeat.phase("update")), ("call", call)):
+    for name, action in (("beat", heartbeat.beat), ("phase", lambda: heartbeat.begin_phase("update")), ("call", call)):
         begun = time.process_time()
         for _ in range(TIMES):
             action()

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.ranks import HANG_S
 from verl_patches.heartbeat import heartbeat, node
 from verl_patches.heartbeat.calls import record_and_call
-from verl_patches.heartbeat.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read
+from verl_patches.heartbeat.heartbeat import BEAT_SUFFIX, Beat, Heartbeat, ranks_text, read_beat
 from verl_patches.heartbeat.node import close, read_processes, stacks
 from verl_patches.processes import started_at, state_of
 
@@ -94,8 +94,8 @@ def test_a_late_stack_signal_does_not_end_a_process_whose_heartbeat_has_ended(tm
 import os, sys
 from pathlib import Path
 from verl_patches.heartbeat import heartbeat
-heartbeat.here().start(Path(sys.argv[1]), "rank 0", 0)
-heartbeat.here().stop()
+heartbeat.current_heartbeat().start(Path(sys.argv[1]), "rank 0", 0)
+heartbeat.current_heartbeat().stop()
 os.kill(os.getpid(), heartbeat.STACK_SIGNAL)
 print("goes on")
 """
@@ -108,8 +108,8 @@ import resource, sys
 from pathlib import Path
 from verl_patches.heartbeat import heartbeat
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # of a file: allocation fails as on a full disk
-heartbeat.here().start(Path(sys.argv[1]), "rank 8", 8)
-with heartbeat.here().in_call("update_actor"):
+heartbeat.current_heartbeat().start(Path(sys.argv[1]), "rank 8", 8)
+with heartbeat.current_heartbeat().in_call("update_actor"):
     print("goes on")
 """
 
@@ -123,13 +123,13 @@ def test_a_damaged_record_is_none(tmp_path, monkeypatch):
     beat = Heartbeat()
     beat.start(tmp_path, "rank 0", 0)
     beat.stop()
-    (file,) = tmp_path.glob(f"*{BEAT}")
-    assert isinstance(read(file), Beat)
+    (file,) = tmp_path.glob(f"*{BEAT_SUFFIX}")
+    assert isinstance(read_beat(file), Beat)
     data = file.read_bytes()
     file.write_bytes(data.replace(b'"pid"', b'"pie"'))
-    assert read(file) is None and read(tmp_path / "none") is None
+    assert read_beat(file) is None and read_beat(tmp_path / "none") is None
     monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: file.write_bytes(data))
-    assert isinstance(read(file), Beat)  # its writer needed some time more
+    assert isinstance(read_beat(file), Beat)  # its writer needed some time more
     assert file.stat().st_size == heartbeat.FILE_BYTES  # its blocks are there before the disk fills
 
 
@@ -143,12 +143,12 @@ def test_a_rank_that_validates_is_in_a_place_of_its_own(tmp_path, method, meta, 
         return only(tmp_path).beat.place
 
     worker = type("Worker", (), {method: called})()
-    heartbeat.here().start(tmp_path, "rank 0", 0)
+    heartbeat.current_heartbeat().start(tmp_path, "rank 0", 0)
     try:
         assert record_and_call(called, (worker, SimpleNamespace(meta_info=meta)), {}) == place
         assert only(tmp_path).beat.longest_s.keys() == {place}
     finally:
-        heartbeat.here().stop()
+        heartbeat.current_heartbeat().stop()
 
 
 def test_ranks_of_a_group_are_short():

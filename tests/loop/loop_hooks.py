@@ -189,7 +189,7 @@ def move_requests():
     def to_the_next(plan, state, *args):
         from verl_patches.rollout.rebalance import MovePlan, RequestMove
 
-        print("watch counts", sorted(heartbeat.here()._groups()))
+        print("watch counts", sorted(heartbeat.current_heartbeat()._begun_by_group()))
         rank = next(exchanges) % len(state.lengths)
         movable = [at for at, tokens in enumerate(state.lengths[rank]) if tokens > 0]
         if not movable:

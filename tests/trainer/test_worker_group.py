@@ -20,7 +20,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from tests.runs import composed, config_of
 from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
-from verl_patches.heartbeat.heartbeat import read
+from verl_patches.heartbeat.heartbeat import read_beat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.run.resolve import changed
 from verl_patches.step.log_probs import truth_check
@@ -199,12 +199,12 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
     """Check that the controller is in validate from its first batch to the next step."""
     group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
-    heartbeat.here().start(tmp_path / "beats", "controller")
+    heartbeat.current_heartbeat().start(tmp_path / "beats", "controller")
     try:
         generate(group, prompts(**meta))
-        beat = read(tmp_path / "beats" / "controller.beat")
+        beat = read_beat(tmp_path / "beats" / "controller.beat")
     finally:
-        heartbeat.here().stop()
+        heartbeat.current_heartbeat().stop()
     assert workers.generated == [meta] and group.step == 0 and not (tmp_path / "rollouts").exists()
     assert group.sampled_check.report is None and (beat.place, beat.step) == place
 

@@ -19,14 +19,14 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 
 # (method, seconds since the epoch) of this process; bounded, because a trainer may never take them
-recent: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
+recent_starts: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
 _thread = threading.local()  # `running` while the thread is inside a dispatched method
 
 
 def take_starts() -> list[tuple[str, float]]:
     """Return and clear (method, seconds since the epoch) of each call since the last take_starts(), in order."""
-    taken = list(recent.value)
-    recent.value.clear()
+    taken = list(recent_starts.value)
+    recent_starts.value.clear()
     return taken
 
 
@@ -46,14 +46,14 @@ def record_starts(register: Callable) -> Callable:
         def decorate_recorded(func: Callable) -> Callable:
             method = decorate(func)
             direct = getattr(method, MAGIC_ATTR)["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
-            return method if direct or inspect.iscoroutinefunction(method) else _recording(method)
+            return method if direct or inspect.iscoroutinefunction(method) else _record_on_call(method)
 
         return decorate_recorded
 
     return with_starts
 
 
-def _recording(method: Callable) -> Callable:
+def _record_on_call(method: Callable) -> Callable:
     @functools.wraps(method)
     def start(*args: Any, **kwargs: Any) -> Any:
         return record_and_call(method, args, kwargs)
@@ -70,24 +70,24 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     if getattr(_thread, "running", False):
         return method(*args, **kwargs)
     cls: Any = type(args[0]) if args else None  # Any: mypy does not accept a class as Hashable
-    name = _name(method, cls)
-    recent.value.append((name, time.time()))
+    name = _method_name(method, cls)
+    recent_starts.value.append((name, time.time()))
     _thread.running = True
     try:
-        with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):
+        with heartbeat.current_heartbeat().in_call(VALIDATE if _is_validation(name, args) else name):
             return method(*args, **kwargs)
     finally:
         _thread.running = False
 
 
-def _validates(name: str, args: Sequence[Any]) -> bool:
+def _is_validation(name: str, args: Sequence[Any]) -> bool:
     """Return whether verl's _validate makes this call; it marks its prompts, which differ from the step's."""
     prompts = args[1] if len(args) > 1 else None
     return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
 
 
 @functools.cache
-def _name(method: Callable, cls: type | None) -> str:
+def _method_name(method: Callable, cls: type | None) -> str:
     """Return the attribute name of `method`, because verl's own decorators name several methods of a worker `f`."""
     for name in dir(cls) if cls else ():
         attribute = inspect.getattr_static(cls, name)

@@ -32,10 +32,10 @@ from verl_patches.processes import started_at
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
-READS = 20  # attempts at a record that its process is writing
+READ_ATTEMPTS = 20  # attempts at a record that its process is writing
 STACK_SIGNAL = signal.SIGUSR2
 FILE_BYTES = 64 << 10  # 25 groups of a 256-die run take 3 KiB
-BEAT, STACK = ".beat", ".stack"
+BEAT_SUFFIX, STACK_SUFFIX = ".beat", ".stack"
 
 
 @dataclass
@@ -86,9 +86,9 @@ class Heartbeat:
         path, file = folder / name.replace(" ", "_"), -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path.with_suffix(BEAT), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            file = os.open(path.with_suffix(BEAT_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             os.posix_fallocate(file, 0, FILE_BYTES)
-            self._stack = path.with_suffix(STACK).open("w")
+            self._stack = path.with_suffix(STACK_SUFFIX).open("w")
         except OSError as error:
             log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
             if file >= 0:
@@ -99,7 +99,7 @@ class Heartbeat:
         self._file = file
         self._ended.clear()
         self._write()
-        self._thread = threading.Thread(target=self._run, name="verl_patches heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._write_beats, name="verl_patches heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -116,30 +116,30 @@ class Heartbeat:
 
     @contextmanager
     def in_call(self, name: str) -> Iterator[None]:
-        """Mark the block as a call of the trainer to this process; `phase` names its parts."""
-        self._count()
+        """Mark the block as a call of the trainer to this process; `begin_phase` names its parts."""
+        self._count_collectives()
         self._beat.groups_before, self._beat.read_bytes = self._beat.groups, 0
-        self._move(name, "")
+        self._set_place(name, "")
         try:
             yield
         finally:
-            self._count()
-            self._move("", "")
+            self._count_collectives()
+            self._set_place("", "")
 
-    def phase(self, name: str) -> None:
+    def begin_phase(self, name: str) -> None:
         """Begin phase `name` of the call ("" for none), which ends the previous one."""
-        self._move(self._beat.call, name)
+        self._set_place(self._beat.call, name)
 
     def count_bytes(self, size: int) -> None:
         """Count bytes of weights or of a checkpoint that were read; the next beat has their sum."""
         self._beat.read_bytes += size
 
-    def controller_is_at(self, step: int, name: str) -> None:
+    def set_controller_step(self, step: int, name: str) -> None:
         """Record that the controller begins `name` of `step`."""
         self._beat.step = step
-        self._move(name, "")
+        self._set_place(name, "")
 
-    def _move(self, call: str, phase: str) -> None:
+    def _set_place(self, call: str, phase: str) -> None:
         with self._lock:
             beat, now = self._beat, time.monotonic()
             if beat.call:
@@ -147,18 +147,18 @@ class Heartbeat:
             beat.call, beat.phase, beat.since_s = call, phase, now
             self._write()
 
-    def _run(self) -> None:
+    def _write_beats(self) -> None:
         while not self._ended.wait(BEAT_S):
             self.beat()
 
     def beat(self) -> None:
         """Count the collectives and write the present state."""
-        self._count()
+        self._count_collectives()
         with self._lock:
             self._write()
 
-    def _count(self) -> None:
-        groups = self._groups() if self._file >= 0 else {}
+    def _count_collectives(self) -> None:
+        groups = self._begun_by_group() if self._file >= 0 else {}
         with self._lock:
             if groups != self._beat.groups:
                 self._beat.groups, self._beat.moved_s = groups, time.monotonic()
@@ -172,7 +172,7 @@ class Heartbeat:
         if len(head) + len(text) <= FILE_BYTES:
             os.pwrite(self._file, head + text, 0)
 
-    def _groups(self) -> dict[str, int]:
+    def _begun_by_group(self) -> dict[str, int]:
         c10d = sys.modules.get("torch.distributed.distributed_c10d")
         if c10d is None or not c10d.is_initialized():
             return {}
@@ -180,7 +180,7 @@ class Heartbeat:
             ranks = c10d._world.pg_group_ranks.get(group)
             if ranks is not None and len(ranks) > 1 and group not in self._group_names:
                 self.count_group(group, name, ranks)
-        begun = {name: _begun(group) for group, name in list(self._group_names.items())}
+        begun = {name: _collectives_begun(group) for group, name in list(self._group_names.items())}
         return {name: number for name, number in begun.items() if number is not None}
 
     def count_group(self, group: Any, name: str, ranks: Any) -> None:
@@ -188,7 +188,7 @@ class Heartbeat:
         self._group_names[group] = f"{name} {ranks_text(ranks)}"
 
 
-def _begun(group: Any) -> int | None:
+def _collectives_begun(group: Any) -> int | None:
     """Return how many collectives this process has begun in a group; None where its backend does not count them.
 
     The backend is asked because ProcessGroup itself refuses backends that torch does not know (HCCL).
@@ -209,9 +209,9 @@ def ranks_text(ranks: Any) -> str:
     return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
 
 
-def read(file: Path) -> Beat | None:
+def read_beat(file: Path) -> Beat | None:
     """Return the record in a file; None if there is none, or only a part of one."""
-    for _ in range(READS):
+    for _ in range(READ_ATTEMPTS):
         try:
             head, _, rest = file.read_bytes().partition(b"\n")
             size, check = map(int, head.split())
@@ -228,7 +228,7 @@ def read(file: Path) -> Beat | None:
 _heartbeat: Current[Heartbeat] = Current(Heartbeat())
 
 
-def here() -> Heartbeat:
+def current_heartbeat() -> Heartbeat:
     """Return the heartbeat of this process."""
     return _heartbeat.value
 
@@ -237,15 +237,16 @@ def start_in_ray(name: str, rank: int | None = None) -> None:
     """Start this process's heartbeat in the folder of its Ray job; outside of Ray there is no effect."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        here().start(folder_of_run(), name, rank)
+        current_heartbeat().start(heartbeat_folder(), name, rank)
 
 
-def folder_of_run() -> Path:
+def heartbeat_folder() -> Path:
     """Return the folder of heartbeats of this process's Ray job on this node, inside Ray's session folder.
 
     Its name contains the node, as several nodes may share a file system (network namespaces, raylets of one machine).
     """
     import ray
 
-    session, here = ray._private.worker._global_node.get_session_dir_path(), ray.get_runtime_context()
-    return Path(session) / f"verl_patches-watch-{here.get_job_id()}-{here.get_node_id()}"
+    session = ray._private.worker._global_node.get_session_dir_path()
+    context = ray.get_runtime_context()
+    return Path(session) / f"verl_patches-watch-{context.get_job_id()}-{context.get_node_id()}"

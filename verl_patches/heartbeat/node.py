@@ -16,15 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_patches.heartbeat.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read
+from verl_patches.heartbeat.heartbeat import BEAT_SUFFIX, STACK_SIGNAL, STACK_SUFFIX, Beat, heartbeat_folder, read_beat
 from verl_patches.processes import state_of
 
 STACK_S = 5.0  # time limit of a process to write its stacks
-STOPPED = "Tt"  # states of a process that a signal, or a debugger, has stopped
+STOPPED_STATES = "Tt"  # states of a process that a signal, or a debugger, has stopped
 
 
 @dataclass
-class Seen:
+class SeenProcess:
     """Describe one process as its node sees it.
 
     beat: its last record; host: the node's host name; in_place_s: seconds in the present call and phase; silent_s:
@@ -46,18 +46,18 @@ class Seen:
         return f"{self.beat.name} (pid {self.beat.pid} on {self.host})"
 
 
-def read_processes(folder: Path, node: str = "") -> list[Seen]:
+def read_processes(folder: Path, node: str = "") -> list[SeenProcess]:
     """Return all processes of node `node` with a record in `folder`: ranks in order, then the controller."""
     processes, now, host = [], time.monotonic(), socket.gethostname()
-    for file in folder.glob(f"*{BEAT}"):
-        if (beat := read(file)) is not None:
+    for file in folder.glob(f"*{BEAT_SUFFIX}"):
+        if (beat := read_beat(file)) is not None:
             state = state_of(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
-            processes.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
-    return sorted(processes, key=ranks_first)
+            processes.append(SeenProcess(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
+    return sorted(processes, key=rank_order)
 
 
-def ranks_first(seen: Seen) -> tuple[bool, int]:
+def rank_order(seen: SeenProcess) -> tuple[bool, int]:
     """Return a sort key: ranks in order, then the controller."""
     return seen.beat.rank is None, seen.beat.rank or 0
 
@@ -67,31 +67,31 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
 
     A stopped process is continued, as it could not handle the signal: call this only for a run that is to be ended.
     """
-    asked: dict[str, tuple[Path, int]] = {}
-    of_process: dict[str, str] = {}
+    signalled: dict[str, tuple[Path, int]] = {}
+    by_name: dict[str, str] = {}
     for seen in read_processes(folder):
         beat = seen.beat
         if beat.name not in names:
             continue
         file = folder / beat.name.replace(" ", "_")
         if seen.state == "gone":
-            of_process[beat.name] = "no stacks: the process has ended"
+            by_name[beat.name] = "no stacks: the process has ended"
             continue
         with suppress(OSError):
-            asked[beat.name] = file.with_suffix(STACK), file.with_suffix(STACK).stat().st_size
+            signalled[beat.name] = file.with_suffix(STACK_SUFFIX), file.with_suffix(STACK_SUFFIX).stat().st_size
             # signal the main thread, because another one could handle it while a continued process runs on there
             ctypes.CDLL(None).tgkill(beat.pid, beat.pid, STACK_SIGNAL)
-            if seen.state in STOPPED:
+            if seen.state in STOPPED_STATES:
                 os.kill(beat.pid, signal.SIGCONT)
     deadline = time.monotonic() + STACK_S
-    for name, (file, before) in asked.items():
-        while not (text := _whole(file, before)) and time.monotonic() < deadline:
+    for name, (file, before) in signalled.items():
+        while not (text := _appended_text(file, before)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        of_process[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
-    return of_process
+        by_name[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
+    return by_name
 
 
-def _whole(file: Path, before: int) -> str:
+def _appended_text(file: Path, before: int) -> str:
     """Return the text that was appended to a stack file, once the file stops growing; empty if it has not grown."""
     size = file.stat().st_size
     if size <= before:
@@ -119,9 +119,9 @@ class NodeAgent:
     def __init__(self) -> None:
         import ray
 
-        self._folder, self._node = folder_of_run(), ray.get_runtime_context().get_node_id()
+        self._folder, self._node = heartbeat_folder(), ray.get_runtime_context().get_node_id()
 
-    def processes(self) -> list[Seen]:
+    def processes(self) -> list[SeenProcess]:
         """Call `read_processes`."""
         return read_processes(self._folder, self._node)
 

@@ -204,7 +204,7 @@ class Run:
 
     def show_call(self, step: int, name: str) -> None:
         """Show the call that runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
-        heartbeat.here().controller_is_at(step, name)
+        heartbeat.current_heartbeat().set_controller_step(step, name)
         self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALLS[name]}")
         now = time.time()
         begun = self.now["step_since"] if self.now.get("step") == step else now

@@ -167,7 +167,7 @@ class RecipeWorkerGroup:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Return the responses of this step; pass validation and ReMax's greedy baseline to verl's own call."""
         if prompts.meta_info.get("validate"):
-            heartbeat.here().controller_is_at(self._trainer.global_steps, VALIDATE)
+            heartbeat.current_heartbeat().set_controller_step(self._trainer.global_steps, VALIDATE)
             return self._calls.generate_sequences(prompts)
         if not prompts.meta_info.get("do_sample", True):
             return self._calls.generate_sequences(prompts)

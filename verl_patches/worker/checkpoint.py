@@ -63,7 +63,7 @@ class TrainingWorker(Upstream):
     def wait_for_checkpoint(self) -> None:
         """Wait for the part that is being written; call it before an update changes its tensors."""
         if self.checkpoint is not None:
-            heartbeat.here().phase(LAST_CHECKPOINT)
+            heartbeat.current_heartbeat().begin_phase(LAST_CHECKPOINT)
             self.checkpoint.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -224,7 +224,7 @@ class WorkerCheckpoint:
                 return problems
             written = saved["layout"] = read_manifest(folder).layout
             saved["rest"] = checkpoint_files.read_state(folder, rank if written == str(state.layout) else 0)
-            count = heartbeat.here().count_bytes
+            count = heartbeat.current_heartbeat().count_bytes
             with self._on_device(), WeightReader(open_source(folder), count, verify=True, widen=True) as reader:
                 checkpoint_files.load_state(state, reader)
             return []

@@ -37,7 +37,7 @@ class WorkerContext:
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the previous one; `by_vllm` makes the moves that are vLLM's."""
         self.trace(phase)
-        heartbeat.here().phase(phase)
+        heartbeat.current_heartbeat().begin_phase(phase)
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
         elif by_vllm is not None:

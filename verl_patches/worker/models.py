@@ -105,7 +105,9 @@ def load_model(
     reads.value += 1
     key = f"verl_patches/load/{reads.value}"
     started = time.perf_counter()
-    read_bytes = load_weights(folder, chunks, line, key, wait_s, layout, copied, heartbeat.here().count_bytes)
+    read_bytes = load_weights(
+        folder, chunks, line, key, wait_s, layout, copied, heartbeat.current_heartbeat().count_bytes
+    )
     if rank == 0:
         seconds = time.perf_counter() - started
         log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)

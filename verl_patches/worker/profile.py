@@ -54,7 +54,9 @@ class PhaseProfiler:
         """End the open trace, and begin that of `phase` if the recipe asks for it; None begins none."""
         trace, self._trace = self._trace, None
         if trace is not None:
-            heartbeat.here().phase(PROFILE)  # on npu the trace is analysed now, which may take minutes
+            heartbeat.current_heartbeat().begin_phase(
+                PROFILE
+            )  # on npu the trace is analysed now, which may take minutes
             self._without_error(lambda: self._add(trace.stop()))
         if phase is not None and (self.phases is None or phase in self.phases):
             self._without_error(lambda: self._start(phase))

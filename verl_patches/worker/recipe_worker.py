@@ -79,7 +79,7 @@ class RecipeWorker(TrainingWorker):
         if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
-        with counters.timed("start/groups"), heartbeat.here().in_call(START):
+        with counters.timed("start/groups"), heartbeat.current_heartbeat().in_call(START):
             if is_on("update.engine_start"):
                 from verl_patches.model.mindspeed import start
 

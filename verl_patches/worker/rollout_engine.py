@@ -51,7 +51,9 @@ class RolloutEngine(Upstream):
         self.by_vllm = by_vllm or not ours  # whether vLLM, not our sleep mode, frees the memory
         self.awake = set(_PHASE_OF_TAG)
         if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1 syncs on it each decode step
-            heartbeat.here().count_group(dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config))
+            heartbeat.current_heartbeat().count_group(
+                dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config)
+            )
         if ours:
             loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)

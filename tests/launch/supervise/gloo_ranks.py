@@ -23,7 +23,7 @@ BOUNDS = {
 def one_hangs(folder, how, by):
     """Return on rank 0 [sentence of the stall, names of culprits, their stacks, who waits for whom]; else None."""
     rank, folder = dist.get_rank(), Path(folder)
-    heartbeat.here().start(folder, f"rank {rank}", rank)
+    heartbeat.current_heartbeat().start(folder, f"rank {rank}", rank)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     ones, ended = torch.ones(2), threading.Event()
     if rank == 0:
@@ -31,15 +31,15 @@ def one_hangs(folder, how, by):
     if rank == 1:
         dist.recv(ones, 0)
     for _ in range(2):  # the second call of a phase has the bound of the first
-        with heartbeat.here().in_call("update_actor"):
-            heartbeat.here().phase("update")
+        with heartbeat.current_heartbeat().in_call("update_actor"):
+            heartbeat.current_heartbeat().begin_phase("update")
             dist.all_reduce(ones)
             dist.all_reduce(ones, group=halves[rank // 2])
     answers = []
     watch = threading.Thread(target=_watch, args=(folder, BOUNDS[by], answers, ended), daemon=True)
     watch.start() if rank == 0 else None
-    with heartbeat.here().in_call("update_actor"):
-        heartbeat.here().phase("update")
+    with heartbeat.current_heartbeat().in_call("update_actor"):
+        heartbeat.current_heartbeat().begin_phase("update")
         dist.all_reduce(ones)
         if rank == 2 and how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)  # the watch continues it to get its stacks
@@ -49,7 +49,7 @@ def one_hangs(folder, how, by):
         dist.all_reduce(ones, group=halves[rank // 2])
         dist.all_reduce(ones)
     ended.wait() if rank == 0 else None
-    heartbeat.here().stop()
+    heartbeat.current_heartbeat().stop()
     return answers or None
 
 

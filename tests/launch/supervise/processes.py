@@ -28,11 +28,11 @@ def holds_the_gil():
 
 def main():
     folder, rank, work = Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]
-    heartbeat.here().start(folder, f"rank {rank}", rank)
-    with heartbeat.here().in_call("compute_log_prob"):
-        heartbeat.here().phase("old_log_prob")
-    with heartbeat.here().in_call("update_actor"):
-        heartbeat.here().phase("update")
+    heartbeat.current_heartbeat().start(folder, f"rank {rank}", rank)
+    with heartbeat.current_heartbeat().in_call("compute_log_prob"):
+        heartbeat.current_heartbeat().begin_phase("old_log_prob")
+    with heartbeat.current_heartbeat().in_call("update_actor"):
+        heartbeat.current_heartbeat().begin_phase("update")
         work()
 
 

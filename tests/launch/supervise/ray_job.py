@@ -26,7 +26,7 @@ NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
 
 class Rank:
     def __init__(self, rank):
-        heartbeat.here().start(heartbeat.folder_of_run(), f"rank {rank}", rank)
+        heartbeat.current_heartbeat().start(heartbeat.heartbeat_folder(), f"rank {rank}", rank)
 
     def pid(self):
         return os.getpid()
@@ -38,8 +38,8 @@ class Rank:
         raise RuntimeError("NPU function error: aclrtSynchronizeStream\nERR00100 PTA call acl api failed")
 
     def update_actor(self):
-        with heartbeat.here().in_call("update_actor"):
-            heartbeat.here().phase("update")
+        with heartbeat.current_heartbeat().in_call("update_actor"):
+            heartbeat.current_heartbeat().begin_phase("update")
             time.sleep(600)
 
 
@@ -64,7 +64,7 @@ def at(node_id):
 
 def folder_on(node_id):
     """Return the folder of the run's heartbeats on one of the raylets, which share a file system."""
-    own = heartbeat.folder_of_run()
+    own = heartbeat.heartbeat_folder()
     return own.with_name(own.name.replace(ray.get_runtime_context().get_node_id(), node_id))
 
 

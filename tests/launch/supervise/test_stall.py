@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from verl_patches.heartbeat.heartbeat import Beat
-from verl_patches.heartbeat.node import Seen
+from verl_patches.heartbeat.node import SeenProcess
 from verl_patches.launch.supervise.stall import Bounds, awaited_by, find_stall, start_of
 from verl_patches.layout.phases import START, VALIDATE
 
@@ -19,12 +19,12 @@ def rank(number, in_place_s=70.0, *, at=UPDATE, state="S", done=DONE, now=3, **m
     before, silent_s, still_s = more.pop("before", {WORLD: 3}), more.pop("silent_s", 0.5), more.pop("still_s", 0.0)
     beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
     beat.groups_before = before
-    return Seen(beat, f"host{number // 2}", in_place_s, silent_s, state, still_s)
+    return SeenProcess(beat, f"host{number // 2}", in_place_s, silent_s, state, still_s)
 
 
 def controller(in_place_s, call="update_actor", step=4):
     beat = Beat("controller", None, 99, 1, call, step=step, longest_s={"reward": 2.0, "update_actor": 11.0})
-    return Seen(beat, "host0", in_place_s, 0.5, "S")
+    return SeenProcess(beat, "host0", in_place_s, 0.5, "S")
 
 
 def named(*processes, bounds=BOUNDS):

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
 from verl_patches.heartbeat.heartbeat import Beat, ranks_text
-from verl_patches.heartbeat.node import STOPPED, Seen
+from verl_patches.heartbeat.node import STOPPED_STATES, SeenProcess
 from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
 from verl_patches.values import size_text
 
@@ -67,14 +67,14 @@ class Bounds:
     load_s: float = 0.0
     collective_s: float = float("inf")
 
-    def of(self, seen: Seen, longest_s: float) -> float:
+    def of(self, seen: SeenProcess, longest_s: float) -> float:
         """Return the bound of the place of `seen`; longest_s: the longest time of any process there so far."""
         if _is_slow(seen.beat):
             return max(self.factor * longest_s, self.first_s, self.load_s)
         been_there = seen.beat.place in seen.beat.longest_s
         return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
 
-    def of_wait(self, seen: Seen) -> float:
+    def of_wait(self, seen: SeenProcess) -> float:
         """Return the bound of a wait for another rank; as long as `of` where it may wait for that rank's disk."""
         return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
 
@@ -92,12 +92,12 @@ def _is_slow(beat: Beat) -> bool:
 class Stall:
     """Describe a stall: the culprits, some rank that waits for them, and one sentence."""
 
-    culprits: tuple[Seen, ...]
-    waiting: tuple[Seen, ...]
+    culprits: tuple[SeenProcess, ...]
+    waiting: tuple[SeenProcess, ...]
     sentence: str
 
 
-def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Stall | None:
+def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0) -> Stall | None:
     """Return the stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
@@ -114,7 +114,7 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Sta
     overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
     if not overdue:
         return _long_wait(ranks, busy, bounds, controller)
-    if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED for seen in ranks):
+    if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED_STATES for seen in ranks):
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
@@ -127,7 +127,9 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Sta
     return _stall(culprits, others, text + _waiting(others, culprits), controller)
 
 
-def _long_wait(ranks: Sequence[Seen], busy: Sequence[Seen], bounds: Bounds, controller: Seen | None) -> Stall | None:
+def _long_wait(
+    ranks: Sequence[SeenProcess], busy: Sequence[SeenProcess], bounds: Bounds, controller: SeenProcess | None
+) -> Stall | None:
     """Return the stall of a rank that waits too long in a process group's operation that another has not begun."""
     still = [seen for seen in busy if seen.still_s > bounds.of_wait(seen)]
     awaited = awaited_by(ranks) if still else {}
@@ -142,7 +144,7 @@ def _long_wait(ranks: Sequence[Seen], busy: Sequence[Seen], bounds: Bounds, cont
     return _stall(culprits, others, text + _waiting(others, culprits), controller)
 
 
-def _stalled_start(ranks: Sequence[Seen], first: Seen, limit_s: float, world: int) -> Stall:
+def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit_s: float, world: int) -> Stall:
     """Return the stall of `first`, overdue in the start, when no process group yet says who waits for whom."""
     text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
     late = not_started(ranks, world)
@@ -150,11 +152,11 @@ def _stalled_start(ranks: Sequence[Seen], first: Seen, limit_s: float, world: in
     return _stall(culprits, [first], f"{text}; {late}" if late else text)
 
 
-def _missing(ranks: Sequence[Seen], world: int) -> list[int]:
+def _missing(ranks: Sequence[SeenProcess], world: int) -> list[int]:
     return sorted(set(range(world)) - {seen.beat.rank for seen in ranks})
 
 
-def not_started(processes: Sequence[Seen], world: int) -> str:
+def not_started(processes: Sequence[SeenProcess], world: int) -> str:
     """Return as text the ranks that have not started; "" where all have."""
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     inside = [seen for seen in ranks if seen.beat.call == START and seen.state != "gone"]
@@ -167,7 +169,7 @@ def not_started(processes: Sequence[Seen], world: int) -> str:
     return "; ".join(texts)
 
 
-def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
+def start_of(processes: Sequence[SeenProcess], world: int) -> tuple[int, str]:
     """Return (ranks that have started, text with what they do); the text is "" once a step has begun."""
     if any(seen.beat.rank is None and seen.beat.step for seen in processes):
         return world, ""
@@ -181,7 +183,7 @@ def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
     return doing.total(), f"{begun}: {places}" if places else begun
 
 
-def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:
+def _idle_controller(controller: SeenProcess | None, ranks: Sequence[SeenProcess]) -> list[SeenProcess]:
     """Return the controller, whose time in place begins at the end of its last call of a rank; empty before step 1."""
     if controller is None or not controller.beat.call:
         return []
@@ -189,15 +191,20 @@ def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[See
     return [replace(controller, in_place_s=min(controller.in_place_s, alone_s))]
 
 
-def _stall(culprits: Sequence[Seen], waiting: Sequence[Seen], sentence: str, controller: Seen | None = None) -> Stall:
+def _stall(
+    culprits: Sequence[SeenProcess],
+    waiting: Sequence[SeenProcess],
+    sentence: str,
+    controller: SeenProcess | None = None,
+) -> Stall:
     controller = controller or next((seen for seen in culprits if seen.beat.rank is None), None)
     step = f"step {controller.beat.step}: " if controller and controller.beat.step else ""
     return Stall(tuple(culprits), tuple(waiting[:1]), f"{step}{sentence}")
 
 
-def _culprits(ranks: Sequence[Seen], overdue: Sequence[Seen]) -> tuple[list[Seen], str]:
+def _culprits(ranks: Sequence[SeenProcess], overdue: Sequence[SeenProcess]) -> tuple[list[SeenProcess], str]:
     """Return (culprits, what they do), chosen in the order that the module's docstring gives."""
-    if stopped := [seen for seen in ranks if seen.state[:1] in STOPPED]:
+    if stopped := [seen for seen in ranks if seen.state[:1] in STOPPED_STATES]:
         return stopped, f"{_verb(stopped)} stopped (state {stopped[0].state}: SIGSTOP or a debugger)"
     silent = [seen for seen in ranks if seen.silent_s > SILENT_S]
     if silent and len(silent) < len(ranks):
@@ -210,9 +217,9 @@ def _culprits(ranks: Sequence[Seen], overdue: Sequence[Seen]) -> tuple[list[Seen
     return list(overdue), f"{_verb(overdue)} overdue"
 
 
-def awaited_by(ranks: Iterable[Seen]) -> Awaited:
+def awaited_by(ranks: Iterable[SeenProcess]) -> Awaited:
     """Return which ranks wait for which, by their numbers of begun operations."""
-    members: defaultdict[str, list[Seen]] = defaultdict(list)
+    members: defaultdict[str, list[SeenProcess]] = defaultdict(list)
     for seen in ranks:
         for group in seen.beat.groups:
             members[group].append(seen)
@@ -227,16 +234,16 @@ def awaited_by(ranks: Iterable[Seen]) -> Awaited:
     return dict(waiting)
 
 
-def _before(seen: Seen, group: str) -> int:
+def _before(seen: SeenProcess, group: str) -> int:
     beat = seen.beat
     return (beat.groups_before if beat.call else beat.groups).get(group, 0)
 
 
-def _waits(seen: Seen, awaited: Awaited) -> bool:
+def _waits(seen: SeenProcess, awaited: Awaited) -> bool:
     return any(seen.beat.rank in waiting for waiting in awaited.values())
 
 
-def _waiting(others: Sequence[Seen], culprits: Sequence[Seen]) -> str:
+def _waiting(others: Sequence[SeenProcess], culprits: Sequence[SeenProcess]) -> str:
     """Return as text how many ranks wait, and in which operation of which group."""
     if not others:
         return ""
@@ -251,7 +258,7 @@ def _waiting(others: Sequence[Seen], culprits: Sequence[Seen]) -> str:
     return count
 
 
-def _place(seen: Seen) -> str:
+def _place(seen: SeenProcess) -> str:
     beat = seen.beat
     if not beat.call:
         return "no call"
@@ -260,10 +267,10 @@ def _place(seen: Seen) -> str:
     return f"{beat.call} ({', '.join(inside)})" if inside else beat.call
 
 
-def _verb(several: Sequence[Seen]) -> str:
+def _verb(several: Sequence[SeenProcess]) -> str:
     return "is" if len(several) == 1 else "are"
 
 
-def _names(several: Sequence[Seen]) -> str:
+def _names(several: Sequence[SeenProcess]) -> str:
     more = f" and {len(several) - SHOWN} more" if len(several) > SHOWN else ""
     return ", ".join(seen.where for seen in several[:SHOWN]) + more

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.heartbeat import node
-from verl_patches.heartbeat.heartbeat import folder_of_run
-from verl_patches.heartbeat.node import Seen
+from verl_patches.heartbeat.heartbeat import heartbeat_folder
+from verl_patches.heartbeat.node import SeenProcess
 from verl_patches.launch.supervise.stall import (
     Bounds,
     LostNodeError,
@@ -58,7 +58,7 @@ class Watcher:
         import ray
 
         self._to, self._bounds, self._world, self._stops = to, bounds, world, stops
-        self._folder, self._own = folder_of_run(), ray.get_runtime_context().get_node_id()
+        self._folder, self._own = heartbeat_folder(), ray.get_runtime_context().get_node_id()
         self._others: dict[str, _Other] = {}
         self._address = ""  # the address of the driver's node
         self._checked = self._listed = 0.0
@@ -90,12 +90,12 @@ class Watcher:
             self._recorded = True
             self._end_at(stall)
 
-    def processes(self) -> list[Seen]:
+    def processes(self) -> list[SeenProcess]:
         """Return the ranks and the controller, as their nodes saw them last."""
         seen_here = self._here() + [seen for other in self._others.values() for seen in other.seen]
-        return sorted(seen_here, key=node.ranks_first)
+        return sorted(seen_here, key=node.rank_order)
 
-    def _here(self) -> list[Seen]:
+    def _here(self) -> list[SeenProcess]:
         return node.read_processes(self._folder, self._own)
 
     def explain(self, error: BaseException) -> None:
@@ -123,7 +123,7 @@ class Watcher:
         node.close(self._folder, failed)
         _answers(calls)
 
-    def _raised(self, text: str) -> Seen | None:
+    def _raised(self, text: str) -> SeenProcess | None:
         """Return the rank that raised the error `text`, by the innermost pid and address that Ray writes into it."""
         for pid, address in reversed(_RAISED_BY.findall(text)):
             for seen in self.processes():
@@ -161,7 +161,7 @@ class Watcher:
                 self._record(of_node, text, [])
                 log.warning("watch: %s", text)
 
-    def _lost(self, own: bool) -> Iterator[tuple[str, list[Seen], str]]:
+    def _lost(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
         """Yield (address, processes, reason) of each lost node with ranks; of the driver's `own` node too, if asked."""
         for other in self._others.values():
             if other.seen and (other.lost or other.unanswered_s() > LOST_S):
@@ -173,14 +173,14 @@ class Watcher:
 
     def _end_at(self, stall: Stall) -> None:
         asked = [*stall.culprits, *stall.waiting]  # a stopped process would have to be continued to write its stack
-        files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED])
+        files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED_STATES])
         text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
         self._record(stall.culprits, text, files)
         if self._stops:
             raise StallError(text)
         log.warning("watch: %s", text)
 
-    def _write_stacks(self, asked: Sequence[Seen]) -> list[str]:
+    def _write_stacks(self, asked: Sequence[SeenProcess]) -> list[str]:
         """Return the files of these processes' Python stacks, below the run's folder."""
         names = [seen.beat.name for seen in asked]
         nodes = {seen.node for seen in asked}
@@ -195,7 +195,9 @@ class Watcher:
                 files.append(str(file))
         return files
 
-    def _record(self, culprits: Sequence[Seen], sentence: str, files: Sequence[str], kind: str | None = None) -> None:
+    def _record(
+        self, culprits: Sequence[SeenProcess], sentence: str, files: Sequence[str], kind: str | None = None
+    ) -> None:
         entries = [
             {"name": seen.beat.name, "pid": seen.beat.pid, "host": seen.host, "node": seen.node} for seen in culprits
         ]
@@ -243,7 +245,7 @@ class _Other:
     """Hold a node other than the driver's: its agent, and the agent's last answer."""
 
     def __init__(self, name: str, address: str):
-        self.name, self.address, self.lost, self.seen = name, address, False, list[Seen]()
+        self.name, self.address, self.lost, self.seen = name, address, False, list[SeenProcess]()
         self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
         self._next_call = 0.0
 
