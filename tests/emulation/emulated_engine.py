@@ -168,11 +168,11 @@ def cycles(llm: Any, reference: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from verl_patches.emulation.npu.packages import Graphs
-    from verl_patches.memory.sleep_mode import weights_of
+    from verl_patches.memory.sleep_mode import freeable_weights
 
     params, request = SamplingParams(temperature=0.0, max_tokens=2), {"prompt_token_ids": prompts_of([5])[0]}
-    kept = {name: tensor.detach().clone() for name, tensor in weights_of(model_of(llm)).items()}
-    first = {name: tensor.data_ptr() for name, tensor in weights_of(model_of(llm)).items()}
+    kept = {name: tensor.detach().clone() for name, tensor in freeable_weights(model_of(llm)).items()}
+    first = {name: tensor.data_ptr() for name, tensor in freeable_weights(model_of(llm)).items()}
 
     def slept(measured: bool = False) -> None:
         llm.sleep(1)
@@ -182,22 +182,22 @@ def cycles(llm: Any, reference: Any) -> dict[str, Any]:
         llm.wake_up()
         del other
         with torch.no_grad():
-            for name, tensor in weights_of(model_of(llm)).items():
+            for name, tensor in freeable_weights(model_of(llm)).items():
                 tensor.copy_(kept[name])
-        llm.weights_written(last=False)
+        llm.mark_weights_written(last=False)
 
     def answer() -> list[int]:
         (output,) = llm.generate([request], params, use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
-    llm.weights_written(last=False)
+    llm.mark_weights_written(last=False)
     found = {"tokens": {tuple(answer())}, "live": [], "asleep": set(), "moved": 0}
     for cycle in range(CYCLES):
         slept(measured=cycle % 10 == 0)
         found["tokens"].add(tuple(answer()))
         if cycle % 10 == 0:
             found["live"].append(live_bytes())
-        found["moved"] += any(t.data_ptr() != first[name] for name, t in weights_of(model_of(llm)).items())
+        found["moved"] += any(t.data_ptr() != first[name] for name, t in freeable_weights(model_of(llm)).items())
     weights = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     answers = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
     return {
@@ -374,13 +374,13 @@ def sampled(llm: Any, reference: Any) -> dict[str, Any]:
 
 def slept(llm: Any, reference: Any) -> dict[str, Any]:
     """Sleep at level 2 by patch memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
-    llm.weights_written(last=False)
+    llm.mark_weights_written(last=False)
     with weights_written_back(llm):
         llm.sleep(2)
         asleep = {"weights": _spoilt(model_of(llm).parameters()), "buffers": _spoilt(model_of(llm).buffers())}
         llm.wake_up()
         error = refused(lambda: llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False))
-    llm.weights_written(last=False)
+    llm.mark_weights_written(last=False)
     return {"asleep": asleep, "error": error}
 
 
@@ -397,12 +397,12 @@ def weights_written_back(llm: Any) -> Iterator[None]:
     """Restore every weight, and no buffer, at the end of the block, as a weight sync would."""
     import torch
 
-    from verl_patches.memory.sleep_mode import weights_of
+    from verl_patches.memory.sleep_mode import freeable_weights
 
-    kept = {name: tensor.detach().clone() for name, tensor in weights_of(model_of(llm)).items()}
+    kept = {name: tensor.detach().clone() for name, tensor in freeable_weights(model_of(llm)).items()}
     yield
     with torch.no_grad():
-        for name, tensor in weights_of(model_of(llm)).items():
+        for name, tensor in freeable_weights(model_of(llm)).items():
             tensor.copy_(kept[name])
 
 

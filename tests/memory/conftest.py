@@ -58,15 +58,15 @@ class Buffer:
 
 @pytest.fixture
 def made():
-    """Return made(groups, stays) -> (scheduler, log of moves, handlers), whose strict ledger measures the storages."""
+    """Return made(groups, unmoved_groups) -> (scheduler, log of moves, handlers), with a strict ledger."""
 
-    def make(groups=tuple(SIZES), stays=(), schedule=SCHEDULE, action="strict", rank=0):
+    def make(groups=tuple(SIZES), unmoved_groups=(), schedule=SCHEDULE, action="strict", rank=0):
         log = []
         handlers = {group: Buffer(group, log) for group in groups}
-        ledger = Ledger(schedule, stays, action, rank)
+        ledger = Ledger(schedule, unmoved_groups, action, rank)
         for group, handler in handlers.items():
             ledger.register(group, lambda handler=handler: held_bytes([handler.device], "cpu"), full_bytes=SIZES[group])
-        scheduler = Scheduler(schedule, lambda: log.append("empty_cache"), stays)
+        scheduler = Scheduler(schedule, lambda: log.append("empty_cache"), unmoved_groups)
         scheduler.ledger = ledger
         scheduler.add(handlers)
         return scheduler, log, handlers

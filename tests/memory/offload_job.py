@@ -94,7 +94,7 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     assert names == {"load actor_params", "alloc grads", "free grads", "offload actor_params"}
     assert sum(move["host_bytes"] for move in training) == 0
     for move in recorded + read + training:
-        assert move["copied_bytes"] == (move["bytes"] if move["verb"] in counters.COPYING else 0)
+        assert move["copied_bytes"] == (move["bytes"] if move["verb"] in counters.COPY_VERBS else 0)
 
 
 def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
@@ -111,7 +111,7 @@ def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
                 left = state_bytes(offloaded[1])
                 load(*offloaded)
             recorded = counters.take_moves()
-            steps.append(counters.offload_of_step([recorded]))
+            steps.append(counters.offload_summary([recorded]))
             assert left == 0 and seen.copied_bytes == sum(move["copied_bytes"] for move in recorded)
             assert seen.host_bytes == steps[-1]["host_bytes"]
         assert [each["copies_per_byte"] for each in steps] == [1, 1, 1] and steps[0]["host_bytes"] > 0
@@ -181,7 +181,7 @@ def worker_of(chunks, optimizer, offload=True):
     settings = ("memory.ledger=off", "watch.action=off", "reshard.bucket_bytes=8")
     run = composed("deepseekv3_tiny_cpu", [f"recipe.{setting}" for setting in settings])
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
-    context().schedule, context().stays = None, frozenset()
+    context().schedule, context().unmoved_groups = None, frozenset()
     worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = Trained(chunks, optimizer, None)
     worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
@@ -318,8 +318,8 @@ def every_group_of_a_worker_is_watched():
     worker._is_rollout = worker._is_ref = True
     worker.rollout, worker.ref_module = SimpleNamespace(inference_engine=engine), [torch.nn.Linear(2, 3)]
     worker.sharding_manager = SimpleNamespace(resharder=SimpleNamespace(executor=executor))
-    stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
-    with mock.patch.object(context(), "ledger", Ledger(SCHEDULE, stays, "strict")):
+    unmoved_groups = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
+    with mock.patch.object(context(), "ledger", Ledger(SCHEDULE, unmoved_groups, "strict")):
         ledger = context().ledger
         worker.memory._watch(worker, worker.trained, ledger)
         ledger.enter("reshard")

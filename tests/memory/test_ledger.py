@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process, memory_of_step, said_of
+from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_summary, process_memory_meter, violation_text
 from verl_patches.memory.measure import held_bytes
 from verl_patches.memory.schedule import SCHEDULE, residency
 
@@ -49,16 +49,16 @@ def test_report_continues_and_records_the_violation(made):
     begin(scheduler, "rollout")
     handlers["grads"].resize(8)
     scheduler.ledger.enter("rollout")
-    memory = memory_of_step([{"rank": 3, **scheduler.ledger.take()}, None])
+    memory = memory_summary([{"rank": 3, **scheduler.ledger.take()}, None])
     assert memory["violations"]["count"] == 1 and memory["violations"]["first"][0]["rank"] == 3
-    assert "rank 3, rollout: grads holds 8 bytes, expected 0" in said_of(memory["violations"])
-    assert said_of({"count": 0, "first": []}) == "" and memory_of_step([None, None]) is None
+    assert "rank 3, rollout: grads holds 8 bytes, expected 0" in violation_text(memory["violations"])
+    assert violation_text({"count": 0, "first": []}) == "" and memory_summary([None, None]) is None
 
 
 def test_peaks_include_temporary_memory():
     measured, held = iter([{"rss": n} for n in (5, 9, 7, 1, 2, *range(9))]), {"window": 0}
     ledger = Ledger(SCHEDULE, action="strict", device_memory=measured.__next__)
-    ledger.register("swap_window", lambda: held["window"], full_bytes=0, grows=True)
+    ledger.register("swap_window", lambda: held["window"], full_bytes=0, partial_at_first=True)
     ledger.enter("update")
     for held["window"], extra in ((100, 11), (60, 52), (0, 0)):
         ledger.raise_peak(extra_bytes=extra)
@@ -71,14 +71,14 @@ def test_peaks_include_temporary_memory():
 
 
 @pytest.mark.parametrize(("options", "sizes"), [
-    ({"full_bytes": 12, "grows": True}, "4 8 12 !8 !13"),  # less is accepted until it has once been full
-    ({"full_bytes": 12, "grows": True}, "!13"),
+    ({"full_bytes": 12, "partial_at_first": True}, "4 8 12 !8 !13"),  # less is accepted until it has once been full
+    ({"full_bytes": 12, "partial_at_first": True}, "!13"),
     ({}, "50 !51"),  # the first measurement counts
-    ({"grows": True}, "0 50 !49"),
+    ({"partial_at_first": True}, "0 50 !49"),
 ])  # fmt: skip
 def test_a_group_that_grows_or_has_no_size(options, sizes):
     held = {"now": 0}
-    ledger = Ledger(SCHEDULE, stays={"optimizer"}, action="strict")
+    ledger = Ledger(SCHEDULE, unmoved_groups={"optimizer"}, action="strict")
     ledger.register("optimizer", lambda: held["now"], **options)
     for size in sizes.split():
         held["now"] = int(size.removeprefix("!"))
@@ -93,7 +93,7 @@ def test_a_group_that_varies_may_stay_until_the_schedule_releases_it():
     """Vary a group like the tensor cache: other bytes in each phase, none after the update; REMAX generates twice."""
     held = {"now": 0}
     ledger = Ledger(SCHEDULE, action="strict")
-    ledger.register("tensor_cache", lambda: held["now"], varies=True)
+    ledger.register("tensor_cache", lambda: held["now"], any_size=True)
     step = "0 reshard, 0 rollout, 7 sleep, 7 reshard, 7 rollout, 9 sleep, 5 old_log_prob, 0 ref, 3 ref, 0 update"
     for entry in [*step.split(", "), "0 reshard"]:
         size, phase = entry.split()
@@ -121,6 +121,6 @@ def test_the_drivers_figure_is_measured_too(monkeypatch):
     for name, value in counters.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 100))
-    measure = memory_of_process("cuda")
+    measure = process_memory_meter("cuda")
     assert measure() == {"allocated": 30, "peak": 35, "reserved": 40, "used": 40} and measure()["used"] == 10
-    assert memory_of_process("cpu")()["rss"] > 1e6
+    assert process_memory_meter("cpu")()["rss"] > 1e6

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from verl_patches.memory.live_memory import not_written_once
+from verl_patches.memory.live_memory import write_faults
 
 
 def _counted(tensor: torch.Tensor, views: list[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_it_says_what_counting_says(seed):
         views = views[: draw.randint(1, len(views))] + [_random_part(storage, draw)] * (seed % 3 - 1)
     draw.shuffle(views)
     counts = _counted(tensor, views)
-    found = not_written_once({"t": tensor}, [(str(number), view) for number, view in enumerate(views)])
+    found = write_faults({"t": tensor}, [(str(number), view) for number, view in enumerate(views)])
     missing, doubled = int((counts == 0).sum()), int((counts > 1).sum())
     assert any("written by" in problem for problem in found) == (doubled > 0)
     assert [f"found {missing} not written" in problem for problem in found if "not written" in problem] == [True] * (
@@ -57,14 +57,14 @@ def test_it_says_what_counting_says(seed):
 def test_tensors_that_share_a_storage_are_told_apart():
     flat = torch.empty(10)
     a, b = flat[:4], flat[4:]
-    assert not_written_once({"a": a, "b": b}, [("x", a), ("y", b)]) == []
-    assert not_written_once({"a": a, "b": b}, [("x", flat)]) == []
-    assert not_written_once({"b": b}, [("x", a), ("y", flat[2:])]) == []  # both reach a, one of them b
-    (missing,) = not_written_once({"a": a, "b": b}, [("x", flat[:6])])
+    assert write_faults({"a": a, "b": b}, [("x", a), ("y", b)]) == []
+    assert write_faults({"a": a, "b": b}, [("x", flat)]) == []
+    assert write_faults({"b": b}, [("x", a), ("y", flat[2:])]) == []  # both reach a, one of them b
+    (missing,) = write_faults({"a": a, "b": b}, [("x", flat[:6])])
     assert missing == "b: expected each of its 6 elements to be written once, found 4 not written, the first at [2]"
-    (doubled,) = not_written_once({"a": a, "b": b}, [("x", flat), ("y", flat[8:])])
+    (doubled,) = write_faults({"a": a, "b": b}, [("x", flat), ("y", flat[8:])])
     assert doubled == "b: expected each of its 6 elements to be written once, found [4] written by x and by y"
-    (doubled,) = not_written_once({"b": b}, [("x", flat), ("y", flat[3:])])  # what they share begins outside
+    (doubled,) = write_faults({"b": b}, [("x", flat), ("y", flat[3:])])  # what they share begins outside
     assert "found [0] written by x and by y" in doubled
-    (missing,) = not_written_once({"a": a}, [])
+    (missing,) = write_faults({"a": a}, [])
     assert "found 4 not written, the first at [0]" in missing

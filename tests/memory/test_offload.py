@@ -8,7 +8,14 @@ import torch
 
 from verl_patches.catalog import ROWS
 from verl_patches.memory import host_backed
-from verl_patches.memory.counters import TALLY, Moved, move, note_empty_cache, offload_of_step, take_moves
+from verl_patches.memory.counters import (
+    TALLY_NAMES,
+    MovedBytes,
+    note_empty_cache,
+    offload_summary,
+    record_move,
+    take_moves,
+)
 from verl_patches.memory.host_backed import HostBackedStorage, load_storages, offload_storages
 
 CASES = """
@@ -71,7 +78,9 @@ def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
         each.offload(copy=True)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     assert len(storages[1].host) > 1
-    assert torch.equal(storages[1].on_host(place.dtype, place.shape, place.stride(), place.storage_offset()), stored)
+    assert torch.equal(
+        storages[1].host_tensor(place.dtype, place.shape, place.stride(), place.storage_offset()), stored
+    )
     load_storages(storages)
     assert all(map(torch.equal, tensors, before))
 
@@ -88,7 +97,7 @@ def test_a_stale_host_copy_is_what_comes_back():
 
 
 def record(verb, group, size, **other):
-    return {"verb": verb, "group": group, **dict.fromkeys(TALLY, 0), **vars(Moved(size)), **other}
+    return {"verb": verb, "group": group, **dict.fromkeys(TALLY_NAMES, 0), **vars(MovedBytes(size)), **other}
 
 
 def test_the_summary_of_a_step_is_that_of_the_busiest_rank_and_lists_orders_of_moves_once():
@@ -98,13 +107,13 @@ def test_the_summary_of_a_step_is_that_of_the_busiest_rank_and_lists_orders_of_m
     )
     back["copied_bytes"] = 100
     other = record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60)
-    found = offload_of_step([[load, alloc, back], [other], [other]])
+    found = offload_summary([[load, alloc, back], [other], [other]])
     assert found["moves"]["load actor_params"] == {"count": 1, "bytes": 100, "copied_bytes": 100}
     assert found["sequences"] == [["load actor_params", "alloc grads", "offload actor_params"], ["load actor_params"]]
     assert found["to_device_bytes"] == {"max": 120, "mean": 113} and found["to_host_bytes"] == {"max": 100, "mean": 33}
     assert found["copies_per_byte"] == 2 and (found["host_allocations"], found["host_bytes"]) == (2, 60)
-    assert offload_of_step([[], []]) is offload_of_step([[empty]]) is None
-    found = offload_of_step([[load, load, empty], [empty, empty, load], [load, empty]])
+    assert offload_summary([[], []]) is offload_summary([[empty]]) is None
+    found = offload_summary([[load, load, empty], [empty, empty, load], [load, empty]])
     orders = [["load actor_params", "empty_cache"], ["empty_cache", "empty_cache", "load actor_params"]]
     assert found["sequences"] == orders and found["moves"]["load actor_params"]["count"] == 2
 
@@ -112,7 +121,7 @@ def test_the_summary_of_a_step_is_that_of_the_busiest_rank_and_lists_orders_of_m
 def test_a_move_without_bytes_is_not_recorded():
     take_moves()
     for size in (0, 5):
-        with move("load", "grads") as moved:
+        with record_move("load", "grads") as moved:
             moved.bytes = size
     note_empty_cache()
     assert take_moves() == [record("load", "grads", 5), record("empty_cache", "", 0)] and take_moves() == []

@@ -10,32 +10,32 @@ from omegaconf import OmegaConf
 from tests.runs import tiny
 from verl_patches.memory.schedule import (
     CRITIC,
-    LOADS,
+    LOAD_VERBS,
     MEMORY_GROUPS,
-    RELEASES,
+    RELEASE_VERBS,
     SCHEDULE,
-    VERL,
-    _step,
-    in_sleep_mode,
+    VERL_SCHEDULES,
+    _simulate_step,
     make_schedule,
     residency,
-    schedule_of,
+    schedule_for_run,
     simulate,
+    vllm_sleep_schedule,
 )
 from verl_patches.recipe import Recipe, Train, WeightSync
 
-VARIANTS = (in_sleep_mode(copied=True), in_sleep_mode(copied=False))
-SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
-SCHEDULES += tuple(schedule.without("old_log_prob") for schedule in SCHEDULES)
+VARIANTS = (vllm_sleep_schedule(copied=True), vllm_sleep_schedule(copied=False))
+SCHEDULES = (SCHEDULE, *VERL_SCHEDULES.values(), *VARIANTS)
+SCHEDULES += tuple(schedule.with_rare_phase("old_log_prob") for schedule in SCHEDULES)
 SCHEDULES += tuple(schedule.with_critic() for schedule in SCHEDULES)
 SCHEDULES += tuple(schedule.with_reward_models() for schedule in SCHEDULES)
 SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum identifies the groups
 SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
 
 
-def moves_of_a_step(schedule, stays, groups):
+def moves_of_a_step(schedule, unmoved_groups, groups):
     """Return the moves after the first step of `groups` and the allocator, such as "load actor_params"."""
-    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays).values()
+    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), unmoved_groups).values()
     return [str(move) for moment in moments for move in moment.moves if not move.group or move.group in groups]
 
 
@@ -79,33 +79,38 @@ def test_a_peak_includes_groups_that_the_step_before_left():
 
 def test_moves_of_verls_schedules():
     there_and_back = SIZES["actor_params"] * 3 + SIZES["ref_params"] + SIZES["optimizer"] + SIZES["rollout_weights"]
-    for schedule in VERL.values():
+    for schedule in VERL_SCHEDULES.values():
         found = simulate(schedule, SIZES).values()
         assert sum(m.to_device_bytes for m in found) == sum(m.to_host_bytes for m in found) == there_and_back
         assert sum(m.empty_cache_calls for m in found) > 10
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-@given(stays=SUBSETS, absent=SUBSETS)
-def test_every_schedule_closes_whatever_stays_or_is_missing(schedule, stays, absent):
+@given(unmoved_groups=SUBSETS, absent=SUBSETS)
+def test_every_schedule_closes_whatever_stays_or_is_missing(schedule, unmoved_groups, absent):
     for move in (move for phase in schedule.phases for move in (*phase.enter, *phase.leave)):
-        assert move.verb in LOADS + RELEASES and move.group in MEMORY_GROUPS or str(move) == "empty_cache"
+        assert move.verb in LOAD_VERBS + RELEASE_VERBS and move.group in MEMORY_GROUPS or str(move) == "empty_cache"
     sizes = {group: size for group, size in SIZES.items() if group not in absent}
-    found = simulate(schedule, sizes, stays)
+    found = simulate(schedule, sizes, unmoved_groups)
     for moment in found.values():
-        assert moment.resident >= stays & set(sizes) and not moment.resident & absent
+        assert moment.resident >= unmoved_groups & set(sizes) and not moment.resident & absent
         assert moment.peak_bytes == sum(SIZES[t] for t in moment.at_peak)
         assert moment.peak_bytes >= sum(SIZES[t] for t in moment.resident)
-        assert moment.to_device_bytes <= sum(sizes.get(t, 0) for t in MEMORY_GROUPS if t not in stays)
-    assert residents_of_two_steps(schedule, stays) == 2 * [residency(schedule, stays)]
-    usual = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays)  # a phase of some steps leaves nothing behind
-    assert {name: residency(schedule, stays)[name] for name in usual} == {n: m.resident for n, m in usual.items()}
+        assert moment.to_device_bytes <= sum(sizes.get(t, 0) for t in MEMORY_GROUPS if t not in unmoved_groups)
+    assert residents_of_two_steps(schedule, unmoved_groups) == 2 * [residency(schedule, unmoved_groups)]
+    # a phase of some steps leaves nothing behind
+    usual = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), unmoved_groups)
+    assert {name: residency(schedule, unmoved_groups)[name] for name in usual} == {
+        n: m.resident for n, m in usual.items()
+    }
 
 
-def residents_of_two_steps(schedule, stays=()):
+def residents_of_two_steps(schedule, unmoved_groups=()):
     """Return [{phase: groups on the device during its work}] of the first step and the second."""
-    moving, now = (dict.fromkeys(groups, 1) for groups in (set(MEMORY_GROUPS).difference(stays), stays))
-    steps = [_step(schedule.phases, moving, now) for _ in range(2)]
+    moving, now = (
+        dict.fromkeys(groups, 1) for groups in (set(MEMORY_GROUPS).difference(unmoved_groups), unmoved_groups)
+    )
+    steps = [_simulate_step(schedule.phases, moving, now) for _ in range(2)]
     return [{name: moment.resident for name, moment in step.items()} for step in steps]
 
 
@@ -116,14 +121,14 @@ def test_a_table_that_does_not_close_is_found():
 
 
 def test_the_move_that_should_have_released_a_group():
-    assert SCHEDULE.released_by("grads", "reshard") == "after update (free)"  # the step before
-    assert SCHEDULE.released_by("actor_params", "wake_kv") == "after reshard (offload)"
-    assert SCHEDULE.released_by("kv_cache", "sleep") == "at the start of sleep (free)"
-    assert SCHEDULE.released_by("ref_params", "ref") == "after ref (free)"
-    assert VERL["pypi"].released_by("tensor_cache", "reshard") is None
+    assert SCHEDULE.last_release("grads", "reshard") == "after update (free)"  # the step before
+    assert SCHEDULE.last_release("actor_params", "wake_kv") == "after reshard (offload)"
+    assert SCHEDULE.last_release("kv_cache", "sleep") == "at the start of sleep (free)"
+    assert SCHEDULE.last_release("ref_params", "ref") == "after ref (free)"
+    assert VERL_SCHEDULES["pypi"].last_release("tensor_cache", "reshard") is None
 
 
-def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **offload):
+def schedule_facts(rows, by_vllm=False, synced=True, skip=False, unified_memory=False, **offload):
     """Return a run's schedule name and the groups that stay; `offload` has param_, optimizer_ or ref_offload."""
     actor = {name: offload.get(name, True) for name in ("param_offload", "optimizer_offload")}
     ref = {"param_offload": offload.get("ref_offload", True)}
@@ -131,8 +136,8 @@ def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **off
     recipe = Recipe(train=Train(skip_old_log_prob=skip), line="a3", weight_sync=WeightSync(synced))
     recipe.rollout.ascend.vllm_sleep_mode = True
     run = replace(tiny(), recipe=recipe, rows=frozenset(rows.split()))
-    schedule, stays = schedule_of(run, OmegaConf.create(section), one_memory=one_memory)
-    return schedule.name, stays
+    schedule, unmoved_groups = schedule_for_run(run, OmegaConf.create(section), unified_memory=unified_memory)
+    return schedule.name, unmoved_groups
 
 
 ON = "memory.order memory.sleep_mode reshard.direct"
@@ -146,16 +151,16 @@ def test_the_schedule_of_a_run_and_the_groups_that_it_never_moves():
         (True, True, ("ours, addresses kept by vLLM", set())),
         (True, False, ("ours, with vLLM's sleep mode", set())),
     ):
-        assert of_run(ON, by_vllm, synced) == expected
+        assert schedule_facts(ON, by_vllm, synced) == expected
         if not synced:  # nothing proves that verl's own sync writes every weight
-            assert of_run("memory.order memory.sleep_mode", by_vllm) == expected
-    assert of_run("memory.order reshard.direct") == ("ours, with vLLM's sleep mode", set())
-    assert of_run("memory.order", one_memory=True) == ("ours, with vLLM's sleep mode", kept)
-    assert of_run(ON, one_memory=True) == ("ours", set())
-    assert of_run(ON, skip=True)[0] == "ours, without old_log_prob"
-    assert of_run("memory.sleep_mode", skip=True)[0] == "verl 54c9b736, without old_log_prob"
-    assert of_run(ON, param_offload=False)[1] == {"actor_params", "grads"}
-    assert of_run(ON, optimizer_offload=False, ref_offload=False)[1] == {"optimizer", "ref_params"}
+            assert schedule_facts("memory.order memory.sleep_mode", by_vllm) == expected
+    assert schedule_facts("memory.order reshard.direct") == ("ours, with vLLM's sleep mode", set())
+    assert schedule_facts("memory.order", unified_memory=True) == ("ours, with vLLM's sleep mode", kept)
+    assert schedule_facts(ON, unified_memory=True) == ("ours", set())
+    assert schedule_facts(ON, skip=True)[0] == "ours, without old_log_prob"
+    assert schedule_facts("memory.sleep_mode", skip=True)[0] == "verl 54c9b736, without old_log_prob"
+    assert schedule_facts(ON, param_offload=False)[1] == {"actor_params", "grads"}
+    assert schedule_facts(ON, optimizer_offload=False, ref_offload=False)[1] == {"optimizer", "ref_params"}
 
 
 def test_sleep_modes_change_copies_and_not_residency():

@@ -47,7 +47,7 @@ def test_every_step_makes_the_moves_of_the_table_as_simulated(made):
 
 def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(made):
     """Run the log-prob check's pass without old log-probs; otherwise the strict ledger would stop at ref."""
-    scheduler, log, _ = made(schedule=SCHEDULE.without("old_log_prob"))
+    scheduler, log, _ = made(schedule=SCHEDULE.with_rare_phase("old_log_prob"))
     for phases in ("ref update", "old_log_prob ref update", "ref update"):
         log.clear()
         for phase in "reshard wake_kv rollout sleep".split() + phases.split():
@@ -60,9 +60,13 @@ def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(made):
 def test_a_phase_that_failed_is_ended_before_the_next_begins(made):
     scheduler, log, _ = made(("actor_params", "grads", "optimizer", "rollout_weights", "reshard_buffers"))
     scheduler.begin("update")
-    assert scheduler.has("optimizer") and scheduler.moves("optimizer") and not scheduler.moves("kv_cache")
+    assert (
+        scheduler.is_resident("optimizer")
+        and scheduler.has_handler("optimizer")
+        and not scheduler.has_handler("kv_cache")
+    )
     scheduler.begin("reshard")  # the update raised; its moves at the end were not done
-    assert log.index("free grads") < log.index("alloc rollout_weights") and not scheduler.has("optimizer")
+    assert log.index("free grads") < log.index("alloc rollout_weights") and not scheduler.is_resident("optimizer")
     log.clear()
     scheduler.end()
     scheduler.end()
@@ -70,8 +74,8 @@ def test_a_phase_that_failed_is_ended_before_the_next_begins(made):
 
 
 def test_a_group_that_stays_is_not_moved(made):
-    scheduler, log, handlers = made(("actor_params", "ref_params", "grads"), stays={"grads"})
-    assert not scheduler.moves("grads")
+    scheduler, log, handlers = made(("actor_params", "ref_params", "grads"), unmoved_groups={"grads"})
+    assert not scheduler.has_handler("grads")
     with pytest.raises(MemoryLedgerError, match="grads .* holds 0 bytes, expected 800"):
         step(scheduler)
     handlers["grads"].resize(800)

@@ -13,10 +13,10 @@ from verl_patches.memory.sleep_mode import (
     TAGS,
     CumemSleepMode,
     ResizeSleepMode,
-    dropped,
-    freeing,
-    segments_of,
-    weights_of,
+    freeable_weights,
+    require_freed_memory,
+    segments_within,
+    skip_copies,
 )
 from verl_patches.patching import engine as patches
 from verl_patches.patching.row import subclass_of
@@ -66,11 +66,11 @@ def bytes_of(*tensors):
 
 def test_each_storage_is_freed_once_and_allocated_again_unless_a_buffer_shares_it():
     llm, model, caches = engine()
-    mode, weights = ResizeSleepMode(llm), weights_of(model).values()
+    mode, weights = ResizeSleepMode(llm), freeable_weights(model).values()
     full, cache = bytes_of(*weights), (caches[0], *caches[1])
     assert full == 4 * (8 * 4 + 6 * 4 + 6 * 4 + 2 * 5)
     assert {id(t) for t in model.parameters()} - {id(t) for t in weights} == {id(model.shared)}
-    mode.weights_written(last=False)
+    mode.mark_weights_written(last=False)
     mode.sleep()
     assert bytes_of(*weights) == bytes_of(*cache) == 0 and model.shared.sum() == 3 and model.attention.scale.sum() == 3
     mode.sleep()  # idempotent
@@ -86,19 +86,19 @@ def test_weights_stay_until_a_sync_replaces_them():
     mode = ResizeSleepMode(llm)
     for last in (False, True):
         if last:
-            mode.weights_written(last=True)
+            mode.mark_weights_written(last=True)
         mode.sleep()
         assert bytes_of(*model.parameters()) > 0
         mode.wake_up()
         mode.check_ready()
-    mode.weights_written(last=False)
+    mode.mark_weights_written(last=False)
     for each in (mode, ResizeSleepMode(llm, loaded=False)):  # load_format=dummy
         each.sleep()
-        assert bytes_of(*weights_of(model).values()) == 0
+        assert bytes_of(*freeable_weights(model).values()) == 0
         each.wake_up()
         with pytest.raises(RecipeError, match="no weight sync has written"):
             each.check_ready()
-        each.weights_written(last=False)
+        each.mark_weights_written(last=False)
         each.check_ready()
 
 
@@ -213,7 +213,7 @@ def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arg
 def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
     """Check as a negative control that vLLM's own mode is used."""
     llm = build((), enable_sleep_mode=True, enforce_eager=True)
-    llm.weights_written(last=False)
+    llm.mark_weights_written(last=False)
     llm.sleep()
     assert llm.sleep_mode is None and llm.calls == ["sleep", "vLLM's sleep"] and not llm.awake
 
@@ -230,13 +230,13 @@ def test_memory_that_sleep_frees_must_be_the_devices_again(monkeypatch, by_vllm,
     def held():
         return {"kv_cache": state["kv_cache"], "grads": 7}
 
-    with freeing(device, held, by_vllm):
+    with require_freed_memory(device, held, by_vllm):
         state.update(free=160, cached=0, kv_cache=0)
     state.update(free=0, cached=60, kv_cache=100)
     with pytest.raises(RecipeError, match=rf"rank 3: expected 160 .*kv_cache 100.*cache 60.*found 60 .*{todo}"):
-        with freeing(device, held, by_vllm):
+        with require_freed_memory(device, held, by_vllm):
             state.update(free=60, cached=0, kv_cache=0)
-    with freeing(device, held, by_vllm):
+    with require_freed_memory(device, held, by_vllm):
         pass  # it slept already
 
 
@@ -305,12 +305,12 @@ def test_a_segment_is_dropped_where_all_its_blocks_in_use_are_weights():
     ]
     states = [[{"address": at, "state": state} for at, state in each.items()] for each in blocks]
     snapshot = [{"address": min(each), "blocks": state} for each, state in zip(blocks, states, strict=True)]
-    assert segments_of(snapshot, {0, 8, 32, 64}) == {0, 96}
+    assert segments_within(snapshot, {0, 8, 32, 64}) == {0, 96}
 
 
 def test_only_pieces_of_weights_are_dropped_and_only_during_a_sleep_that_may_fail():
     pieces = {at: SimpleNamespace(tag=tag) for at, tag in ((0, "weights"), (32, "weights"), (96, "kv_cache"))}
-    with pytest.raises(ZeroDivisionError), dropped(pieces, {0, 96}):
+    with pytest.raises(ZeroDivisionError), skip_copies(pieces, {0, 96}):
         assert [piece.tag in TAGS for piece in pieces.values()] == [False, True, True]
         raise ZeroDivisionError
     assert [piece.tag for piece in pieces.values()] == ["weights", "weights", "kv_cache"]

@@ -17,7 +17,7 @@ from tests.model.megatron_model import build_model, start_parallel
 from tests.model.parity import FROM, SAMPLES
 from tests.runs import composed, section_of
 from verl_patches.layout.inventory import read_model_shape
-from verl_patches.memory.schedule import schedule_of
+from verl_patches.memory.schedule import schedule_for_run
 from verl_patches.reshard.parameters import named_weights
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.spec import run_of
@@ -33,7 +33,9 @@ def start_critic(section: DictConfig):
     from verl.workers.megatron_workers import CriticWorker
 
     here = context()
-    here.schedule, here.stays = schedule_of(run_of(section), section, one_memory=True)  # as the actor's worker
+    here.schedule, here.unmoved_groups = schedule_for_run(
+        run_of(section), section, unified_memory=True
+    )  # as the actor's worker
     here.scheduler = here.ledger = reference_weights.value = None
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
     names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.schedule import CRITIC, SCHEDULE, VERL
+from verl_patches.memory.schedule import CRITIC, SCHEDULE, VERL_SCHEDULES
 from verl_patches.plan.activations import Passes
 from verl_patches.plan.expected import Setting, group_bytes, host_bytes, peaks, record_bytes, work_bytes
 
@@ -75,7 +75,7 @@ def test_peaks_of_the_256_die_run_in_our_schedule():
 
 def test_peaks_of_the_256_die_run_in_verls_schedules():
     """Model verl 54c9b736, which wakes the KV cache beside training weights and gradients: more than a die has."""
-    old, new = (peaks(VERL[line], replace(SWAPPED, bucket_bytes=None)) for line in ("a3", "pypi"))
+    old, new = (peaks(VERL_SCHEDULES[line], replace(SWAPPED, bucket_bytes=None)) for line in ("a3", "pypi"))
     (wake,) = (p for p in old["phases"] if p["phase"] == "wake_kv")
     assert old["peak_bytes"] == wake["peak_bytes"] > HBM > new["peak_bytes"]
     assert wake["peak_bytes"] == sum(wake["bytes"].values())
@@ -116,12 +116,12 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
         assert sizes["actor_params"] * 4 == sizes["grads"] * size
         assert (sizes["optimizer"] == 0) == (swap is not None) == (sizes["swap_window"] > 0)
     found = {}
-    for name, schedule in {"ours": SCHEDULE, **VERL}.items():
+    for name, schedule in {"ours": SCHEDULE, **VERL_SCHEDULES}.items():
         found[name] = peaks(schedule, setting)
         for phase in found[name]["phases"]:
             assert phase["peak_bytes"] == sum(phase["bytes"].values())
             assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
-    assert found["ours"]["peak_bytes"] <= min(found[line]["peak_bytes"] for line in VERL) or (
+    assert found["ours"]["peak_bytes"] <= min(found[line]["peak_bytes"] for line in VERL_SCHEDULES) or (
         max(found["ours"]["phases"], key=lambda p: p["peak_bytes"])["phase"] == "ref"
     )  # the actor stays beside it
 
@@ -165,7 +165,7 @@ def test_the_record_of_routed_experts_by_stage_and_phase():
         (SCHEDULE, {"optimizer"}, {"swapped": True}, {"actor_params": 2, "ref_params": 3, "optimizer": 12}),
         (SCHEDULE, {"optimizer"}, {"saves": True}, {"actor_params": 2, "ref_params": 3, "checkpoint": 12}),
         (SCHEDULE, {"actor_params", "grads", "ref_params"}, {"saves": True}, {"optimizer": 12, "checkpoint": 2}),
-        (VERL["a3"], set(), {}, {"actor_params": 2, "ref_params": 3, "optimizer": 12, "rollout_weights": 5}),
+        (VERL_SCHEDULES["a3"], set(), {}, {"actor_params": 2, "ref_params": 3, "optimizer": 12, "rollout_weights": 5}),
     ],
 )
 def test_what_is_loaded_has_a_copy_on_the_host(schedule, stays, options, expected):

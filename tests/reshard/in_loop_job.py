@@ -104,7 +104,7 @@ class World:
             model_config=SimpleNamespace(to_dict=lambda: config),
             inference_engine=SimpleNamespace(
                 wake_up=lambda tags: self.step(f"wake {tags}"),
-                weights_written=lambda last: None,
+                mark_weights_written=lambda last: None,
                 llm_engine=SimpleNamespace(model_executor=executor),
             ),
         )

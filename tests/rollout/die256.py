@@ -202,11 +202,11 @@ def answers(made: Any) -> list[Response]:
     """Return responses before sleep, after wake-up with weights written back, and with prompts in the prefix cache."""
     llm = made.inference_engine
     found = sample(llm)
-    llm.weights_written(last=False)
+    llm.mark_weights_written(last=False)
     with weights_written_back(llm):
         llm.sleep(1)
         llm.wake_up()
-    llm.weights_written(last=False)
+    llm.mark_weights_written(last=False)
     return found + sample(llm) + sample(llm)
 
 

@@ -19,7 +19,7 @@ def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
     model = engine_rank.model_of(llm)
     if rollout.get("load_format") == "dummy":  # as verl's sharding manager: every rank gets every tensor
         model.load_weights(engine_rank.hf_tensors(folder))
-        llm.weights_written(last=False)
+        llm.mark_weights_written(last=False)
     worker = worker_of(llm)
     passes = {  # all forward passes of this rank, and those for sequences of its own
         name: record(holder, "execute_model", lambda *args, **kwargs: None)

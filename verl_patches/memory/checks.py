@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_patches.errors import Check
-from verl_patches.memory.schedule import sleeps_by_vllm
+from verl_patches.memory.schedule import uses_vllm_sleep
 from verl_patches.spec import RunSpec
 
 
@@ -37,7 +37,7 @@ def _sleep_check(run: RunSpec) -> Check:
     if own_sleep_off:
         text = f"row memory.sleep_mode is off: vLLM copies all weights to the host; {no_pages}"
         return Check(name, True, text, note=True)
-    if sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe):
+    if uses_vllm_sleep(run.verl.actor_rollout_ref.rollout, recipe):
         text = f"freed by vLLM's sleep mode, which keeps the addresses that graphs captured; {no_pages}"
         return Check(name, True, text, note=True)
     return Check(name, True, "freed between rollouts, to torch's pool")

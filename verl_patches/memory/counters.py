@@ -1,7 +1,7 @@
 """Count this process's moves of memory between host and device, and its seconds by phase, without importing torch.
 
-Code that moves memory runs inside `move` and counts its copies and new host memory. `offload_of_step` joins the moves
-of all workers for summary.json.
+Code that moves memory runs inside `record_move` and counts its copies and new host memory. `offload_summary` joins the
+moves of all workers for summary.json.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from verl_patches.current import Current
 
-COPYING = ("load", "offload")  # the verbs of memory/schedule.py whose bytes are copied
-TALLY = ("copies", "copied_bytes", "host_allocations", "host_bytes")
+COPY_VERBS = ("load", "offload")  # the verbs of memory/schedule.py whose bytes are copied
+TALLY_NAMES = ("copies", "copied_bytes", "host_allocations", "host_bytes")
 
 
 @dataclass
 class Counters:
-    """Hold counts of this process: sums by name of TALLY since its start; moves and seconds by phase until taken."""
+    """Hold counts of this process: sums by TALLY_NAMES since its start; moves and seconds by phase until taken."""
 
     tally: Counter = field(default_factory=Counter)
     moves: list[dict[str, Any]] = field(default_factory=list)
@@ -32,20 +32,20 @@ _counters: Current[Counters] = Current(Counters())
 
 
 @dataclass
-class Moved:
+class MovedBytes:
     """Hold the bytes of one move; the code that makes the move sets them."""
 
     bytes: int = 0
 
 
 @contextmanager
-def move(verb: str, group: str) -> Iterator[Moved]:
+def record_move(verb: str, group: str) -> Iterator[MovedBytes]:
     """Record the code inside as one move of a memory group; a move of no bytes is not recorded."""
-    counters, moved = _counters.value, Moved()
+    counters, moved = _counters.value, MovedBytes()
     before = Counter(counters.tally)
     yield moved
     if moved.bytes:
-        counts = {name: counters.tally[name] - before[name] for name in TALLY}
+        counts = {name: counters.tally[name] - before[name] for name in TALLY_NAMES}
         counters.moves.append({"verb": verb, "group": group, **vars(moved), **counts})
 
 
@@ -61,17 +61,19 @@ def note_host_allocation(size_bytes: int) -> None:
 
 def note_empty_cache() -> None:
     """Record a call of empty_cache: a move without a memory group and without bytes."""
-    _counters.value.moves.append({"verb": "empty_cache", "group": "", **vars(Moved()), **dict.fromkeys(TALLY, 0)})
+    _counters.value.moves.append(
+        {"verb": "empty_cache", "group": "", **vars(MovedBytes()), **dict.fromkeys(TALLY_NAMES, 0)}
+    )
 
 
 def take_moves() -> list[dict[str, Any]]:
-    """Return the moves of this process since the last call, in order: {verb, group, bytes, and the names of TALLY}."""
+    """Return the moves of this process since the last call, in order: {verb, group, bytes, and TALLY_NAMES}."""
     moves, _counters.value.moves = _counters.value.moves, []
     return moves
 
 
 @contextmanager
-def timed(phase: str) -> Iterator[None]:
+def time_phase(phase: str) -> Iterator[None]:
     """Add the wall seconds of the code inside to `phase`; the device's work counts where the host waits for it."""
     start = time.perf_counter()
     try:
@@ -80,7 +82,7 @@ def timed(phase: str) -> Iterator[None]:
         _counters.value.seconds[phase] += time.perf_counter() - start
 
 
-def not_counted() -> AbstractContextManager[Any]:
+def discarded_counters() -> AbstractContextManager[Any]:
     """Return a context manager inside which nothing is counted."""
     return _counters.set(Counters())
 
@@ -98,7 +100,7 @@ def take_seconds() -> dict[str, float]:
     return dict(seconds)
 
 
-def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
+def offload_summary(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the summary of one step from the moves of every worker, None if nothing was moved.
 
     sequences: the distinct orders of moves ("load actor_params", "empty_cache") of the ranks, repeated loads of the
@@ -113,7 +115,7 @@ def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, An
     for records in workers:
         sums: defaultdict[str, Counter] = defaultdict(Counter)
         for record in records:
-            sums[_name(record)].update(count=1, bytes=record["bytes"], copied_bytes=record["copied_bytes"])
+            sums[_move_name(record)].update(count=1, bytes=record["bytes"], copied_bytes=record["copied_bytes"])
         for name, of_move in sums.items():
             if name not in moves or of_move["bytes"] > moves[name]["bytes"]:
                 moves[name] = dict(of_move)
@@ -121,29 +123,29 @@ def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, An
     return {
         "sequences": [sequence for i, sequence in enumerate(sequences) if sequence not in sequences[:i]],
         "moves": moves,
-        "to_device_bytes": _max_and_mean([_sum(records, "copied_bytes", "load") for records in workers]),
-        "to_host_bytes": _max_and_mean([_sum(records, "copied_bytes", "offload") for records in workers]),
+        "to_device_bytes": _max_and_mean([_sum_counts(records, "copied_bytes", "load") for records in workers]),
+        "to_host_bytes": _max_and_mean([_sum_counts(records, "copied_bytes", "offload") for records in workers]),
         "copies_per_byte": max(_copies_per_byte(records) for records in workers),
-        "host_allocations": max(_sum(records, "host_allocations") for records in workers),
-        "host_bytes": max(_sum(records, "host_bytes") for records in workers),
+        "host_allocations": max(_sum_counts(records, "host_allocations") for records in workers),
+        "host_bytes": max(_sum_counts(records, "host_bytes") for records in workers),
     }
 
 
 def _copies_per_byte(records: Sequence[dict[str, Any]]) -> float:
-    moved = _sum(records, "bytes", *COPYING)
-    return _sum(records, "copied_bytes") / moved if moved else 0.0
+    moved = _sum_counts(records, "bytes", *COPY_VERBS)
+    return _sum_counts(records, "copied_bytes") / moved if moved else 0.0
 
 
-def _sum(records: Sequence[dict[str, Any]], key: str, *verbs: str) -> int:
+def _sum_counts(records: Sequence[dict[str, Any]], key: str, *verbs: str) -> int:
     return sum(record[key] for record in records if not verbs or record["verb"] in verbs)
 
 
-def _name(record: dict[str, Any]) -> str:
+def _move_name(record: dict[str, Any]) -> str:
     return f"{record['verb']} {record['group']}".strip()
 
 
 def _sequence(records: Sequence[dict[str, Any]]) -> list[str]:
-    names = [_name(record) for record in records]
+    names = [_move_name(record) for record in records]
     return [name for name, before in zip(names, ["", *names], strict=False) if name == "empty_cache" or name != before]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from verl_patches.errors import RecipeError
-from verl_patches.memory.counters import move, note_copy, note_host_allocation
+from verl_patches.memory.counters import note_copy, note_host_allocation, record_move
 from verl_patches.memory.schedule import ACTOR
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
@@ -75,15 +75,17 @@ class HostBackedStorage:
     def load(self) -> None:
         """Allocate the device memory and copy the contents from the host."""
         self.allocate()
-        for device, host in self._pairs():
+        for device, host in self._piece_pairs():
             _copy(device, host)
 
     def copy_to_host(self) -> None:
         """Copy the contents to the host memory, which must exist, and keep them on the device too."""
-        for device, host in self._pairs():
+        for device, host in self._piece_pairs():
             _copy(host, device)
 
-    def on_host(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    def host_tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
+    ) -> torch.Tensor:
         """Return a tensor in this storage as it was copied to the host last; `offset` is in elements.
 
         It is a view of the host memory, or a copy where it lies in several pieces of it.
@@ -97,14 +99,14 @@ class HostBackedStorage:
         whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(dtype)
         return whole.as_strided(shape, strides, whole.storage_offset())
 
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _piece_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         contents = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
         return list(zip(contents.split([piece.numel() for piece in self.host]), self.host, strict=True))
 
 
 def offload_storages(storages: Iterable[HostBackedStorage], copy: bool = True) -> int:
     """Offload the storages that are on the device and return their bytes; a first offload always copies."""
-    here, fresh = _on_device(storages)
+    here, fresh = _storages_on_device(storages)
     with torch.no_grad():
         for storage in here:
             storage.offload(copy or storage in fresh)
@@ -122,14 +124,16 @@ def load_storages(storages: Iterable[HostBackedStorage]) -> int:
 
 def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
     """Update the host copies of the storages that are on the device and return their bytes."""
-    here, _ = _on_device(storages)
+    here, _ = _storages_on_device(storages)
     with torch.no_grad():
         for storage in here:
             storage.copy_to_host()
     return sum(storage.size_bytes for storage in here)
 
 
-def _on_device(storages: Iterable[HostBackedStorage]) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
+def _storages_on_device(
+    storages: Iterable[HostBackedStorage],
+) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
     """Return (storages on the device, those of them that had no host memory); gives host memory to the latter."""
     here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
     fresh = [storage for storage in here if not storage.host]
@@ -155,7 +159,7 @@ def _make_host_memory(storages: list[HostBackedStorage]) -> None:
     The memory is pinned unless the device is a CPU. Memory that is not pinned is not rounded up, so on a CPU each
     storage has pieces of its own.
     """
-    left = sum(_aligned(storage.size_bytes) for storage in storages)
+    left = sum(_aligned_bytes(storage.size_bytes) for storage in storages)
     piece, used = _allocate(0, storages[0].device), 0
     for storage in storages:
         wanted, on_cpu = storage.size_bytes, storage.device.type == "cpu"
@@ -164,10 +168,14 @@ def _make_host_memory(storages: list[HostBackedStorage]) -> None:
                 piece, used = _allocate(min(PIECE_BYTES, wanted if on_cpu else left), storage.device), 0
             taken = min(wanted, piece.numel() - used)
             storage.host.append(piece[used : used + taken])
-            used, left, wanted = min(used + _aligned(taken), piece.numel()), left - _aligned(taken), wanted - taken
+            used, left, wanted = (
+                min(used + _aligned_bytes(taken), piece.numel()),
+                left - _aligned_bytes(taken),
+                wanted - taken,
+            )
 
 
-def _aligned(size_bytes: int) -> int:
+def _aligned_bytes(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -227,7 +235,7 @@ class ModelOffloadState:
             self.grads[name].check(tensor)
         return self.grads.values()
 
-    def _host_copy_is_current(self) -> None:
+    def _note_current_host_copy(self) -> None:
         self.written = False
         self.versions = {name: parameter._version for name, parameter in self.weights}
 
@@ -238,31 +246,31 @@ class ModelOffloadState:
 
     def load_params(self) -> None:
         """Load the parameters for reading only."""
-        with move("load", self.group) as moved:
+        with record_move("load", self.group) as moved:
             moved.bytes = load_storages(self._checked_params())
         if moved.bytes:
-            self._host_copy_is_current()
+            self._note_current_host_copy()
 
     def offload_params(self) -> None:
         """Offload the parameters; they are copied only if they may have been written since they were loaded."""
         params = self._checked_params()
         self._refuse_unknown_writes()
         written, self.written = self.written, False
-        with move("offload" if written else "free", self.group) as moved:
+        with record_move("offload" if written else "free", self.group) as moved:
             moved.bytes = offload_storages(params, copy=written)
 
     def copy_params_to_host(self) -> int:
         """Update the host copy of the parameters and return its bytes; the next `offload_params` need not copy."""
         copied = copy_storages_to_host(self._checked_params())
         if copied:
-            self._host_copy_is_current()
+            self._note_current_host_copy()
         return copied
 
     def alloc_grads(self) -> None:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
         self.written = True
         offloaded = [storage for storage in self._checked_grads() if storage.offloaded]
-        with move("alloc", self.groups.grads) as moved, torch.no_grad():
+        with record_move("alloc", self.groups.grads) as moved, torch.no_grad():
             for storage in offloaded:
                 storage.allocate()
             for _, tensor in self._grad_tensors():
@@ -272,7 +280,7 @@ class ModelOffloadState:
     def free_grads(self) -> None:
         """Free the gradients without a copy."""
         here = [storage for storage in self._checked_grads() if not storage.offloaded]
-        with move("free", self.groups.grads) as moved:
+        with record_move("free", self.groups.grads) as moved:
             for storage in here:
                 storage.offload(copy=False)
             moved.bytes = sum(storage.size_bytes for storage in here)
@@ -288,7 +296,7 @@ class ModelOffloadState:
                 )
 
 
-def offload_state_of_model(chunk: torch.nn.Module) -> ModelOffloadState:
+def model_offload_state(chunk: torch.nn.Module) -> ModelOffloadState:
     """Return the offload state of a model chunk, which is one object for the chunk's lifetime."""
     if not hasattr(chunk, "recipe_offload_state"):
         chunk.recipe_offload_state = ModelOffloadState(chunk)
@@ -313,7 +321,7 @@ class OptimizerOffloadState:
         for number, group in enumerate(self.megatron.optimizer.param_groups):
             yield from ((f"group {number}, parameter {i}", parameter) for i, parameter in enumerate(group["params"]))
 
-    def storages_of(self, name: str, parameter: torch.Tensor) -> list[HostBackedStorage]:
+    def parameter_storages(self, name: str, parameter: torch.Tensor) -> list[HostBackedStorage]:
         """Return the storages of one of `parameters`; raises RecipeError if other code replaced or resized one."""
         owned = {"main": parameter} if id(parameter) in self.mains else {}
         for key, state in self.megatron.optimizer.state.get(parameter, {}).items():
@@ -332,8 +340,10 @@ class OptimizerOffloadState:
             known.check(tensor)
         return self.storages[name]
 
-    def _all(self) -> list[HostBackedStorage]:
-        return [storage for name, parameter in self.parameters() for storage in self.storages_of(name, parameter)]
+    def _all_storages(self) -> list[HostBackedStorage]:
+        return [
+            storage for name, parameter in self.parameters() for storage in self.parameter_storages(name, parameter)
+        ]
 
     @property
     def offloaded(self) -> bool:
@@ -342,18 +352,18 @@ class OptimizerOffloadState:
 
     def load(self) -> int:
         """Load all storages and return the bytes loaded."""
-        return load_storages(self._all())
+        return load_storages(self._all_storages())
 
     def offload(self) -> int:
         """Offload all storages and return the bytes offloaded."""
-        return offload_storages(self._all())
+        return offload_storages(self._all_storages())
 
     def copy_to_host(self) -> int:
         """Update the host copies of the storages that are on the device and return the bytes copied."""
-        return copy_storages_to_host(self._all())
+        return copy_storages_to_host(self._all_storages())
 
 
-def offload_state_of_optimizer(megatron: Any) -> OptimizerOffloadState:
+def optimizer_offload_state(megatron: Any) -> OptimizerOffloadState:
     """Return the offload state of a Megatron optimizer, which is one object for the optimizer's lifetime."""
     if not hasattr(megatron, "recipe_offload_state"):
         megatron.recipe_offload_state = OptimizerOffloadState(megatron)

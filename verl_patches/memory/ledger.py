@@ -1,7 +1,7 @@
 """Measure the bytes of a worker's memory groups when a phase begins, and check them against the memory schedule.
 
 Each memory group is registered with a function that measures it. A process has one ledger (worker/context.py), or none
-with recipe.memory.ledger=off. `memory_of_step` joins the ledgers of all workers for summary.json, the step table and
+with recipe.memory.ledger=off. `memory_summary` joins the ledgers of all workers for summary.json, the step table and
 the memory plot. Does not import torch.
 """
 
@@ -26,28 +26,28 @@ class MemoryLedgerError(RecipeError):
 class _Entry:
     """Hold the state of one memory group; the first four fields are the arguments of `Ledger.register`.
 
-    `full_bytes` is None until the group was first measured on the device. `may_stay`: for a group that varies, whether
-    it may be on the device, because the schedule has not released it since it was last expected there.
+    `full_bytes` is None until the group was first measured on the device. `may_be_resident`: for a group of
+    any size, whether it may be on the device, as the schedule has not released it since it was last expected there.
     """
 
     held_bytes: Callable[[], int]
     full_bytes: int | None
-    grows: bool
-    varies: bool
-    may_stay: bool = False
+    partial_at_first: bool
+    any_size: bool
+    may_be_resident: bool = False
 
 
 @dataclass
 class Ledger:
     """Record bytes by memory group and phase: `enter(phase)` checks and begins a record, `take` returns the records.
 
-    `schedule` and `stays` (schedule.py) say which groups must be on the device. `action`: "report" logs and records a
-    violation, "strict" raises MemoryLedgerError. `device_memory` measures the process: {name: bytes}, see
-    `memory_of_process`. Groups that are not registered are not checked.
+    `schedule` and `unmoved_groups` (schedule.py) say which groups must be on the device. `action`: "report" logs and
+    records a violation, "strict" raises MemoryLedgerError. `device_memory` measures the process: {name: bytes}, see
+    `process_memory_meter`. Groups that are not registered are not checked.
     """
 
     schedule: Schedule
-    stays: Collection[str] = ()
+    unmoved_groups: Collection[str] = ()
     action: str = "report"
     rank: int = 0
     device_memory: Callable[[], dict[str, int]] = dict
@@ -56,7 +56,7 @@ class Ledger:
     _violations: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._expected = residency(self.schedule, self.stays)
+        self._expected = residency(self.schedule, self.unmoved_groups)
 
     def register(
         self,
@@ -64,16 +64,17 @@ class Ledger:
         measure: Callable[[], int],
         *,
         full_bytes: int | None = None,
-        grows: bool = False,
-        varies: bool = False,
+        partial_at_first: bool = False,
+        any_size: bool = False,
     ) -> None:
         """Add a memory group to the ledger; `measure()` returns the bytes that it holds now.
 
-        `full_bytes`: its bytes on the device; None takes the first measurement there. `grows`: it may hold less until
-        it has once held `full_bytes` (Adam's moments are made in the first step). `varies`: any number of bytes is
-        accepted, also in phases that come again (REMAX generates twice), until the schedule releases it.
+        `full_bytes`: its bytes on the device; None takes the first measurement there. `partial_at_first`: it may
+        hold less until it has once held `full_bytes` (Adam's moments are made in the first step). `any_size`: any
+        number of bytes is accepted, also in phases that come again (REMAX generates twice), until the schedule
+        releases it.
         """
-        self._entries[group] = _Entry(measure, full_bytes, grows, varies)
+        self._entries[group] = _Entry(measure, full_bytes, partial_at_first, any_size)
 
     def enter(self, phase: str) -> None:
         """Record and check the groups after the moves at `phase`'s entry; a strict ledger raises MemoryLedgerError."""
@@ -107,40 +108,40 @@ class Ledger:
 
     def _fault(self, phase: str, group: str, entry: _Entry, held: int) -> str:
         there = group in self._expected[phase]
-        if entry.varies:
-            entry.may_stay = there or (entry.may_stay and not self.schedule.releases(group, phase))
-            if entry.may_stay:
+        if entry.any_size:
+            entry.may_be_resident = there or (entry.may_be_resident and not self.schedule.releases(group, phase))
+            if entry.may_be_resident:
                 return ""
         if there and entry.full_bytes is None and held:
             entry.full_bytes = held
-        entry.grows = entry.grows and held != entry.full_bytes
+        entry.partial_at_first = entry.partial_at_first and held != entry.full_bytes
         wanted = entry.full_bytes if there else 0
-        if held == wanted or (there and entry.grows and (wanted is None or held < wanted)):
+        if held == wanted or (there and entry.partial_at_first and (wanted is None or held < wanted)):
             return ""
         self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
         text = (
             f"memory ledger, rank {self.rank}, entering {phase}: {group} ({MEMORY_GROUPS[group]}) holds "
-            f"{held:,} bytes, expected {_number(wanted)}: {self._why(phase, group, there, held, wanted)}"
+            f"{held:,} bytes, expected {_bytes_text(wanted)}: {self._fault_reason(phase, group, there, held, wanted)}"
         )
         log.warning(text)
         return text
 
-    def _why(self, phase: str, group: str, there: bool, held: int, wanted: int | None) -> str:
+    def _fault_reason(self, phase: str, group: str, there: bool, held: int, wanted: int | None) -> str:
         if there and wanted is not None and held > wanted:
             return f"{held - wanted:,} bytes more than registered: allocated since then"
         if there:
             expected = f"schedule {self.schedule.name!r} has it on the device in this phase"
             return f"{expected}, but it was released or never loaded"
-        by = self.schedule.released_by(group, phase)
+        by = self.schedule.last_release(group, phase)
         when = f"it should have been released {by}" if by else "it is never loaded"
         return f"schedule {self.schedule.name!r} does not have it on the device in this phase; {when}"
 
 
-def _number(size_bytes: int | None) -> str:
+def _bytes_text(size_bytes: int | None) -> str:
     return "some" if size_bytes is None else f"{size_bytes:,}"
 
 
-def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
+def process_memory_meter(device_type: str) -> Callable[[], dict[str, int]]:
     """Return a function that measures this process's memory in bytes: torch's allocator, or RSS on a CPU.
 
     npu: {allocated, peak, reserved, used}; `peak` counts from the previous call. `used` is the driver's figure for all
@@ -168,7 +169,7 @@ def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
     return measure
 
 
-def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+def memory_summary(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return {peak_bytes, phases, violations} of one step, in bytes; None if no worker has a ledger.
 
     `phases`: {phase: {rank, peak_bytes, bytes: {group: bytes as the phase begins}, measured: {name: bytes}}} of the
@@ -195,13 +196,13 @@ def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] |
     }
 
 
-def said_of(violations: dict[str, Any]) -> str:
+def violation_text(violations: dict[str, Any]) -> str:
     """Return one line about a step's violations, "" if there were none."""
     if not violations["count"]:
         return ""
     first = violations["first"][0]
     return (
         f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
-        f"{first['group']} holds {first['bytes']:,} bytes, expected {_number(first['expected_bytes'])} "
+        f"{first['group']} holds {first['bytes']:,} bytes, expected {_bytes_text(first['expected_bytes'])} "
         "(driver.log names the move that should have released it)"
     )

@@ -59,7 +59,7 @@ def private_format(tensor: torch.Tensor) -> int | None:
     return None if number in _PLAIN_FORMATS else number
 
 
-def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+def write_faults(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return a sentence for each fault of `tensors`: elements that are never written, or written more than once.
 
     `writes`: (name of the written data, view of a storage). No data is read, so meta tensors serve too; the cost grows
@@ -73,26 +73,26 @@ def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple
         if not tensor.numel():
             continue
         expected = f"{name}: expected each of its {tensor.numel()} elements to be written once, found"
-        problems += [f"{expected} {fault}" for fault in _faults(tensor, by_storage.get(storage_id(tensor), ()))]
+        problems += [f"{expected} {fault}" for fault in _tensor_faults(tensor, by_storage.get(storage_id(tensor), ()))]
     return problems
 
 
-def _faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> Iterable[str]:
+def _tensor_faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> Iterable[str]:
     """Yield a fault for elements of `tensor` that are written twice, and one for those that are never written."""
     own, written = _runs(tensor), np.concatenate([np.empty((0, 2), dtype=np.int64), *(runs for _, runs in writes)])
     bounds = np.unique(np.concatenate([own, written]))  # between two bounds no run begins or ends
-    inside, depth = _depth(bounds, own) > 0, _depth(bounds, written)
+    inside, depth = _run_counts(bounds, own) > 0, _run_counts(bounds, written)
     doubled, missing = inside & (depth > 1), inside & (depth == 0)
     if doubled.any():
         place = bounds[doubled.argmax()]
         names = [what for what, runs in writes if ((runs[:, 0] <= place) & (place < runs[:, 1])).any()]
-        yield f"{_index(tensor, place)} written by {' and by '.join(names)}"
+        yield f"{_element_index(tensor, place)} written by {' and by '.join(names)}"
     if missing.any():
         count = int(np.diff(bounds)[missing].sum()) // tensor.element_size()
-        yield f"{count} not written, the first at {_index(tensor, bounds[missing.argmax()])}"
+        yield f"{count} not written, the first at {_element_index(tensor, bounds[missing.argmax()])}"
 
 
-def _depth(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
+def _run_counts(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
     """Return how many of `runs` contain each interval between two neighbouring `bounds`."""
     changes: np.ndarray = np.zeros(len(bounds), dtype=np.int64)
     np.add.at(changes, np.searchsorted(bounds, runs[:, 0]), 1)
@@ -115,7 +115,7 @@ def _runs(view: torch.Tensor) -> np.ndarray:
     return np.stack([starts, starts + run * bytes_each], axis=1)
 
 
-def _index(tensor: torch.Tensor, place: int) -> list[int]:
+def _element_index(tensor: torch.Tensor, place: int) -> list[int]:
     """Return the index in `tensor` of the element at byte `place` of the storage."""
     left, index = int(place) // tensor.element_size() - tensor.storage_offset(), [0] * tensor.dim()
     for dim in sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
@@ -126,7 +126,7 @@ def _index(tensor: torch.Tensor, place: int) -> list[int]:
 
 # set by vllm.attention.backends.mla.common.MLACommonImpl.process_weights_after_loading, and by
 # vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading
-ABSORBED = ("W_UV", "W_UK_T")
+ABSORBED_PROJECTIONS = ("W_UV", "W_UK_T")
 
 
 def post_load(model: torch.nn.Module) -> int:
@@ -147,7 +147,7 @@ def absorb_in_place(attention: Any) -> bool:
     are views of kv_b_proj, as vLLM's own are (vllm-ascend copies, and MindSpeed makes torch.Tensor.view copy).
     """
     holder = attention.impl
-    held = {name: getattr(holder, name) for name in ABSORBED if hasattr(holder, name)}
+    held = {name: getattr(holder, name) for name in ABSORBED_PROJECTIONS if hasattr(holder, name)}
     weight = getattr(getattr(holder, "kv_b_proj", None), "weight", None)
     if not held or (weight is not None and all(storage_id(tensor) == storage_id(weight) for tensor in held.values())):
         return False

@@ -34,7 +34,7 @@ def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def buffers_of(chunks: Sequence[Any]) -> list[Any]:
+def ddp_buffers(chunks: Sequence[Any]) -> list[Any]:
     """Return Megatron's buffers of a model in DDP, including those of routed experts."""
     return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 

@@ -14,26 +14,26 @@ from typing import Any
 
 import torch
 
-from verl_patches.memory.counters import move
+from verl_patches.memory.counters import record_move
 from verl_patches.memory.host_backed import (
     ModelOffloadState,
-    offload_state_of_model,
-    offload_state_of_optimizer,
+    model_offload_state,
+    optimizer_offload_state,
     single_optimizers,
     synchronise,
 )
 from verl_patches.memory.schedule import ACTOR, TrainedGroups
 
 
-class _OfModel:
+class _ModelHandler:
     def __init__(self, chunks: Sequence[torch.nn.Module]):
         self._chunks = chunks
 
     def _states(self) -> list[ModelOffloadState]:  # made at the first move, so a group that is never moved has none
-        return [offload_state_of_model(chunk) for chunk in self._chunks]
+        return [model_offload_state(chunk) for chunk in self._chunks]
 
 
-class Params(_OfModel):
+class Params(_ModelHandler):
     """Move the parameters of `chunks`: group actor_params, ref_params, critic_params or reward_params."""
 
     def load(self) -> None:
@@ -69,7 +69,7 @@ def parameters_loaded(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         params.offload()
 
 
-class Grads(_OfModel):
+class Grads(_ModelHandler):
     """Move the gradients of `chunks`; chunks that are not in DDP have none."""
 
     def alloc(self) -> None:
@@ -98,8 +98,8 @@ class Optimizer:
         self._move("offload")
 
     def _move(self, verb: str) -> None:
-        states = [offload_state_of_optimizer(one) for one in single_optimizers(self._optimizer)]
-        with move(verb, self._group) as moved:
+        states = [optimizer_offload_state(one) for one in single_optimizers(self._optimizer)]
+        with record_move(verb, self._group) as moved:
             moved.bytes = sum(getattr(state, verb)() for state in states)
         synchronise(storage for state in states for storage in state.storages.values())
 

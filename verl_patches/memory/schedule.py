@@ -7,8 +7,8 @@ not moved. load and alloc have no effect on a group that is on the device alread
     offload G    copy group G to the host and free its device memory
     free G       free the device memory of G without a copy
     empty_cache  the allocator returns its cached blocks to the device
-scheduler.py executes `SCHEDULE`. With row memory.order off verl's own workers move memory; `VERL` describes their moves
-for the memory plan. Does not import torch.
+scheduler.py executes `SCHEDULE`. With row memory.order off verl's own workers move memory; `VERL_SCHEDULES` describes
+their moves for the memory plan. Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY_GROUPS = {
     "critic_window": "the piece of the critic's optimizer that is on the device during a swapped step",
     "reward_params": "parameters of the reward model that scores; each has a host copy of its own",
 }
-OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases of runs that sample responses
+ROLLOUT_PHASES = ("reshard", "wake_kv", "rollout", "sleep")  # phases of runs that sample responses
 
 
 class TrainedGroups(NamedTuple):
@@ -50,7 +50,7 @@ class TrainedGroups(NamedTuple):
 
 ACTOR = TrainedGroups("actor_params", "grads", "optimizer", "swap_window")
 CRITIC = TrainedGroups("critic_params", "critic_grads", "critic_optimizer", "critic_window")
-LOADS, RELEASES = ("load", "alloc"), ("offload", "free")
+LOAD_VERBS, RELEASE_VERBS = ("load", "alloc"), ("offload", "free")
 
 
 class Move(NamedTuple):
@@ -84,34 +84,34 @@ class Schedule:
         """Return the phase of that name; an unknown name raises KeyError."""
         return {phase.name: phase for phase in self.phases}[name]
 
-    def without(self, name: str) -> Schedule:
+    def with_rare_phase(self, name: str) -> Schedule:
         """Return the schedule with a phase made rare, as old_log_prob is with recipe.train.skip_old_log_prob.
 
         Some steps may still have the phase, for the check of vLLM's log-probs (step/log_probs/truth_check.py). It frees
         the groups that it loads when it ends, so that later phases are the same in steps without it.
         """
         row = self.phase(name)
-        frees = (Move("free", move.group) for move in row.enter if move.verb in LOADS)
+        frees = (Move("free", move.group) for move in row.enter if move.verb in LOAD_VERBS)
         rare = replace(row, leave=(*row.leave, *frees), rare=True)
         phases = tuple(rare if phase is row else phase for phase in self.phases)
         return Schedule(f"{self.name}, without {name}", phases)
 
-    def of_run(self, run: RunSpec, critic: bool) -> Schedule:
+    def for_run(self, run: RunSpec, critic: bool) -> Schedule:
         """Return the schedule without the phases that a run leaves out, with those of a critic and of reward models."""
-        schedule = self.without("old_log_prob") if run.recipe.train.skip_old_log_prob else self
+        schedule = self.with_rare_phase("old_log_prob") if run.recipe.train.skip_old_log_prob else self
         if critic:
             schedule = schedule.with_critic()
         if run.reward_models:
             schedule = schedule.with_reward_models()
         if run.samples:
             return schedule
-        phases = tuple(row for row in schedule.phases if row.name not in OF_ROLLOUT)
+        phases = tuple(row for row in schedule.phases if row.name not in ROLLOUT_PHASES)
         return Schedule(f"{schedule.name}, no rollout", phases)
 
     def with_critic(self) -> Schedule:
         """Return the schedule with a critic, which computes values after the reference and updates before the actor."""
-        rows = _VERL_CRITIC if self.name.startswith("verl") else _CRITIC
-        values, update = (Phase(name, _moves(enter), _moves(leave)) for name, enter, leave in rows)
+        rows = _VERL_CRITIC_PHASES if self.name.startswith("verl") else _CRITIC_PHASES
+        values, update = (Phase(name, _parse_moves(enter), _parse_moves(leave)) for name, enter, leave in rows)
         phases = []
         for row in self.phases:
             phases += [update, row] if row.name == "update" else [row, values] if row.name == "ref" else [row]
@@ -120,16 +120,16 @@ class Schedule:
     def with_reward_models(self) -> Schedule:
         """Return the schedule with reward models, which has phase rm_scores before the reward, once for each model."""
         leave = "free reward_params" if not self.name.startswith("verl") else "offload reward_params, empty_cache"
-        scores = Phase("rm_scores", _moves("load reward_params"), _moves(leave))
+        scores = Phase("rm_scores", _parse_moves("load reward_params"), _parse_moves(leave))
         phases = [each for row in self.phases for each in ((scores, row) if row.name == "reward" else (row,))]
         return Schedule(f"{self.name}, with reward models", tuple(phases))
 
     def releases(self, group: str, phase: str) -> bool:
         """Return whether `phase` offloads or frees `group`, before or after its work."""
         row = self.phase(phase)
-        return any(move.group == group and move.verb in RELEASES for move in (*row.enter, *row.leave))
+        return any(move.group == group and move.verb in RELEASE_VERBS for move in (*row.enter, *row.leave))
 
-    def released_by(self, group: str, phase: str) -> str | None:
+    def last_release(self, group: str, phase: str) -> str | None:
         """Return the last release of `group` before `phase`'s work, such as "after update (offload)"; None without one.
 
         A release in the step before counts too.
@@ -143,18 +143,18 @@ class Schedule:
         moments.append(("at the start of", own, own.enter))
         for when, row, moves in reversed(moments):
             for move in moves:
-                if move.group == group and move.verb in RELEASES:
+                if move.group == group and move.verb in RELEASE_VERBS:
                     return f"{when} {row.name} ({move.verb})"
         return None
 
 
-def _moves(text: str) -> tuple[Move, ...]:
+def _parse_moves(text: str) -> tuple[Move, ...]:
     return tuple(Move(*words.split()) for words in text.split(", ") if words)
 
 
 def make_schedule(name: str, *rows: tuple[str, str, str]) -> Schedule:
     """Return a schedule of rows (phase, enter, leave), whose moves are separated by ", "."""
-    return Schedule(name, tuple(Phase(phase, _moves(enter), _moves(leave)) for phase, enter, leave in rows))
+    return Schedule(name, tuple(Phase(phase, _parse_moves(enter), _parse_moves(leave)) for phase, enter, leave in rows))
 
 
 # Training weights stay from the update to the weight sync. Rollout weights are allocated before the KV cache, which is
@@ -179,7 +179,7 @@ SCHEDULE = make_schedule(
 
 # The actor's parameters, which old_log_prob has loaded, are freed so that the critic's update needs no more memory than
 # the actor's.
-_CRITIC = (
+_CRITIC_PHASES = (
     ("values", "free actor_params, load critic_params", ""),
     ("update_critic", "load critic_params, alloc critic_grads, load critic_optimizer, alloc critic_window",
      "free critic_window, offload critic_optimizer, free critic_grads, offload critic_params"),
@@ -187,7 +187,7 @@ _CRITIC = (
 
 
 @dataclass
-class Moment:
+class PhaseMemory:
     """Hold the memory of one phase: groups on the device during its work, peak and its groups, and copied bytes.
 
     `moves` has the moves that have an effect, and empty_cache.
@@ -203,41 +203,41 @@ class Moment:
 
 
 def simulate(
-    schedule: Schedule, sizes: Mapping[str, int], stays: Collection[str] = (), rare: bool = False
-) -> dict[str, Moment]:
-    """Return {phase: Moment} of every step but the first; peaks are the highest of all steps.
+    schedule: Schedule, sizes: Mapping[str, int], unmoved_groups: Collection[str] = (), rare: bool = False
+) -> dict[str, PhaseMemory]:
+    """Return {phase: PhaseMemory} of every step but the first; peaks are the highest of all steps.
 
-    `sizes`: bytes of each memory group on this rank; 0 or missing for a group that the rank does not have. `stays`:
-    groups that never leave the device. `rare`: whether phases that only some steps have are included. Every phase must
-    hold the same groups in the first step, which begins with `stays` alone, as in later ones, so its `enter` moves must
-    load or release each group that may differ before it.
+    `sizes`: bytes of each memory group on this rank; 0 or missing for a group that the rank does not have.
+    `unmoved_groups`: groups that never leave the device. `rare`: whether phases that only some steps have are included.
+    Every phase must hold the same groups in the first step, which begins with `unmoved_groups` alone, as in later ones,
+    so its `enter` moves must load or release each group that may differ before it.
     """
     phases = [phase for phase in schedule.phases if rare or not phase.rare]
-    moving = {group: size for group, size in sizes.items() if size and group not in stays}
-    now = {group: size for group, size in sizes.items() if size and group in stays}
-    first, later = (_step(phases, moving, now) for _ in range(2))
+    moving = {group: size for group, size in sizes.items() if size and group not in unmoved_groups}
+    now = {group: size for group, size in sizes.items() if size and group in unmoved_groups}
+    first, later = (_simulate_step(phases, moving, now) for _ in range(2))
     for name, moment in later.items():
         highest = max(moment, first[name], key=lambda each: each.peak_bytes)
         moment.peak_bytes, moment.at_peak = highest.peak_bytes, highest.at_peak
     return later
 
 
-def _step(phases: Sequence[Phase], sizes: Mapping[str, int], now: dict[str, int]) -> dict[str, Moment]:
+def _simulate_step(phases: Sequence[Phase], sizes: Mapping[str, int], now: dict[str, int]) -> dict[str, PhaseMemory]:
     """Simulate one step; `sizes` has the groups that move, `now` {group: bytes} on the device, changed in place."""
-    moments = {phase.name: Moment() for phase in phases}
+    moments = {phase.name: PhaseMemory() for phase in phases}
     for phase in phases:
         moment = moments[phase.name]
         for move in phase.enter:
-            _make(move, moment, sizes, now)
+            _apply_move(move, moment, sizes, now)
         moment.resident = frozenset(now)
         _note_peak(moment, now)
         for move in phase.leave:
-            _make(move, moment, sizes, now)
+            _apply_move(move, moment, sizes, now)
     return moments
 
 
-def _make(move: Move, moment: Moment, sizes: Mapping[str, int], now: dict[str, int]) -> None:
-    size, loads = sizes.get(move.group, 0), move.verb in LOADS
+def _apply_move(move: Move, moment: PhaseMemory, sizes: Mapping[str, int], now: dict[str, int]) -> None:
+    size, loads = sizes.get(move.group, 0), move.verb in LOAD_VERBS
     does = size > 0 and loads != (move.group in now)
     if does and loads:
         now[move.group] = size
@@ -252,21 +252,21 @@ def _make(move: Move, moment: Moment, sizes: Mapping[str, int], now: dict[str, i
     _note_peak(moment, now)
 
 
-def _note_peak(moment: Moment, now: Mapping[str, int]) -> None:
+def _note_peak(moment: PhaseMemory, now: Mapping[str, int]) -> None:
     total = sum(now.values())
     if total > moment.peak_bytes:
         moment.peak_bytes, moment.at_peak = total, frozenset(now)
 
 
-def residency(schedule: Schedule, stays: Collection[str] = ()) -> dict[str, frozenset[str]]:
+def residency(schedule: Schedule, unmoved_groups: Collection[str] = ()) -> dict[str, frozenset[str]]:
     """Return {phase: groups on the device during its work}, which the ledger expects."""
-    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays, rare=True)
+    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), unmoved_groups, rare=True)
     return {name: moment.resident for name, moment in moments.items()}
 
 
 # Both versions of verl have these phases after the weight sync: compute_log_prob, compute_ref_log_prob and update_actor
 # of verl/workers/megatron_workers.py; each of the four functions of verl/utils/megatron_utils.py empties the cache.
-_VERL_TRAINING = (
+_VERL_TRAINING_PHASES = (
     ("rollout", "", ""),
     # megatron_vllm.py, __exit__: sleep(level=1) copies the weights to the host; the worker empties the cache once more
     ("sleep", "offload rollout_weights, free kv_cache, empty_cache, empty_cache", ""),
@@ -277,7 +277,7 @@ _VERL_TRAINING = (
     ("update", "load actor_params, alloc grads, empty_cache, load optimizer, empty_cache, alloc swap_window",
      "free swap_window, offload actor_params, free grads, empty_cache, offload optimizer, empty_cache, empty_cache"),
 )  # fmt: skip
-_VERL_CRITIC = (
+_VERL_CRITIC_PHASES = (
     ("values", "load critic_params, empty_cache", "empty_cache, offload critic_params, empty_cache"),
     ("update_critic", "load critic_params, alloc critic_grads, empty_cache, load critic_optimizer, empty_cache, "
      "alloc critic_window", "free critic_window, empty_cache, offload critic_params, free critic_grads, empty_cache, "
@@ -290,7 +290,7 @@ _VERL_0_4_0 = make_schedule(
     ("reshard", "load actor_params, alloc grads, empty_cache, offload optimizer, empty_cache, load rollout_weights, "
      "alloc reshard_buffers", "free reshard_buffers, offload actor_params, free grads, empty_cache"),
     ("wake_kv", "alloc kv_cache", ""),
-    *_VERL_TRAINING,
+    *_VERL_TRAINING_PHASES,
 )  # fmt: skip
 # verl.workers.sharding_manager.megatron_vllm.MegatronVLLMShardingManager.__enter__ wakes the cache before the worker
 # offloads
@@ -299,12 +299,12 @@ _VERL_54C9B736 = make_schedule(
     ("reshard", "load actor_params, alloc grads, empty_cache, load rollout_weights, alloc reshard_buffers",
      "free reshard_buffers"),
     ("wake_kv", "alloc kv_cache", "offload actor_params, free grads, empty_cache, offload optimizer, empty_cache"),
-    *_VERL_TRAINING,
+    *_VERL_TRAINING_PHASES,
 )  # fmt: skip
-VERL = {"pypi": _VERL_0_4_0, "a3": _VERL_54C9B736}
+VERL_SCHEDULES = {"pypi": _VERL_0_4_0, "a3": _VERL_54C9B736}
 
 
-def in_sleep_mode(copied: bool) -> Schedule:
+def vllm_sleep_schedule(copied: bool) -> Schedule:
     """Return our schedule where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
 
     With `copied` they go to the host and back; otherwise weights that a weight sync writes are not copied
@@ -324,7 +324,7 @@ def in_sleep_mode(copied: bool) -> Schedule:
     return Schedule(f"{SCHEDULE.name}, {how}", phases)
 
 
-def sleeps_by_vllm(rollout: Any, recipe: Recipe) -> bool:
+def uses_vllm_sleep(rollout: Any, recipe: Recipe) -> bool:
     """Return whether the engine of verl's `rollout` section uses vLLM's sleep mode, which keeps addresses of weights.
 
     Captured graphs read from fixed addresses unless recipe.rollout.ascend.vllm_sleep_mode is false.
@@ -332,43 +332,43 @@ def sleeps_by_vllm(rollout: Any, recipe: Recipe) -> bool:
     return not rollout.enforce_eager and recipe.rollout.ascend.vllm_sleep_mode
 
 
-def direct_sync(rows: Collection[str]) -> bool:
+def has_direct_sync(rows: Collection[str]) -> bool:
     """Return whether our resharder syncs weights, which unlike verl's own path proves that every weight is written."""
     return "reshard.direct" in rows
 
 
-def stays_of(megatron: Any, groups: TrainedGroups) -> set[str]:
+def groups_without_offload(megatron: Any, groups: TrainedGroups) -> set[str]:
     """Return the memory groups of a model that verl's offload switches in `megatron` leave on the device."""
-    stays = set() if megatron.param_offload else {groups.params, groups.grads}
-    return stays if megatron.optimizer_offload else {*stays, groups.optimizer}
+    unmoved_groups = set() if megatron.param_offload else {groups.params, groups.grads}
+    return unmoved_groups if megatron.optimizer_offload else {*unmoved_groups, groups.optimizer}
 
 
-def schedule_of(
-    run: RunSpec, section: Any, critic: Any = None, one_memory: bool = False
+def schedule_for_run(
+    run: RunSpec, section: Any, critic: Any = None, unified_memory: bool = False
 ) -> tuple[Schedule, frozenset[str]]:
     """Return (schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
 
-    `critic`: verl's section of that name in a run with a critic. `one_memory`: device and host are one memory (a CPU),
-    where vLLM's sleep does not move the rollout weights. Without row memory.order the schedule is verl's own.
+    `critic`: verl's section of that name in a run with a critic. `unified_memory`: device and host are one memory (a
+    CPU), where vLLM's sleep does not move the rollout weights. Without row memory.order the schedule is verl's own.
 
     Groups whose offload switch in verl is off stay on the device; verl frees gradients with the parameters and never
     reads its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes. Without a
     direct sync vLLM's sleep mode copies them, and our own leaves them on the device.
     """
-    synced = run.recipe.weight_sync.enabled and direct_sync(run.rows)
-    by_vllm = sleeps_by_vllm(section.rollout, run.recipe)
+    synced = run.recipe.weight_sync.enabled and has_direct_sync(run.rows)
+    by_vllm = uses_vllm_sleep(section.rollout, run.recipe)
     dropped = "memory.sleep_mode" in run.rows and (synced or not by_vllm)
     if "memory.order" not in run.rows:
-        schedule = VERL[run.line]
+        schedule = VERL_SCHEDULES[run.line]
     elif dropped and not by_vllm:
         schedule = SCHEDULE
     else:
-        schedule = in_sleep_mode(copied=not dropped)
-    stays = stays_of(section.actor.megatron, ACTOR)
+        schedule = vllm_sleep_schedule(copied=not dropped)
+    unmoved_groups = groups_without_offload(section.actor.megatron, ACTOR)
     if critic is not None:
-        stays |= stays_of(critic.megatron, CRITIC)
+        unmoved_groups |= groups_without_offload(critic.megatron, CRITIC)
     if not section.ref.megatron.param_offload:
-        stays.add("ref_params")
-    if run.samples and ((dropped and not synced) or (not dropped and one_memory)):
-        stays.add("rollout_weights")
-    return schedule.of_run(run, critic is not None), frozenset(stays)
+        unmoved_groups.add("ref_params")
+    if run.samples and ((dropped and not synced) or (not dropped and unified_memory)):
+        unmoved_groups.add("rollout_weights")
+    return schedule.for_run(run, critic is not None), frozenset(unmoved_groups)

@@ -18,7 +18,7 @@ vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_mo
 next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which all tensors are such
 weights is released without a copy, as those of the KV cache are. All other segments are copied to the host.
 
-`freeing` ends the run where the driver's figures show that the memory is not free after sleep.
+`require_freed_memory` ends the run where the driver's figures show that the memory is not free after sleep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 
 from verl_patches.errors import RecipeError
 from verl_patches.memory.host_backed import HostBackedStorage
-from verl_patches.memory.live_memory import ABSORBED, private_format, storage_id
+from verl_patches.memory.live_memory import ABSORBED_PROJECTIONS, private_format, storage_id
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
@@ -41,24 +41,24 @@ Tensors = dict[str, torch.Tensor]
 # Share of the expected bytes that may be missing. A tensor that stays keeps its segment of torch's allocator: 20 MB, or
 # 2 MB for one below 1 MB (kLargeBuffer, kSmallBuffer); buffers and expert maps of all layers may keep some hundred MB.
 # At 671B the share is 2.6 GB, and weights or KV cache that stay are 20 GB and more.
-MAY_BE_MISSING = 0.05
+MISSING_SHARE = 0.05
 
 
 class SleepMode:
     """Track whether an engine's weights are loaded and valid.
 
-    `loaded`: sleep must keep the weights until a sync reports that it wrote them (`weights_written`), because the
+    `loaded`: sleep must keep the weights until a sync reports that it wrote them (`mark_weights_written`), because the
     engine has loaded valid ones, or because no sync will report it.
     """
 
     _asleep: Collection[str]  # those of TAGS that are asleep
 
     def __init__(self, loaded: bool):
-        self._weights_stay, self._lost = loaded, False
+        self._keep_weights, self._weights_invalid = loaded, False
 
-    def weights_written(self, last: bool = False) -> None:
+    def mark_weights_written(self, last: bool = False) -> None:
         """Note that a weight sync has written every weight; after the `last` sync sleep must keep them."""
-        self._weights_stay, self._lost = last, False
+        self._keep_weights, self._weights_invalid = last, False
 
     def check_ready(self) -> None:
         """Raise RecipeError if a tag is asleep, or the weights have not been written since sleep freed them."""
@@ -67,7 +67,7 @@ class SleepMode:
                 f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep: call LLM.wake_up "
                 "before generate()"
             )
-        if self._lost:
+        if self._weights_invalid:
             raise RecipeError(
                 "rollout: weights were freed by sleep() and no weight sync has written them since; "
                 "enter verl's sharding manager before generate()"
@@ -89,10 +89,10 @@ class ResizeSleepMode(SleepMode):
         """
         if CACHE not in self._asleep:
             self._reset_prefix_cache()
-            self._free(CACHE)
-        if WEIGHTS not in self._asleep and not self._weights_stay:
-            self._lost = True
-            self._free(WEIGHTS)
+            self._free_tag(CACHE)
+        if WEIGHTS not in self._asleep and not self._keep_weights:
+            self._weights_invalid = True
+            self._free_tag(WEIGHTS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate the memory of all or of vLLM's `tags`; a storage that was replaced or resized raises RecipeError."""
@@ -125,7 +125,7 @@ class ResizeSleepMode(SleepMode):
                 "after the last request"
             )
 
-    def _free(self, tag: str) -> None:
+    def _free_tag(self, tag: str) -> None:
         asleep, by_storage = {}, dict[int, HostBackedStorage]()
         for name, tensor in self._tensors(tag).items():
             asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, HostBackedStorage(name, tensor))
@@ -138,10 +138,10 @@ class ResizeSleepMode(SleepMode):
             if not (caches := kv_caches(self._llm)):
                 raise RecipeError("rollout: expected the engine's KV cache in its model runner or worker, found none")
             return {f"kv_cache[{i}]": tensor for i, tensor in enumerate(tensors_in(caches))}
-        return weights_of(vllm_worker(self._llm).model_runner.model)
+        return freeable_weights(vllm_worker(self._llm).model_runner.model)
 
 
-def weights_of(model: torch.nn.Module) -> Tensors:
+def freeable_weights(model: torch.nn.Module) -> Tensors:
     """Return {name: tensor} of vLLM's `model` that a weight sync writes or derives, and whose memory nothing else uses.
 
     Leaves out tensors of `all_weights` that share memory with a buffer or have a private NPU format.
@@ -161,12 +161,15 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     weights = dict(model.named_parameters())
     for layer, module in model.named_modules():
         impl = vars(module).get("impl")
-        weights |= {f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED if impl and key in vars(impl)}
+        weights |= {
+            f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED_PROJECTIONS if impl and key in vars(impl)
+        }
     return weights
 
 
 _ALLOCATOR_MODULE = "vllm_ascend.device_allocator.camem"
-_DROPPED = "weights that the next sync writes"  # our tag for pieces: sleep copies only those with vLLM's tag `weights`
+# our tag for pieces: sleep copies only those with vLLM's tag `weights`
+_NO_COPY_TAG = "weights that the next sync writes"
 
 
 class CumemSleepMode(SleepMode):
@@ -192,10 +195,10 @@ class CumemSleepMode(SleepMode):
         if self._asleep == set(TAGS):
             return
         self.wake_up()
-        drop = not self._weights_stay
+        drop = not self._keep_weights
         pieces, addresses = (_allocator().pointer_to_data, self._weight_segments()) if drop else ({}, ())
-        self._asleep, self._lost = set(TAGS), drop  # set before: after an error the contents are unknown
-        with dropped(pieces, addresses):
+        self._asleep, self._weights_invalid = set(TAGS), drop  # set before: after an error the contents are unknown
+        with skip_copies(pieces, addresses):
             self._sleep(1)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -206,12 +209,12 @@ class CumemSleepMode(SleepMode):
             self._asleep -= set(wanted)
 
     def _weight_segments(self) -> set[int]:
-        weights = weights_of(vllm_worker(self._llm).model_runner.model).values()
+        weights = freeable_weights(vllm_worker(self._llm).model_runner.model).values()
         addresses = {weight.untyped_storage().data_ptr() for weight in weights}
-        return segments_of(_snapshot(next(iter(weights)).device), addresses)
+        return segments_within(_memory_snapshot(next(iter(weights)).device), addresses)
 
 
-def segments_of(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int]) -> set[int]:
+def segments_within(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int]) -> set[int]:
     """Return the addresses of the segments whose blocks in use all begin at an address in `tensors`.
 
     `snapshot`: torch's memory_snapshot. A block that was freed but waits for a stream counts as in use.
@@ -224,11 +227,11 @@ def segments_of(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int])
 
 
 @contextlib.contextmanager
-def dropped(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[None]:
+def skip_copies(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[None]:
     """Exclude weights at `addresses` from sleep's copies in the code inside; `pieces`: {address: AllocationData}."""
     weights = [piece for address, piece in pieces.items() if address in addresses and piece.tag == WEIGHTS]
     for piece in weights:
-        piece.tag = _DROPPED
+        piece.tag = _NO_COPY_TAG
     try:
         yield
     finally:
@@ -236,7 +239,7 @@ def dropped(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[N
             piece.tag = WEIGHTS
 
 
-def _snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
+def _memory_snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
     module = torch.get_device_module(device.type)
     module.synchronize()  # vLLM unmaps without waiting for the device; its copy, which would have waited, is left out
     return module.memory_snapshot()
@@ -253,19 +256,19 @@ def _allocator() -> Any:
 
 
 @contextlib.contextmanager
-def freeing(device: Any, held_bytes: Callable[[], dict[str, int]], by_vllm: bool) -> Iterator[None]:
+def require_freed_memory(device: Any, held_bytes: Callable[[], dict[str, int]], by_vllm: bool) -> Iterator[None]:
     """Check that the device has more free memory after the code inside, which puts an engine to sleep.
 
     The code inside also returns the cached memory of torch's allocator. `held_bytes` returns {memory group: bytes that
     it holds now}; `by_vllm`: whether vLLM's own sleep mode frees. Raises RecipeError unless the driver's figure for
-    free memory of `device` (torch.npu) has grown by the bytes that groups and cache gave up, or MAY_BE_MISSING less.
+    free memory of `device` (torch.npu) has grown by the bytes that groups and cache gave up, or MISSING_SHARE less.
     """
     before, (free_before, _), cached = held_bytes(), device.mem_get_info(), _cached_bytes(device)
     yield
     after, (free_after, _) = held_bytes(), device.mem_get_info()
     given_up = {group: held - after[group] for group, held in before.items() if held > after[group]}
     freed, expected = sum(given_up.values()), sum(given_up.values()) + max(0, cached - _cached_bytes(device))
-    if not freed or free_after - free_before >= expected - MAY_BE_MISSING * freed:
+    if not freed or free_after - free_before >= expected - MISSING_SHARE * freed:
         return
     conf = os.environ.get("PYTORCH_NPU_ALLOC_CONF")
     todo = "set recipe.rollout.ascend.vllm_sleep_mode=false: vLLM's sleep mode may free nothing on several nodes"
@@ -276,7 +279,7 @@ def freeing(device: Any, held_bytes: Callable[[], dict[str, int]], by_vllm: bool
         )
     raise RecipeError(
         f"rollout, rank {torch.distributed.get_rank()}: expected {expected:,} bytes more free memory on the device "
-        f"after sleep, or {MAY_BE_MISSING:.0%} less ({', '.join(f'{name} {size:,}' for name, size in given_up.items())}"
+        f"after sleep, or {MISSING_SHARE:.0%} less ({', '.join(f'{name} {size:,}' for name, size in given_up.items())}"
         f", torch's cache {expected - freed:,}); found {free_after - free_before:,} ({free_before:,} free before, "
         f"{free_after:,} after). {todo} (docs/memory.md)"
     )

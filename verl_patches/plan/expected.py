@@ -24,7 +24,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, local_parameters, static_bytes
-from verl_patches.memory.schedule import ACTOR, CRITIC, Moment, Schedule, TrainedGroups, simulate
+from verl_patches.memory.schedule import ACTOR, CRITIC, PhaseMemory, Schedule, TrainedGroups, simulate
 from verl_patches.plan.activations import Passes, forward_bytes, update_bytes
 
 CONTEXT_BYTES = 1 << 30
@@ -204,7 +204,7 @@ class Alike:
 
     ranks: list[int]
     sizes: dict[str, int]
-    moments: dict[str, Moment]
+    moments: dict[str, PhaseMemory]
 
 
 def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> list[Alike]:
@@ -229,7 +229,7 @@ def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ())
 
 def moments_of(
     schedule: Schedule, setting: Setting, sizes: dict[str, int], stays: Collection[str]
-) -> dict[str, Moment]:
+) -> dict[str, PhaseMemory]:
     """Return the moments of `simulate`, with each reward model loaded in turn."""
     moments = simulate(schedule, sizes, stays)
     if "rm_scores" in moments:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
+from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED, Passes, PerStage
 from verl_patches.plan.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
 from verl_patches.platform import NO_DEVICE
@@ -57,7 +57,7 @@ def run_memory(run: RunSpec) -> RunMemory:
         run.rollout,
         train_library=run.train_library,
         rollout_library=run.rollout_library,
-        bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(run.rows) else None,
+        bucket_bytes=recipe.reshard.bucket_bytes if has_direct_sync(run.rows) else None,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         vllm_bytes=int(section.rollout.gpu_memory_utilization * run.hardware.seen_bytes) if npu else 0,
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
@@ -70,7 +70,7 @@ def run_memory(run: RunSpec) -> RunMemory:
         actor=run.trains_actor,
         reference=run.uses_reference,
     )
-    return RunMemory(setting, *schedule_of(run, section, run.critic))
+    return RunMemory(setting, *schedule_for_run(run, section, run.critic))
 
 
 def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
     layers = None if setting.passes is None else setting.passes.recompute_layers
-    compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
-    compared = [(order.of_run(run, run.has_critic), buffers) for order, buffers in compared]
+    compared = [(SCHEDULE, ours), (VERL_SCHEDULES[recipe.line], replace(ours, bucket_bytes=None))]
+    compared = [(order.for_run(run, run.has_critic), buffers) for order, buffers in compared]
     if memory.schedule.name not in (order.name for order, _ in compared):
         compared.append((memory.schedule, setting))
     return {

@@ -14,7 +14,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import OPTIMIZER_BYTES
-from verl_patches.memory.schedule import Moment, direct_sync
+from verl_patches.memory.schedule import PhaseMemory, has_direct_sync
 from verl_patches.plan.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.plan.expected import group_bytes, moments_of
 from verl_patches.plan.memory_plan import RunMemory, recomputation
@@ -148,7 +148,7 @@ def step_input(
     )
     if sync is None:
         direct = direct_sync_bound(step.model, step, recipe.reshard.bucket_bytes)
-        sync = direct if direct_sync(rows) else verl_sync(step.model, train)
+        sync = direct if has_direct_sync(rows) else verl_sync(step.model, train)
     return replace(step, sync=sync)
 
 
@@ -172,7 +172,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     sync, spread = verl_sync(run.trained_model, run.train), dict[str, int]()
     if not run.samples:
         sync = SyncTraffic(0, 0, 0)
-    elif direct_sync(run.rows):
+    elif has_direct_sync(run.rows):
         sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
     offload, kv_bytes = offload_of(memory, run.recipe.reshard.bucket_bytes)
     model = step_input(run, workload, sync, offload, kv_bytes or None)
@@ -312,7 +312,7 @@ def offload_of(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
     return moved, sizes["kv_cache"]
 
 
-def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> int:
+def released_bytes(moments: Mapping[str, PhaseMemory], sizes: Mapping[str, int]) -> int:
     """Return the bytes that the allocator returns to the device in a step: freed and not reused before empty_cache.
 
     Memory of vLLM's sleep mode, which is unmapped instead, counts too; its seconds are not published.

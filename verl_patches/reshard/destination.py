@@ -42,11 +42,11 @@ from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.memory.live_memory import (
     named_tensors,
-    not_written_once,
     private_format,
     restore_memory,
     storage_id,
     view_id,
+    write_faults,
 )
 from verl_patches.reshard.region import Region
 
@@ -281,7 +281,7 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
     writes += [(f"the constant {constant.value:g}", constant.target) for constant in trace.constants]
     written = {names[storage_id(target)] for _, target in writes}
     loaded = dict(model.named_parameters()) | {name: before[name] for name in written}
-    _raise(rank, not_written_once(loaded, writes), "the rollout would compute with stale values")
+    _raise(rank, write_faults(loaded, writes), "the rollout would compute with stale values")
     views = {name: view_id(tensor) for name, tensor in loaded.items()}
     return Destinations(tensors, tuple(trace.constants), model, views)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_patches.errors import Check
-from verl_patches.memory.schedule import sleeps_by_vllm
+from verl_patches.memory.schedule import uses_vllm_sleep
 from verl_patches.patching.switches import VARIABLE
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.platform.npu.machine import preload
@@ -120,7 +120,7 @@ def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(c10_npu::NPUGraph::capture_begin), and graphs here are torchair's"
     )
-    by_vllm = sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
+    by_vllm = uses_vllm_sleep(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm

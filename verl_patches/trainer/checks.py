@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verl_patches.errors import Check, either
 from verl_patches.layout.phases import STEP_PHASES
-from verl_patches.memory.schedule import OF_ROLLOUT
+from verl_patches.memory.schedule import ROLLOUT_PHASES
 from verl_patches.recipe import PROFILED
 from verl_patches.spec import RunSpec
 
@@ -74,7 +74,7 @@ def _without(run: RunSpec) -> set[str]:
     """Return the phases that the run does not have: of a critic, of reward models, of a rollout."""
     absent = {phase.planned for phase in STEP_PHASES if phase.critic and not run.has_critic}
     absent |= set() if run.reward_models else {"rm_scores"}
-    return absent if run.samples else {*absent, *OF_ROLLOUT}
+    return absent if run.samples else {*absent, *ROLLOUT_PHASES}
 
 
 def _profile_faults(run: RunSpec) -> Iterator[str]:

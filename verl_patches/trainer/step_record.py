@@ -14,8 +14,8 @@ from typing import Any
 
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.phases import STEP_PHASES, VALIDATE
-from verl_patches.memory.counters import offload_of_step
-from verl_patches.memory.ledger import memory_of_step, said_of
+from verl_patches.memory.counters import offload_summary
+from verl_patches.memory.ledger import memory_summary, violation_text
 from verl_patches.rewards.parts import METRIC
 from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.on_policy import needs_old_log_probs
@@ -61,8 +61,8 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
         "critic": critic_of_step(metrics),
         "logprob_delta": None,
         "sync": sync_of_step(of("sync")),
-        "memory": memory_of_step(of("memory")),
-        "offload": offload_of_step(of("moves")),
+        "memory": memory_summary(of("memory")),
+        "offload": offload_summary(of("moves")),
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
         "rebalance": rebalance_of_step(of("rebalance")),
@@ -94,7 +94,7 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
     step = f"step {record['step']}: "
     if record["profile"]:
         yield step + said_of_profile(record["profile"])
-    if record["memory"] and (said := said_of(record["memory"]["violations"])):
+    if record["memory"] and (said := violation_text(record["memory"]["violations"])):
         yield said
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + said_of_skipped(record["skipped"])

@@ -27,8 +27,8 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import LAST_CHECKPOINT
 from verl_patches.memory.host_backed import (
     HostBackedStorage,
-    offload_state_of_model,
-    offload_state_of_optimizer,
+    model_offload_state,
+    optimizer_offload_state,
     single_optimizers,
     synchronise,
 )
@@ -146,13 +146,13 @@ class WorkerCheckpoint:
         trained, scheduled, copied = self.worker.trained, self.worker.memory.scheduled, 0
         storages: list[HostBackedStorage] = []
         if scheduled:
-            models = [offload_state_of_model(chunk) for chunk in trained.chunks]
+            models = [model_offload_state(chunk) for chunk in trained.chunks]
             copied += sum(model.copy_params_to_host() for model in models if not model.offloaded)
             storages += [storage for model in models for storage in model.params.values()]
         for one in single_optimizers(trained.optimizer):
             if _is_mindspeeds_swap(one) or not (scheduled or hasattr(one, "recipe_offload_state")):
                 continue
-            state = offload_state_of_optimizer(one)
+            state = optimizer_offload_state(one)
             copied += state.copy_to_host()
             storages += state.storages.values()
         synchronise(storages)
@@ -181,7 +181,7 @@ class WorkerCheckpoint:
                     yield place.of(piece.base)
                 else:
                     at = piece.base.storage_offset() + place.offset
-                    yield held.on_host(piece.base.dtype, place.shape, place.strides, at)
+                    yield held.host_tensor(piece.base.dtype, place.shape, place.strides, at)
 
         return contents
 

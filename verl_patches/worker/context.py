@@ -23,25 +23,26 @@ class WorkerContext:
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of a profiled step; None in
-    other steps. `schedule`, `stays` (memory groups that are never moved): from memory/schedule.py, set by the workers'
-    constructors, all of which verl calls before a model is built. `step_guards`: of trained models, in building order.
+    other steps. `schedule`, `unmoved_groups` (memory groups that are never moved): from memory/schedule.py, set by the
+    workers' constructors, all of which verl calls before a model is built. `step_guards`: of trained models, in
+    building order.
     """
 
     schedule: Schedule | None = None
-    stays: frozenset[str] = frozenset()
+    unmoved_groups: frozenset[str] = frozenset()
     scheduler: Scheduler | None = None
     ledger: Ledger | None = None
     profiler: PhaseProfiler | None = None
     step_guards: list[StepGuard] = field(default_factory=list)
 
-    def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-        """Begin `phase` of memory/schedule.py and end the previous one; `by_vllm` makes the moves that are vLLM's."""
+    def begin(self, phase: str, vllm_moves: Callable[[], Any] | None = None) -> None:
+        """Begin `phase` of memory/schedule.py and end the previous one; `vllm_moves` makes vLLM's moves."""
         self.trace(phase)
         heartbeat.current_heartbeat().begin_phase(phase)
         if self.scheduler is not None:
-            self.scheduler.begin(phase, by_vllm)
-        elif by_vllm is not None:
-            by_vllm()
+            self.scheduler.begin(phase, vllm_moves)
+        elif vllm_moves is not None:
+            vllm_moves()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

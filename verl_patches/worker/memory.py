@@ -14,10 +14,10 @@ import wrapt
 
 from verl_patches.current import Current
 from verl_patches.memory import measure, sleep_mode
-from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
-from verl_patches.memory.ledger import Ledger, memory_of_process
+from verl_patches.memory.host_backed import model_offload_state, optimizer_offload_state, single_optimizers
+from verl_patches.memory.ledger import Ledger, process_memory_meter
 from verl_patches.memory.offload import Optimizer, Params, training_handlers
-from verl_patches.memory.schedule import ACTOR, CRITIC, TrainedGroups, schedule_of, stays_of
+from verl_patches.memory.schedule import ACTOR, CRITIC, TrainedGroups, groups_without_offload, schedule_for_run
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
 from verl_patches.platform import NO_DEVICE, device_module
@@ -54,9 +54,12 @@ class WorkerMemory:
         self.scheduled, here = "memory.order" in run.rows, context()
         if "ppo_epochs" in config:  # critic: the actor's worker, made first, has set the rest of the schedule
             assert here.schedule is not None
-            here.schedule, here.stays = here.schedule.with_critic(), here.stays | stays_of(config.megatron, CRITIC)
+            here.schedule, here.unmoved_groups = (
+                here.schedule.with_critic(),
+                here.unmoved_groups | groups_without_offload(config.megatron, CRITIC),
+            )
         elif here.schedule is None:
-            here.schedule, here.stays = schedule_of(run, config, one_memory=run.platform in NO_DEVICE)
+            here.schedule, here.unmoved_groups = schedule_for_run(run, config, unified_memory=run.platform in NO_DEVICE)
 
     def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None, groups: TrainedGroups = ACTOR) -> None:
         """Offload a model that verl has just built, as verl would; the reference has no optimizer."""
@@ -64,7 +67,7 @@ class WorkerMemory:
             return
         trained = {} if optimizer is None else training_handlers(chunks, optimizer, groups)
         for group, handler in (trained or {"ref_params": Params(chunks)}).items():
-            if group in context().stays:
+            if group in context().unmoved_groups:
                 continue
             if group == groups.grads:
                 handler.free()
@@ -79,13 +82,15 @@ class WorkerMemory:
         assert here.schedule is not None  # `__init__` sets it
         if self.checked:
             if here.ledger is None:
-                rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
-                here.ledger = Ledger(here.schedule, here.stays, self.recipe.memory.ledger, rank, measured)
+                rank, measured = dist.get_rank(), process_memory_meter(device_type(self.recipe.platform))
+                here.ledger = Ledger(here.schedule, here.unmoved_groups, self.recipe.memory.ledger, rank, measured)
             self._watch(worker, trained, here.ledger)
             here.ledger.take()  # drop the records from building the engine
         if here.scheduler is None:
             device = device_module(self.recipe.platform)
-            here.scheduler = Scheduler(here.schedule, None if device is None else device.empty_cache, here.stays)
+            here.scheduler = Scheduler(
+                here.schedule, None if device is None else device.empty_cache, here.unmoved_groups
+            )
         here.scheduler.ledger = here.ledger
         if trained is not None:
             here.scheduler.add(training_handlers(trained.chunks, trained.optimizer, trained.groups))
@@ -104,7 +109,7 @@ class WorkerMemory:
             ledger.register("reward_params", self._bytes_of(lambda: [list(m.parameters()) for m in chunks]))
 
     def _watch_training(self, trained: Trained, ledger: Ledger) -> None:
-        buffers, optimizer, groups = measure.buffers_of(trained.chunks), trained.optimizer, trained.groups
+        buffers, optimizer, groups = measure.ddp_buffers(trained.chunks), trained.optimizer, trained.groups
         for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
             full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
 
@@ -119,15 +124,15 @@ class WorkerMemory:
         holds, empty = groups.optimizer, groups.window
         if self.recipe.train.swap_optimizer:
             holds, empty = empty, holds
-        ledger.register(holds, states, full_bytes=full, grows=True)
-        ledger.register(empty, lambda: 0, full_bytes=0, grows=True)
+        ledger.register(holds, states, full_bytes=full, partial_at_first=True)
+        ledger.register(empty, lambda: 0, full_bytes=0, partial_at_first=True)
 
     def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
         for group, held in rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform)).items():
             ledger.register(group, held)
         # Allocated and freed inside the sync, which passes its peak to the ledger (worker/sharding.py).
         most = 4 * self.recipe.reshard.bucket_bytes
-        ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
+        ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, partial_at_first=True)
 
     def _bytes_of(self, tensors: Callable[[], Any]) -> Callable[[], int]:
         return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
@@ -139,8 +144,8 @@ class WorkerMemory:
         `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
         """
         scheduler, (chunks, optimizer, _, groups) = context().scheduler, trained
-        models = [] if scheduler is None else [offload_state_of_model(chunk) for chunk in chunks]
-        states = [offload_state_of_optimizer(one) for one in single_optimizers(optimizer)]
+        models = [] if scheduler is None else [model_offload_state(chunk) for chunk in chunks]
+        states = [optimizer_offload_state(one) for one in single_optimizers(optimizer)]
         offloaded: list[Params | Optimizer] = [Params(chunks)] if any(model.offloaded for model in models) else []
         offloaded += [Optimizer(optimizer, groups.optimizer)] if any(state.offloaded for state in states) else []
         for handler in offloaded:
@@ -153,7 +158,7 @@ class WorkerMemory:
             for handler in offloaded:
                 handler.offload()
             group = groups.optimizer
-            scheduled = scheduler is not None and scheduler.moves(group) and not scheduler.has(group)
+            scheduled = scheduler is not None and scheduler.has_handler(group) and not scheduler.is_resident(group)
             if writes and scheduled:  # states that load_checkpoint made; else verl's call offloads them
                 Optimizer(optimizer, group).offload()
 

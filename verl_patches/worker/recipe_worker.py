@@ -79,7 +79,7 @@ class RecipeWorker(TrainingWorker):
         if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
-        with counters.timed("start/groups"), heartbeat.current_heartbeat().in_call(START):
+        with counters.time_phase("start/groups"), heartbeat.current_heartbeat().in_call(START):
             if is_on("update.engine_start"):
                 from verl_patches.model.mindspeed import start
 
@@ -98,7 +98,7 @@ class RecipeWorker(TrainingWorker):
         """
         if not self.run.trains_actor:
             return
-        with counters.timed("start/models"):
+        with counters.time_phase("start/models"):
             super().init_model()
         self.memory.start(self, self.trained)
 
@@ -162,7 +162,7 @@ class RecipeWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate responses with verl; a validation's seconds and moves are not counted in the step."""
-        with counters.not_counted() if prompts.meta_info.get("validate") else nullcontext():
+        with counters.discarded_counters() if prompts.meta_info.get("validate") else nullcontext():
             return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -14,8 +14,8 @@ import wrapt
 
 from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
-from verl_patches.memory.schedule import direct_sync
-from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, freeing
+from verl_patches.memory.schedule import has_direct_sync
+from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, require_freed_memory
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
@@ -55,7 +55,7 @@ class RolloutEngine(Upstream):
                 dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config)
             )
         if ours:
-            loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
+            loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
             self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
@@ -86,7 +86,7 @@ class RolloutEngine(Upstream):
         if device is None:
             here.begin("sleep", sleep)
         else:
-            with freeing(device, self.held_bytes, self.by_vllm):
+            with require_freed_memory(device, self.held_bytes, self.by_vllm):
                 here.begin("sleep", sleep)
                 if here.scheduler is None:  # at the start, and in verl's own order
                     device.empty_cache()
@@ -105,10 +105,10 @@ class RolloutEngine(Upstream):
         groups = rollout_groups(self, device_type(engine.current().switches.platform))
         return {group: held() for group, held in groups.items()}
 
-    def weights_written(self, last: bool) -> None:
+    def mark_weights_written(self, last: bool) -> None:
         """Note that a weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
         if self.sleep_mode is not None:
-            self.sleep_mode.weights_written(last)
+            self.sleep_mode.mark_weights_written(last)
 
 
 @contextmanager

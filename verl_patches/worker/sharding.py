@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_patches.memory.counters import timed
+from verl_patches.memory.counters import time_phase
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
@@ -41,11 +41,11 @@ class RecipeShardingManager(Upstream):
         if self.synced_once and not self.sync_enabled:
             self.inference_engine.wake_up(tags=["weights"])
         else:
-            with timed("reshard"):
+            with time_phase("reshard"):
                 if self.settings is not None and is_on("reshard.direct"):
                     self._sync()
                 else:
-                    super().__enter__()  # without weights_written: nothing proves that every weight was written
+                    super().__enter__()  # without mark_weights_written: nothing proves that every weight was written
         self.synced_once = True
         if context().scheduler is not None or (self.settings is not None and self.settings.line == "a3"):
             self.inference_engine.wake_up(tags=["kv_cache"])
@@ -66,7 +66,7 @@ class RecipeShardingManager(Upstream):
         assert self.resharder is not None  # `prepare` has made it, or every rank has raised
         report = self.resharder.sync(vllm_worker(engine).model_runner.model)
         context().raise_peak(report.peak_extra_bytes)
-        engine.weights_written(last=not self.sync_enabled)
+        engine.mark_weights_written(last=not self.sync_enabled)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         """Put the rollout engine to sleep; with our memory schedule skip verl's empty_cache."""

@@ -58,7 +58,7 @@ class RecipeCriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build model and optimizer with verl, then register them with ledger and schedule."""
-        with counters.timed("start/models"):
+        with counters.time_phase("start/models"):
             super().init_model()
         self.memory.start(self, self.trained)
 
@@ -124,7 +124,7 @@ class RecipeRewardModelWorker(Upstream):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the model of each folder with verl, and offload it before the next is built."""
-        with counters.timed("start/models"):
+        with counters.time_phase("start/models"):
             for entry in self.run.reward_models:
                 assert entry.path is not None  # rewards/parts.py requires it
                 self.config.model.path = str(value_model_in(entry.path))

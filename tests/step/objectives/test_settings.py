@@ -6,7 +6,7 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.memory.schedule import OF_ROLLOUT, schedule_of
+from verl_patches.memory.schedule import ROLLOUT_PHASES, schedule_for_run
 from verl_patches.plan.calibration import FITTED
 from verl_patches.plan.expected import group_bytes
 from verl_patches.plan.memory_plan import run_memory
@@ -78,8 +78,8 @@ def test_columns_have_known_kinds_and_raw_text_stands_for_a_prompt_and_a_respons
 
 def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     run, of_grpo, of_rm = composed(LARGE, ["algo=dpo"]), composed(LARGE), composed(LARGE, ["algo=rm"])
-    schedule, stays = schedule_of(run, run.verl.actor_rollout_ref)
-    assert not {phase.name for phase in schedule.phases} & {*OF_ROLLOUT} and "rollout_weights" not in stays
+    schedule, stays = schedule_for_run(run, run.verl.actor_rollout_ref)
+    assert not {phase.name for phase in schedule.phases} & {*ROLLOUT_PHASES} and "rollout_weights" not in stays
     sizes = group_bytes(run_memory(run).setting, 0)
     assert sizes["rollout_weights"] == sizes["kv_cache"] == sizes["reshard_buffers"] == 0 < sizes["ref_params"]
     of_sft = group_bytes(run_memory(composed(LARGE, ["algo=sft"])).setting, 0)
@@ -95,5 +95,5 @@ def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     assert step_time(step_input(of_grpo), FITTED)["rollout"] > 0  # the control
     assert group_bytes(run_memory(of_grpo).setting, 0)["rollout_weights"] > 0
     assert {group.side for group in hccl.groups(of_grpo)} == {"train", "rollout"}
-    whole, _ = schedule_of(of_grpo, of_grpo.verl.actor_rollout_ref)
-    assert {*OF_ROLLOUT} <= {phase.name for phase in whole.phases}
+    whole, _ = schedule_for_run(of_grpo, of_grpo.verl.actor_rollout_ref)
+    assert {*ROLLOUT_PHASES} <= {phase.name for phase in whole.phases}

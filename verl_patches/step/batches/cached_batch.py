@@ -61,7 +61,7 @@ class CachedBatch:
         self.tokens: tuple[int, ...] = ()
         self._generating: list[payloads.ResponseIds] | None = None  # answers of the step; None outside `generating`
         if ledger is not None:
-            ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
+            ledger.register("tensor_cache", lambda: self.cache.bytes_held, any_size=True)
 
     @property
     def replica(self) -> int:
