@@ -13,7 +13,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import GRAPHS, SEATS, as_overrides, rollout_keys, train_keys
-from verl_patches.run.resolve import CONFIGS_DIR, changed
+from verl_patches.run.resolve import CONFIGS_DIR, changed_run
 from verl_patches.spec import RunSpec, run_of
 
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
@@ -84,7 +84,7 @@ def test_other_values_are_as_if_composed_with_them(name, kind):
     run, updates = composed(name, given), UPDATES[kind]
     before = OmegaConf.to_yaml(run.verl)
     expected = composed(name, [*given, *as_overrides(updates)])
-    found = changed(run, updates)
+    found = changed_run(run, updates)
     assert OmegaConf.to_container(found.verl) == OmegaConf.to_container(expected.verl)
     assert replace(found, given=expected.given) == expected
     assert OmegaConf.to_yaml(run.verl) == before and replace(run, given=expected.given) != expected

@@ -20,7 +20,7 @@ from verl_patches.launch.supervise.stall import WAIT_SHARE, Bounds
 from verl_patches.launch.supervise.watcher import Watcher
 from verl_patches.layout.phases import START
 from verl_patches.run import hccl
-from verl_patches.run.environment import COMPOSED, FACTS
+from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.spec import read_run, run_of
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
@@ -32,7 +32,7 @@ _FORWARDED_S = 5
 def main(arguments: list[str]) -> int:
     """Run one training from its only argument, the folder, and return 0; errors are raised, for the log."""
     folder = Path(*arguments)
-    run = read_run((folder / FACTS).read_text(), OmegaConf.load(folder / COMPOSED))
+    run = read_run((folder / FACTS_FILE).read_text(), OmegaConf.load(folder / CONFIG_FILE))
     stage, address, watch = Progress(folder), run.recipe.ray_address, run.recipe.watch
     stage.say("~ starting Ray" if address is None else f"~ joining Ray, {address}")
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:

@@ -1,7 +1,7 @@
 """Provide drivers for tests, code in place of verl's, and the configuration that they get."""
 
 from tests.runs import composed
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
 
 NAME = "deepseekv3_tiny_cpu"
@@ -27,7 +27,7 @@ def run_named_t(output_root, recipe=(), trainer=()) -> RunSpec:
     keys = {
         f"recipe.{key}": value for key, value in {"output_root": str(output_root), "run": "t", **dict(recipe)}.items()
     }
-    return changed(_TINY, keys | {f"trainer.{key}": value for key, value in dict(trainer).items()})
+    return changed_run(_TINY, keys | {f"trainer.{key}": value for key, value in dict(trainer).items()})
 
 
 _TINY = composed(NAME)

@@ -10,7 +10,7 @@ from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options, require_nodes
 from verl_patches.run import ray_nodes
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 
@@ -39,7 +39,7 @@ def test_enough_nodes_pass_and_missing_ones_are_counted(run):
 
 
 def test_several_nodes_need_a_ray_that_runs(run):
-    alone = changed(run, {"recipe.ray_address": None})
+    alone = changed_run(run, {"recipe.ray_address": None})
     with pytest.raises(ConfigError, match=r"recipe.ray_address is null, which starts a Ray on this machine only"):
         require_nodes(alone)
 
@@ -95,7 +95,7 @@ def test_every_start_asks_first(no_ray_here, monkeypatch):
         with pytest.raises(ConfigError, match=f"no Ray answers at {address}"):
             ray_options(joined)
     assert (
-        ray_options(changed(joined, {"recipe.ray_address": None}))["address"] == "local"
+        ray_options(changed_run(joined, {"recipe.ray_address": None}))["address"] == "local"
     )  # not one whose file it finds
 
 

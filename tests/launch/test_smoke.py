@@ -9,8 +9,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
 from verl_patches.rules import RULES
-from verl_patches.run.files import all_must_exist
-from verl_patches.run.resolve import LayoutError, changed
+from verl_patches.run.files import with_required_files
+from verl_patches.run.resolve import LayoutError, changed_run
 
 # {line: {layout: workers, tp, ep, etp, pp, what ep means, layers of the stages}}; line a3 keeps experts whole
 LAYOUTS = {
@@ -142,9 +142,9 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     first.make(said.append)
     assert len(said) == (2 if learn else 3)  # the model, and each task's data
     options = SmokeOptions(learn=learn)
-    run = all_must_exist(runs.composed(options.config_name, overrides_of(options, first.overrides)))
+    run = with_required_files(runs.composed(options.config_name, overrides_of(options, first.overrides)))
     assert (run.model_folder / "config.json").is_file() and faults(run) == []
-    other = changed(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
+    other = changed_run(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
     assert "is not of recipe.model_shape" in faults(other)[0]
     files = [*run.verl.data.train_files, *run.verl.data.val_files]
     assert len(files) == 2 * (len(said) - 1)

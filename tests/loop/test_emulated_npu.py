@@ -15,7 +15,7 @@ from verl_patches.launch.smoke import PROVED
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
 from verl_patches.run import hccl
-from verl_patches.run.environment import COMPOSED, FACTS
+from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.spec import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -65,7 +65,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     run = emulated("2")
     assert run.summary["platform"] == "npu_emulated"
     assert_weights_arrive(run)
-    needed = json.loads((run.folder / FACTS).read_text())["rows"]
+    needed = json.loads((run.folder / FACTS_FILE).read_text())["rows"]
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert {*needed} == active  # docs/patches.md says so
     assert run.summary["peak_pss_bytes"]["total"] < 6 * 2**30
@@ -82,11 +82,11 @@ def is_not_made_here(group, world):
 
 def assert_buffers_as_planned(run):
     """Assert the buffers of the first worker's groups of more than one rank, in the order of creation."""
-    spec = read_run((run.folder / FACTS).read_text(), OmegaConf.load(run.folder / COMPOSED))
+    spec = read_run((run.folder / FACTS_FILE).read_text(), OmegaConf.load(run.folder / CONFIG_FILE))
     made = [group for group in run.summary["emulated"]["groups"] if group["ranks"] > 1]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hccl, "MC2_FROM_RANKS", 2)  # here
-        planned = [group for group in hccl.groups(spec) if not is_not_made_here(group, spec.world_size)]
+        planned = [group for group in hccl.hccl_groups(spec) if not is_not_made_here(group, spec.world_size)]
     small = spec.recipe.hccl.small_groups_mib
     assert [(group["ranks"], group["config"].get("hccl_buffer_size")) for group in made] == [
         (group.ranks, small if group.small else None) for group in planned

@@ -4,7 +4,7 @@ from statistics import mean, median
 
 import pytest
 
-from verl_patches.run.record.plots import run_figure, save
+from verl_patches.run.record.plots import run_figure, save_figure
 
 pytestmark = pytest.mark.nightly
 
@@ -20,7 +20,7 @@ def test_reward_rises_by_three_tenths(smoke, tmp_path):
     assert gain(run) >= 0.3, [step["reward"] for step in run.steps]
     means = [step["logprob_delta"]["mean"] for step in run.steps]
     assert median(means) < 1e-5 and max(means) < 1e-3  # a near tie in routing may flip a token of a step
-    same = save(run_figure(run.summary), tmp_path / "training.png")
+    same = save_figure(run_figure(run.summary), tmp_path / "training.png")
     assert (run.folder / "training.png").read_bytes() == same.read_bytes()
 
 

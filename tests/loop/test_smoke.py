@@ -21,7 +21,7 @@ from tests.ranks import HANG_S
 from verl_patches.catalog import NO_BUILD, all_rows  # NO_BUILD: off where flash_attn is installed, or never imported
 from verl_patches.cli.live import live
 from verl_patches.errors import interrupted
-from verl_patches.run.record.plots import memory_figure, run_figure, save
+from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.report import figures
 from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
 
@@ -51,7 +51,7 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     peaks = summary["peak_pss_bytes"]
     assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
     for draw, name in ((run_figure, "training.png"), (memory_figure, "memory.png")):  # tests/run/record/test_plots.py
-        assert (run.folder / name).read_bytes() == save(draw(summary), tmp_path / name).read_bytes()
+        assert (run.folder / name).read_bytes() == save_figure(draw(summary), tmp_path / name).read_bytes()
     assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
     metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
     rate = figures(summary)["tokens/s/rank", "median"]

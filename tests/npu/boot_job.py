@@ -86,9 +86,9 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         from verl_patches.run.compose import compose
 
         run = with_recompute(compose(CONFIG, overrides(folder, head()), rows_of))
-        OmegaConf.save(run.verl, folder / driver.COMPOSED)
-        (folder / driver.FACTS).write_text(run.text())
-        config = driver.read_run(run.text(), OmegaConf.load(folder / driver.COMPOSED)).verl
+        OmegaConf.save(run.verl, folder / driver.CONFIG_FILE)
+        (folder / driver.FACTS_FILE).write_text(run.text())
+        config = driver.read_run(run.text(), OmegaConf.load(folder / driver.CONFIG_FILE)).verl
         OmegaConf.set_readonly(config, False)  # as main.Controller does
 
         # ray._private.worker.init hands it the runtime_env, below the row that wraps ray.init

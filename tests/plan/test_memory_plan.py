@@ -26,7 +26,7 @@ from verl_patches.plan.memory_plan import (
 )
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run.compose import compose
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 
 pytestmark = pytest.mark.slow
 
@@ -177,17 +177,17 @@ def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(n
     for stage, number in enumerate(layers):  # control: one layer less of any stage does not leave it
         if number:
             less = [*layers[:stage], number - 1, *layers[stage + 1 :]]
-            assert update_peak(changed(chosen, recompute_keys(less))) > LEFT
+            assert update_peak(changed_run(chosen, recompute_keys(less))) > LEFT
 
 
 def test_a_fixed_number_stays_and_0_is_none():
     eight, none = (run_of(BIG, f"{LAYERS}={number}", skip=True) for number in (8, 0))
     assert with_recompute(none) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
     assert update_peak(none) > A3_SEEN_BYTES > LEFT > update_peak(eight)
-    assert update_peak(none) == update_peak(changed(none, {CHECKPOINTING: False}))
+    assert update_peak(none) == update_peak(changed_run(none, {CHECKPOINTING: False}))
     off = run_of(BIG, f"{CHECKPOINTING}=false")
     assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
-    uniform = changed(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
+    uniform = changed_run(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
     assert recomputation(uniform) == (61, 2)
 
 
@@ -219,14 +219,14 @@ def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_need
 
 
 def test_a_die_that_is_short_is_named_with_its_largest_terms(big):
-    run = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
+    run = changed_run(big, {"recipe.reshard.bucket_bytes": 1 << 34})
     (said,) = exceeding(followed_peaks(run)["phases"], A3_SEEN_BYTES)
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
     assert exceeding(followed_peaks(big)["phases"], A3_SEEN_BYTES) == []
 
 
 def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
-    run = changed(big, {"recipe.memory.host_gib": 512})
+    run = changed_run(big, {"recipe.memory.host_gib": 512})
     assert host_limit(run) == 512 << 30
     found = planned(run)
     assert found["host"]["node_bytes"] > found["host"]["limit_bytes"] == 512 << 30

@@ -17,8 +17,8 @@ from verl_patches.errors import require
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.rules import RULES, SIZES
-from verl_patches.run.files import all_must_exist, folder_checks
-from verl_patches.run.resolve import CONFIGS_DIR, ROLLOUT, TRAIN, LayoutError
+from verl_patches.run.files import folder_checks, with_required_files
+from verl_patches.run.resolve import CONFIGS_DIR, ROLLOUT_LAYOUT, TRAIN_LAYOUT, LayoutError
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
@@ -190,10 +190,10 @@ def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change
 
 
 @pytest.mark.parametrize(("override", "side", "words"), [
-    ("recipe.rollout.dp=128", ROLLOUT, r"2 .*dp 128.*= 512 ranks, expected all 256"),
-    ("recipe.rollout.expert_parallel=false", ROLLOUT, "needs recipe.rollout.expert_parallel=true"),
-    ("recipe.train.layers_per_stage=[31,30]", TRAIN, "must hold 8 counts"),
-    (f"{ACTOR}.expert_tensor_parallel_size=4", TRAIN, "must divide world_size"),
+    ("recipe.rollout.dp=128", ROLLOUT_LAYOUT, r"2 .*dp 128.*= 512 ranks, expected all 256"),
+    ("recipe.rollout.expert_parallel=false", ROLLOUT_LAYOUT, "needs recipe.rollout.expert_parallel=true"),
+    ("recipe.train.layers_per_stage=[31,30]", TRAIN_LAYOUT, "must hold 8 counts"),
+    (f"{ACTOR}.expert_tensor_parallel_size=4", TRAIN_LAYOUT, "must divide world_size"),
 ])  # fmt: skip
 def test_ranks_that_cannot_be_split_as_the_config_says_are_no_run(override, side, words):
     with pytest.raises(LayoutError, match=words) as refused:
@@ -271,7 +271,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
         "recipe.rewards": f"[{{name: python, path: {reward}, function: score}}]",
     }
 
-    def faults(of=all_must_exist, **changed):
+    def faults(of=with_required_files, **changed):
         run = of(composed(TINY, [f"{key}={value}" for key, value in {**given, **changed}.items()]))
         return {c.name: c.detail for rule in RULES.files for c in rule(run) if not c.ok}
 

@@ -9,7 +9,7 @@ from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import RolloutAscend, recipe_keys
 from verl_patches.run.compose import compose_config
-from verl_patches.run.engine_options import ASCEND, OPTIONS, PLACES, ROLLOUT
+from verl_patches.run.engine_options import ASCEND_KEY, OPTION_PATHS, OPTIONS_KEY, ROLLOUT_KEY
 from verl_patches.run.environment import worker_environment
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
@@ -17,12 +17,12 @@ NPU = ["recipe.line=a3", "recipe.platform=npu_emulated"]
 
 
 def options(name, *overrides):
-    return OmegaConf.select(compose_config(name, overrides), OPTIONS)
+    return OmegaConf.select(compose_config(name, overrides), OPTIONS_KEY)
 
 
 def test_every_key_is_written_to_one_place_or_is_a_variable():
-    keys = {key.rpartition(".")[2] for key, _ in recipe_keys() if key.startswith(f"{ASCEND}.")}
-    assert keys == PLACES.keys() | {"top_k_optimize"} and len(set(PLACES.values())) == len(PLACES)
+    keys = {key.rpartition(".")[2] for key, _ in recipe_keys() if key.startswith(f"{ASCEND_KEY}.")}
+    assert keys == OPTION_PATHS.keys() | {"top_k_optimize"} and len(set(OPTION_PATHS.values())) == len(OPTION_PATHS)
     assert set(re.findall(r"^    ([a-z_]+): .*$", RolloutAscend.__doc__, re.MULTILINE)) >= keys
 
 
@@ -36,7 +36,7 @@ def test_every_key_is_written_to_one_place_or_is_a_variable():
     ],
 )
 def test_a_key_changes_its_own_place_only(override, place, value):
-    before, after = options(LARGE), options(LARGE, f"{ASCEND}.{override}")
+    before, after = options(LARGE), options(LARGE, f"{ASCEND_KEY}.{override}")
     assert OmegaConf.select(after, place) == value != OmegaConf.select(before, place)
     OmegaConf.update(after, place, OmegaConf.select(before, place))
     assert after == before
@@ -46,7 +46,7 @@ def test_graphs_decide_verls_two_keys_and_the_default_sizes():
     rollout = compose_config(LARGE).actor_rollout_ref.rollout
     assert not rollout.enforce_eager and not rollout.free_cache_engine
     assert options(LARGE).torchair_graph_config.graph_batch_sizes == [8, 16, 32, 64]
-    one = options(LARGE, f"{ASCEND}.graph_batch_sizes=null").torchair_graph_config.graph_batch_sizes
+    one = options(LARGE, f"{ASCEND_KEY}.graph_batch_sizes=null").torchair_graph_config.graph_batch_sizes
     assert one == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
     eager = compose_config(TINY, NPU).actor_rollout_ref.rollout
     assert eager.enforce_eager and eager.free_cache_engine
@@ -55,7 +55,7 @@ def test_graphs_decide_verls_two_keys_and_the_default_sizes():
 
 
 def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
-    name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=true", "-memory.sleep_mode"
+    name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND_KEY}.vllm_sleep_mode=true", "-memory.sleep_mode"
     for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):
         assert worker_environment(composed(LARGE, overrides))[name] == "expandable_segments:False"
     assert worker_environment(composed(LARGE))[name] == "expandable_segments:True"
@@ -63,9 +63,10 @@ def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
 
 
 @pytest.mark.parametrize(("override", "words"), [
-    *((f"++{OPTIONS}.{place}=1", f"{place} .*{ASCEND}.{key}") for key, place in PLACES.items()),
-    (f"++{OPTIONS}.torchair_graph_config.enabled=null", f"enabled .*{ASCEND}.graphs"),  # given, though it is null
-    *((f"{ROLLOUT}.{key}=true", f"{key} is given.*{ASCEND}.graphs") for key in ("enforce_eager", "free_cache_engine")),
+    *((f"++{OPTIONS_KEY}.{place}=1", f"{place} .*{ASCEND_KEY}.{key}") for key, place in OPTION_PATHS.items()),
+    (f"++{OPTIONS_KEY}.torchair_graph_config.enabled=null", f"enabled .*{ASCEND_KEY}.graphs"),  # null counts as given
+    (f"{ROLLOUT_KEY}.enforce_eager=true", f"enforce_eager is given.*{ASCEND_KEY}.graphs"),
+    (f"{ROLLOUT_KEY}.free_cache_engine=true", f"free_cache_engine is given.*{ASCEND_KEY}.graphs"),
 ])  # fmt: skip
 def test_the_same_option_elsewhere_is_refused_on_npu(override, words):
     with pytest.raises(ConfigError, match=words):
@@ -73,6 +74,8 @@ def test_the_same_option_elsewhere_is_refused_on_npu(override, words):
 
 
 def test_other_options_of_vllm_ascend_and_those_of_a_cpu_pass():
-    found = options(LARGE, f"+{OPTIONS}.torchair_graph_config.use_cached_graph=true", f"+{OPTIONS}.refresh=true")
-    compose_config(TINY, [f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.free_cache_engine=true"])  # on a CPU
+    found = options(
+        LARGE, f"+{OPTIONS_KEY}.torchair_graph_config.use_cached_graph=true", f"+{OPTIONS_KEY}.refresh=true"
+    )
+    compose_config(TINY, [f"{ROLLOUT_KEY}.enforce_eager=true", f"{ROLLOUT_KEY}.free_cache_engine=true"])  # on a CPU
     assert found.refresh and found.torchair_graph_config.use_cached_graph and found.torchair_graph_config.enabled

@@ -9,7 +9,7 @@ from verl_patches.catalog import rows_of
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform.npu import machine
 from verl_patches.run.compose import compose
-from verl_patches.run.environment import derive, process_environment, worker_environment
+from verl_patches.run.environment import environment_variables, process_environment, worker_environment
 from verl_patches.upstream.pins import load_pins
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init"
@@ -22,7 +22,7 @@ def run_of(name, *overrides):
 
 
 def variables(name, *overrides):
-    return {v.name: v for v in derive(run_of(name, *overrides), temp_dir="/tmp/vp-x")}
+    return {v.name: v for v in environment_variables(run_of(name, *overrides), temp_dir="/tmp/vp-x")}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_switches_and_routing_follow_the_recipe():
     assert own == "line=pypi,platform=cpu,+model.config,-reshard.*"
     assert "model.config" in rows.split(":") and not re.search(r"reshard\.", rows)
     for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # nor by the shell
-        found = process_environment(derive(run_of(WEIGHTS), "/x"), shell)
+        found = process_environment(environment_variables(run_of(WEIGHTS), "/x"), shell)
         assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "1")
     assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(run_of(WEIGHTS)))
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
@@ -96,10 +96,12 @@ def test_variables_of_workers_and_of_the_driver():
     shipped = set(worker_environment(run))
     assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= shipped
     assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & shipped
-    found = process_environment(derive(run, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"})
+    found = process_environment(
+        environment_variables(run, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"}
+    )
     assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
     assert found["VERL_PATCHES"] == run.process_switches.text() and found["RAY_TMPDIR"] == "/x/ray"
-    joined = process_environment(derive(run_of(LARGE), "/x"), {})
+    joined = process_environment(environment_variables(run_of(LARGE), "/x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
 
 
@@ -107,8 +109,8 @@ def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, m
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
     run = run_of("deepseekv3_16die")
-    assert "LD_PRELOAD" not in {v.name for v in derive(run)}
+    assert "LD_PRELOAD" not in {v.name for v in environment_variables(run)}
     (tmp_path / "libjemalloc.so.2").touch()
-    (found,) = (v for v in derive(run) if v.name == "LD_PRELOAD")
+    (found,) = (v for v in environment_variables(run) if v.name == "LD_PRELOAD")
     assert (found.value, found.where) == (f"{tmp_path}/libjemalloc.so.2", "driver")
-    assert "LD_PRELOAD" not in {v.name for v in derive(run_of(TINY))}
+    assert "LD_PRELOAD" not in {v.name for v in environment_variables(run_of(TINY))}

@@ -15,9 +15,9 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
 from verl_patches.patching.switches import VARIABLE, Switches, parse
 from verl_patches.run.compose import compose
-from verl_patches.run.environment import derive
+from verl_patches.run.environment import environment_variables
 from verl_patches.run.features import feature_states, needed_rows
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 
 GRPO = "deepseekv3_256die_true_weight"
 ON_POLICY, ASCEND = "recipe.train.skip_old_log_prob", "recipe.rollout.ascend"
@@ -47,7 +47,7 @@ def grpo():
 
 @pytest.mark.parametrize(("updates", "features"), CHANGES, ids=[next(iter(updates)) for updates, _ in CHANGES])
 def test_a_key_switches_its_feature(grpo, updates, features):
-    before, after = feature_states(grpo), feature_states(changed(grpo, updates))
+    before, after = feature_states(grpo), feature_states(changed_run(grpo, updates))
     assert {name for name in before if before[name] != after[name]} == features
 
 
@@ -59,7 +59,7 @@ def test_rows_name_every_feature_and_no_other(grpo):
 def test_a_256_die_run_applies_no_row_of_a_feature_that_is_off(grpo):
     """Check also that its processes read the same rows from the launcher's variables."""
     states = feature_states(grpo)
-    (shipped,) = (variable.value for variable in derive(grpo) if variable.name == VARIABLE)
+    (shipped,) = (variable.value for variable in environment_variables(grpo) if variable.name == VARIABLE)
     switches = parse(shipped)
     assert switches.text() == shipped and Engine(ROWS, switches).wanted == grpo.rows
     here = [spec for spec in ROWS if grpo.switches.decide(spec)[0]]

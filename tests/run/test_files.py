@@ -53,7 +53,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
 
     def said(path, *overrides):
         run = composed(TINY, [f"recipe.rewards=[{{name: reward_model, path: {path}}}]", *overrides])
-        (check,) = files.reward_folder_checks(files.all_must_exist(run))
+        (check,) = files.reward_folder_checks(files.with_required_files(run))
         return check.detail if not check.ok else ""
 
     assert said(model) == "" and said(tmp_path) == f"recipe.rewards[0].path: {said(tmp_path).partition(': ')[2]}"
@@ -108,8 +108,8 @@ def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samp
     pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
     given = [f"data.train_files={tmp_path / 'rows.parquet'}", f"{STEPS}=null", "trainer.total_epochs=2"]
     own = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own"]
-    assert files.steps_of(composed(TINY, [*given, "data.train_batch_size=4"])) == 32  # verl's class: the control
-    assert files.steps_of(composed(TINY, [*given, *own])) is None
+    assert files.total_steps(composed(TINY, [*given, "data.train_batch_size=4"])) == 32  # verl's class: the control
+    assert files.total_steps(composed(TINY, [*given, *own])) is None
 
 
 @pytest.mark.parametrize(("overrides", "count"), [

@@ -9,8 +9,8 @@ import pytest
 from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.run import hccl
-from verl_patches.run.environment import derive
-from verl_patches.run.resolve import changed
+from verl_patches.run.environment import environment_variables
+from verl_patches.run.resolve import changed_run
 
 CONFIGS = {name: f"deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}
 VLLM = "actor_rollout_ref__rollout__engine_kwargs__vllm"
@@ -26,11 +26,11 @@ composed_once = functools.cache(composed)
 
 def run_of(name="true_weight", **changes):
     """Return one of the two runs, composed once; `changes` have two underscores for a dot."""
-    return changed(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
+    return changed_run(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def variables(**changes):
-    return {v.name: v.value for v in derive(run_of(**changes))}
+    return {v.name: v.value for v in environment_variables(run_of(**changes))}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -68,7 +68,7 @@ def test_the_groups_that_communicate_and_their_memory():
     """Check controls too: with one size for all groups sums differ; without expert parallelism a group is idle."""
     run = run_of()
     used = {True: [], False: []}  # by whether their buffers are small
-    for group in hccl.groups(run):
+    for group in hccl.hccl_groups(run):
         if group.communicates:
             used[group.small].append((group.side, group.name, group.ranks))
     train = [("train", *group) for group in (("dp_cp", 8), ("mp", 32), ("tp", 4), ("pp", 8))]
@@ -80,14 +80,14 @@ def test_the_groups_that_communicate_and_their_memory():
     assert hccl.buffer_bytes(run) == {side: 2 * size * 2**20 for side, size in mib.items()}
     alike = hccl.buffer_bytes(run_of(recipe__hccl__small_groups_mib=None))
     assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 6 * 300 * 2**20}
-    idle = hccl.groups(run_of(recipe__rollout__expert_parallel=False, **ALONE))  # MC2 has no group either
+    idle = hccl.hccl_groups(run_of(recipe__rollout__expert_parallel=False, **ALONE))  # MC2 has no group either
     found = [(g.name, g.communicates) for g in idle if g.name in ("vllm_ep", "vllm_mc2")]
     assert found == [("vllm_ep", False)]
 
 
 def test_experts_over_a_part_of_a_tp_group_are_refused():
     with pytest.raises(ConfigError, match="expert_model_parallel_size is 2.* 4"):
-        hccl.groups(run_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
+        hccl.hccl_groups(run_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
 
 
 def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
@@ -154,7 +154,7 @@ def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(na
     """Check controls too: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
 
     def experts(**changes):
-        groups = hccl.groups(run_of(name, **changes))
+        groups = hccl.hccl_groups(run_of(name, **changes))
         return [(g.name, g.ranks, g.small) for g in groups if g.name in ("vllm_ep", "vllm_mc2")]
 
     assert experts() == [("vllm_ep", instance, True), ("vllm_mc2", instance, False)]
@@ -166,7 +166,7 @@ def test_groups_of_context_parallelism():
     """Check that MindSpeed and Megatron each make a second group for the experts' gradients under CP."""
     changes = {SIZE("context"): 2, SIZE("expert_model"): 16, SIZE("pipeline_model"): 4}
     run = run_of(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
-    found = [(g.name, g.ranks, g.communicates) for g in hccl.groups(run) if g.name.startswith("dp_modulo")]
+    found = [(g.name, g.ranks, g.communicates) for g in hccl.hccl_groups(run) if g.name.startswith("dp_modulo")]
     assert found == [
         ("dp_modulo_exp", 8, False),
         ("dp_modulo_exp_cp", 16, False),

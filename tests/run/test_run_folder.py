@@ -16,9 +16,9 @@ from pyarrow import parquet
 from tests.launch.drivers import run_named_t
 from tests.weights.cases import make_checkpoint, make_start
 from verl_patches.errors import ConfigError
-from verl_patches.run.run_folder import begin, begin_without_launcher, held_run, require_start
+from verl_patches.run.run_folder import begin_without_launcher, lock_run, make_start_folder, require_start
+from verl_patches.run.run_start import driver_run as as_started
 from verl_patches.run.run_start import next_start, with_start
-from verl_patches.run.run_start import started as as_started
 from verl_patches.shared_files import LOCK, lock_file
 from verl_patches.weights.run_folders import data_facts, read_start
 
@@ -41,9 +41,9 @@ def required(run):
 
 def started(run):
     """Start the run; return where it goes on, and the record of the new start."""
-    with held_run(run):
+    with lock_run(run):
         start = required(run)
-        name = begin(run, start)
+        name = make_start_folder(run, start)
     return start, read_start(run.home / name)
 
 
@@ -131,9 +131,9 @@ def test_a_name_that_another_start_holds_is_refused(configured, tmp_path):
     run = configured(default_local_dir=str(tmp_path / "saved"))
     for held, key in (("t", "--run NAME"), ("saved/t", "default_local_dir")):
         (tmp_path / held).mkdir(parents=True, exist_ok=True)
-        with lock_file(tmp_path / held / LOCK), pytest.raises(ConfigError, match=key), held_run(run):
+        with lock_file(tmp_path / held / LOCK), pytest.raises(ConfigError, match=key), lock_run(run):
             pass
-    with held_run(run):  # the control: the locks are free
+    with lock_run(run):  # the control: the locks are free
         pass
 
 
@@ -142,7 +142,7 @@ def test_a_file_system_without_locks_is_named(configured, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("verl_patches.shared_files.lock_file", refuse)
-    with pytest.raises(ConfigError, match="no file locks.*recipe.run"), held_run(configured()):
+    with pytest.raises(ConfigError, match="no file locks.*recipe.run"), lock_run(configured()):
         pass
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.runs import composed
 from verl_patches.layout.flops import forward_flops_of
 from verl_patches.layout.inventory import read_model_shape
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.trainer import step_record
 from verl_patches.trainer.step_record import NARROW, WIDE, Rates, header, row
 
@@ -21,7 +21,7 @@ SECONDS = {"rollout": 2.0, "log_prob": 1.0, "ref": 1.0, "update": 4.0, "step": 1
 @pytest.fixture(scope="module")
 def run():
     batch = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    return changed(composed("deepseekv3_tiny_cpu", batch), {"recipe.platform": "npu"})
+    return changed_run(composed("deepseekv3_tiny_cpu", batch), {"recipe.platform": "npu"})
 
 
 def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(run):
@@ -41,9 +41,9 @@ def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(run):
     def share(run):
         return Rates(run, ref=False).of_step(LENGTHS, TOKENS, SECONDS)["mfu"]
 
-    on_policy, two_batches = share(run), changed(run, {"actor_rollout_ref.actor.ppo_mini_batch_size": 4})
+    on_policy, two_batches = share(run), changed_run(run, {"actor_rollout_ref.actor.ppo_mini_batch_size": 4})
     assert share(two_batches)["step"] / on_policy["step"] == pytest.approx(5 / 4) and "log_prob" not in on_policy
-    replayed = share(changed(two_batches, {"recipe.rollout.replay": "a run"}))
+    replayed = share(changed_run(two_batches, {"recipe.rollout.replay": "a run"}))
     assert replayed["step"] == on_policy["step"] and "rollout" not in replayed
 
 
@@ -56,7 +56,7 @@ def test_a_critic_has_columns_and_passes_where_a_run_has_one(run):
     cells = step_record._cells({**whole_step(), "critic": record, "seconds": {"update_critic": 2.0}})
     assert [cells[name] for name in step_record.CRITIC_COLUMNS] == ["0.50000", "-", "-0.25000"]
     assert cells["update_critic s"] == "2.000" and not {*WIDE} & {*step_record.CRITIC_COLUMNS}
-    with_critic = changed(run, {"algorithm.adv_estimator": "gae"})
+    with_critic = changed_run(run, {"algorithm.adv_estimator": "gae"})
     rates = Rates(with_critic, ref=False).of_step(LENGTHS, TOKENS, {**SECONDS, "values": 1.0, "update_critic": 3.0})
     of_critic = {phase: rates["tflops_per_s_per_rank"][phase] for phase in ("values", "update_critic")}
     assert of_critic == pytest.approx({"values": forward / 2e12, "update_critic": forward / 2e12})
@@ -65,7 +65,7 @@ def test_a_critic_has_columns_and_passes_where_a_run_has_one(run):
 def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(run):
     def rates(**changes):
         changes = {f"recipe.{key.replace('__', '.')}": value for key, value in changes.items()}
-        return Rates(changed(run, changes), ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+        return Rates(changed_run(run, changes), ref=True).of_step(LENGTHS, TOKENS, SECONDS)
 
     assert rates(profile__peak_tflops=2 * 353.9)["mfu"]["step"] == pytest.approx(rates()["mfu"]["step"] / 2)
     of_cpu = rates(platform="cpu")

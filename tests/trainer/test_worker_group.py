@@ -22,7 +22,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.heartbeat import read_beat
 from verl_patches.layout.phases import VALIDATE
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.step.log_probs import truth_check
 from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.step.replay.recording import find_recording
@@ -46,7 +46,7 @@ def four_ranks():
 def run_with(**recipe):
     """Return `four_ranks` with other keys of sections of `recipe`."""
     keys = {f"recipe.{name}.{key}": value for name, section in recipe.items() for key, value in section.items()}
-    return changed(four_ranks(), keys)
+    return changed_run(four_ranks(), keys)
 
 
 class Workers:
@@ -264,6 +264,6 @@ def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
     ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; expected vllm, sync"),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
-    run = changed(run_with(logprob_check={"every": 2, **check}), others)
+    run = changed_run(run_with(logprob_check={"every": 2, **check}), others)
     faults = [found.detail for found in truth_check.truth_check_checks(run) if not found.ok]
     assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults

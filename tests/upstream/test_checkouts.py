@@ -10,7 +10,7 @@ import pytest
 from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.plan.plan import commands
-from verl_patches.run.environment import REPOSITORY, derive
+from verl_patches.run.environment import REPOSITORY, environment_variables
 from verl_patches.spec import Trees
 from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of, verl_check, verl_config_dir
 
@@ -49,7 +49,7 @@ def test_line_and_trees_go_together(upstream):
 def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout(upstream, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))  # each once
     trees = trees_of(upstream)
-    path = next(v for v in derive(replace(composed(TINY), trees=trees)) if v.name == "PYTHONPATH")
+    path = next(v for v in environment_variables(replace(composed(TINY), trees=trees)) if v.name == "PYTHONPATH")
     wanted = [REPOSITORY, *trees.folders, "/users/own"]
     assert path.value.split(os.pathsep) == [str(p) for p in wanted] and path.where == "driver"
 

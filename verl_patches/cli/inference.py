@@ -21,7 +21,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.patching.boot.before_import import PRELUDE
 from verl_patches.run.compose import output_root
-from verl_patches.run.record.plots import save
+from verl_patches.run.record.plots import save_figure
 from verl_patches.shared_files import write_whole
 from verl_patches.spec import RunSpec
 from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer, render
@@ -156,7 +156,7 @@ def eval_command(
             report: dict[str, Any] = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
             report["steps"] = scores.steps_of(lines.read())
             if len(report["steps"]) > 1:
-                save(scores.accuracy_figure(run.home.name, report["steps"]), output / "accuracy.png")
+                save_figure(scores.accuracy_figure(run.home.name, report["steps"]), output / "accuracy.png")
             write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
     if as_json:
         print_json(report)

@@ -191,7 +191,7 @@ def report_command(
     if path.suffix == ".png" or path.is_dir():
         raise ConfigError(f"report: {path} is no file for Markdown; give another file with --output, such as report.md")
     summaries = [report.read_run(folder) for folder in folders]
-    rows, names = report.compare(summaries), report.names_of(summaries)
+    rows, names = report.compare_figures(summaries), report.run_names(summaries)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         of_run = ("training.png", "memory.png") if len(summaries) == 1 else ()
@@ -204,10 +204,10 @@ def report_command(
             {"runs": [*map(report.facts, summaries)], "figures": rows, "report": str(path), "pictures": pictures}
         )
         return
-    columns, *cells = report.texts(rows, names)
+    columns, *cells = report.table_lines(rows, names)
     table(", ".join(names), columns, cells)
     for name, summary in zip(names, summaries, strict=True):
-        if seams := report.resumed(summary["steps"]):
+        if seams := report.resumed_text(summary["steps"]):
             typer.echo(printable(f"{name}: resumed {seams}"))
     typer.echo(printable(f"report: {path}"))
 
@@ -249,9 +249,9 @@ def compare_command(
     other = b or baseline
     assert other is not None  # one of them is given
     of_b = read_curves(other, output_root(), metrics)
-    errors = compare.errors_of(of_a, of_b)
+    errors = compare.curve_errors(of_a, of_b)
     limits = limits or compare.limits_for(errors)
-    checks = compare.judge(errors, limits, formula)
+    checks = compare.limit_checks(errors, limits, formula)
     ok = all(check.ok for check in checks)
     if as_json:
         result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", of_a), ("b", of_b))}

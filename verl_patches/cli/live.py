@@ -29,8 +29,8 @@ from verl_patches.errors import INTERRUPTED
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off, said_off
 from verl_patches.run.compose import output_root
-from verl_patches.run.record.record import PROGRESS, SUMMARY, last_lines, read_object, read_summary
-from verl_patches.run.record.report import in_step, medians, resumed
+from verl_patches.run.record.record import PROGRESS_FILE, SUMMARY_FILE, last_lines, read_object, read_summary
+from verl_patches.run.record.report import medians, resumed_text, step_value
 from verl_patches.shared_files import LOCK, is_locked
 from verl_patches.trainer.record import NOW
 from verl_patches.values import printable
@@ -82,7 +82,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
     facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off(summary.get("patches", []))}
-    facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
+    facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed_text(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if facts["state"] == "running" and doing:
         before = [last.get("seconds", {}).get(phase.name) for phase in STEP_PHASES if phase.call == doing["call"]]
@@ -91,8 +91,8 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
         if middle["step s"] is not None:
             left = facts["steps"] - facts["step"] + 1
             facts["eta_s"] = max(left * middle["step s"] - (now - doing["step_since"]), 0.0)
-    facts["figures"] = {name: {"last step": in_step(last, name), "median": middle.get(name)} for name in FIGURES}
-    files = map(folder.joinpath, (SUMMARY, PROGRESS, "config.yaml", "driver.log"))
+    facts["figures"] = {name: {"last step": step_value(last, name), "median": middle.get(name)} for name in FIGURES}
+    files = map(folder.joinpath, (SUMMARY_FILE, PROGRESS_FILE, "config.yaml", "driver.log"))
     written = [path.stat().st_mtime for path in files if path.exists()]
     return facts | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
 

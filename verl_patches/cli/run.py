@@ -32,9 +32,9 @@ from verl_patches.plan.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require as require_platform
 from verl_patches.rules import RULES
 from verl_patches.run import run_folder
-from verl_patches.run.compose import compose, keys_of, output_root
-from verl_patches.run.files import all_must_exist, disk_checks
-from verl_patches.run.record.record import SUMMARY, read_object, read_summary
+from verl_patches.run.compose import compose, output_root, override_keys
+from verl_patches.run.files import disk_checks, with_required_files
+from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
@@ -116,7 +116,7 @@ def smoke_command(
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
     spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
-    spec = replace(spec, given=frozenset(keys_of(overrides)))  # model and data are made below
+    spec = replace(spec, given=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
     require_verl(spec.line, spec.trees)
     dirty = refuse_modified(spec)
@@ -322,8 +322,8 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
     columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
     table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
     for number, row in enumerate(layouts, 1):
-        replaced = set(keys_of(row["overrides"]))
-        kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
+        replaced = set(override_keys(row["overrides"]))
+        kept = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
         command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
         say(f"{number}: {shlex.join(command)}", whole=True)
     say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
@@ -331,7 +331,7 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
 
 def _file_checks(run: RunSpec) -> Iterator[Check]:
     """Yield the checks of the rules about files at a start, when all files must exist on this machine."""
-    run = all_must_exist(run)
+    run = with_required_files(run)
     for rule in RULES.files:
         yield from rule(run)
 
@@ -424,7 +424,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     if run.verl.trainer.save_freq <= 0 or "checkpoint.save" not in run.rows:
         return []
     try:
-        if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
+        if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"nothing was saved: the same command goes on from {run.verl.trainer.resume_from_path} again"]
         checkpoint = chain_of_start(start_in(record)).newest()
         if last_step_is_saved(run, record):

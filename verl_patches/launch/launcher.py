@@ -26,10 +26,10 @@ from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
 from verl_patches.recipe import Timeouts
 from verl_patches.run import environment
-from verl_patches.run.record.plots import memory_figure, run_figure, save
-from verl_patches.run.record.record import SUMMARY, read_object, read_summary
-from verl_patches.run.run_folder import begin, held_run
-from verl_patches.run.run_start import next_start, started
+from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
+from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
+from verl_patches.run.run_folder import lock_run, make_start_folder
+from verl_patches.run.run_start import driver_run, next_start
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
@@ -75,7 +75,7 @@ def run(
     anything starts. All processes that the run started are ended before this returns, and its temporary folder is
     removed.
     """
-    with held_run(run):
+    with lock_run(run):
         restarts, start, began = Restarts(run), next_start(run), time.monotonic()
         while True:
             outcome, again = _run_start(restarts, start, on_line, dirty or {}, began)
@@ -92,7 +92,7 @@ def _run_start(
     run_began: float,
 ) -> tuple[Outcome, NextStart | None]:
     """Run the driver of a new start to its end; return (outcome, where the next start goes on, None without one)."""
-    run = started(restarts.run(), start, begin(restarts.given, start))
+    run = driver_run(restarts.run(), start, make_start_folder(restarts.given, start))
     folder, watch, began = run.folder, MemoryWatch(), time.monotonic()
     head = _head(run) | ({"dirty": dict(dirty)} if dirty else {})
     head |= {"restarts": [*restarts.records]} if restarts.records else {}
@@ -122,10 +122,10 @@ def _run_start(
 def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: float) -> tuple[int, str | None]:
     """Run the driver and end all processes that it started; return `_supervise`'s (exit code, reason or None)."""
     folder = run.folder
-    OmegaConf.save(run.verl, folder / environment.COMPOSED)
-    (folder / environment.FACTS).write_text(run.text())
+    OmegaConf.save(run.verl, folder / environment.CONFIG_FILE)
+    (folder / environment.FACTS_FILE).write_text(run.text())
     with short_temp_dir() as temp:
-        variables = environment.derive(run, str(temp))
+        variables = environment.environment_variables(run, str(temp))
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         env = environment.process_environment(variables, os.environ)
         command = driver_command(folder)
@@ -317,16 +317,16 @@ def _draw(folder: Path) -> None:
     try:
         summary = read_summary(folder)
         if summary["steps"]:
-            save(run_figure(summary), folder / "training.png")
+            save_figure(run_figure(summary), folder / "training.png")
         if any(step.get("memory") for step in summary["steps"]):
-            save(memory_figure(summary), folder / "memory.png")
+            save_figure(memory_figure(summary), folder / "memory.png")
     except ConfigError as error:
         Progress(folder).say(f"| not drawn: {error}")
 
 
 def _summary_of_driver(folder: Path) -> dict[str, Any]:
     try:
-        return read_object(folder / SUMMARY)
+        return read_object(folder / SUMMARY_FILE)
     except ConfigError:  # not a JSON object
         return {}
 

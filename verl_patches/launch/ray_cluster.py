@@ -137,7 +137,7 @@ def leave_out(run: RunSpec) -> None:
     import ray
 
     wanted, resource = set(run.recipe.restart.without_nodes), _resource(run)
-    for node in ray_nodes.living() if wanted else ():
+    for node in ray_nodes.living_nodes() if wanted else ():
         address, count = node["address"], node["resources"].get(resource, 0)
         if count and wanted & {node["id"], address}:
             group = ray.util.placement_group([{resource: count, f"node:{address}": 0.001}], strategy="STRICT_PACK")

@@ -15,9 +15,9 @@ from typing import Any
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.supervise.watcher import COLLECTIVE, RECORD, fault_in
-from verl_patches.run.files import steps_of
+from verl_patches.run.files import total_steps
 from verl_patches.run.record.record import read_object
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
 from verl_patches.trainer.record import NOW
 from verl_patches.weights.run_folders import chain_of_start, start_in
@@ -46,7 +46,7 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     doing = {}
     with suppress(ConfigError):  # a damaged checkpoint
         doing = read_object(folder / NOW)
-    total = doing.get("steps") or steps_of(run)
+    total = doing.get("steps") or total_steps(run)
     try:
         saved = chain_of_start(start_in(folder)).checkpoints()
     except OSError:  # a failing disk; the search for the next start's checkpoint reports it
@@ -65,7 +65,7 @@ class Restarts:
 
     def run(self) -> RunSpec:
         """Return the run of the next start: the given one, without faulty nodes."""
-        return changed(self.given, {"recipe.restart.without_nodes": list(self._left_out)})
+        return changed_run(self.given, {"recipe.restart.without_nodes": list(self._left_out)})
 
     def another(self, code: int, reason: str | None, folder: Path) -> bool:
         """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""

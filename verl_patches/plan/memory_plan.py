@@ -209,7 +209,7 @@ def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
 def _communicators(run: RunSpec) -> list[dict[str, Any]]:
     return [
         {"side": group.side, "group": group.name, "ranks": group.ranks, "buffer_mib": hccl.group_buffer_mib(run, group)}
-        for group in hccl.groups(run)
+        for group in hccl.hccl_groups(run)
         if group.communicates
     ]
 

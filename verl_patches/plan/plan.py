@@ -25,14 +25,14 @@ from verl_patches.plan.step_plan import Workload, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
-from verl_patches.run.resolve import ROLLOUT, TRAIN, LayoutError
+from verl_patches.run.resolve import ROLLOUT_LAYOUT, TRAIN_LAYOUT, LayoutError
 from verl_patches.spec import RunSpec, Trees
 
 DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 _SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
-_OF_LAYOUT = {TRAIN, ROLLOUT, "memory", *_SIZED}  # checks that another layout may pass
+_OF_LAYOUT = {TRAIN_LAYOUT, ROLLOUT_LAYOUT, "memory", *_SIZED}  # checks that another layout may pass
 
 
 def driver_command(folder: Path) -> list[str]:
@@ -68,7 +68,7 @@ def build_plan(
         "inference": serving_plan(run) if served else None,
         **figures,
         "patches": patch_table(run, catalogue),
-        "environment": [asdict(variable) for variable in environment.derive(run)],
+        "environment": [asdict(variable) for variable in environment.environment_variables(run)],
         "commands": todo,
         **_verdict(checks, figures["memory"], todo, _search_command(run.verl, given)),
     }

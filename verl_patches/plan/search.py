@@ -22,7 +22,7 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan import calibration, expected, memory_plan, plan, step_model
 from verl_patches.plan.step_plan import Workload, step_input
 from verl_patches.run import hccl
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
@@ -51,7 +51,7 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
         steps = max(1, round(batch / mini))
         batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
         given |= {"data.train_batch_size": batch, f"{ACTOR}.ppo_mini_batch_size": batch // steps}
-    base = changed(run, given | ANY_LAYOUT)
+    base = changed_run(run, given | ANY_LAYOUT)
     step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
     if not splits:
@@ -124,7 +124,7 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
 
 def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
     """Return the row of one candidate; raise ConfigError where its plan refuses it."""
-    run = memory_plan.with_recompute(changed(run, memory_plan.recompute_keys("auto") | keys))
+    run = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
     checks, figures = plan.figures_of(run, (check for rule in rules for check in rule(run)), workload)
     require(checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}

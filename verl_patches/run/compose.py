@@ -35,16 +35,16 @@ from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
-RowsOf = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
-GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
-SCHEMA = "recipe_schema"
-LAYERS = "recipe.num_hidden_layers"
-_EXPORT_IT = "remove it, and export it as a variable of the shell, which the run inherits"
-_READ = (  # keys of files and folders that a run reads, some of them in workers
+RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
+HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
+SCHEMA_NAME = "recipe_schema"
+LAYERS_KEY = "recipe.num_hidden_layers"
+_EXPORT_HINT = "remove it, and export it as a variable of the shell, which the run inherits"
+_PATH_KEYS = (  # keys of files and folders that a run reads, some of them in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
     "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
 ).split()
-_LAYERS_READ = (  # keys that training reads, and vLLM (rollout/engine.py)
+_LAYER_COUNT_KEYS = (  # keys that training reads, and vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "critic.model.override_config.model_config.num_hidden_layers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
@@ -54,19 +54,19 @@ _LAYERS_READ = (  # keys that training reads, and vLLM (rollout/engine.py)
 def compose(
     config_name: str,
     overrides: Sequence[str],
-    rows_of: RowsOf,
+    platform_rows: RowProvider,
     trees: Trees = Trees(),  # noqa: B008 frozen
 ) -> RunSpec:
     """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
 
-    rows_of: returns the catalogue's rows on a platform; `RunSpec.rows` are those that are on. trees: checkouts that
+    platform_rows: returns the catalogue's rows on a platform; `RunSpec.rows` are those on. trees: checkouts that
     the run imports; verl's config is that of `trees.verl`, or of the installed verl, which is located but not imported.
     Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that contradicts
     itself, and LayoutError where a layout cannot be built.
     """
     config = compose_config(config_name, overrides, verl_path=trees.verl)
     platform = config.recipe.platform
-    return with_start(resolve(config, rows_of(platform), keys_of(overrides), for_platform(platform, trees)))
+    return with_start(resolve(config, platform_rows(platform), override_keys(overrides), for_platform(platform, trees)))
 
 
 def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
@@ -77,7 +77,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     from hydra.errors import HydraException
 
     name = config_name.removesuffix(".yaml")
-    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_of_a_run(path)]
+    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run_config(path)]
     if name not in runs:
         raise ConfigError(
             f"no config of a run in {CONFIGS_DIR} has the name {config_name}; there is: {', '.join(runs) or 'none'}; "
@@ -85,43 +85,43 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         )
     _check_overrides(overrides)
     upstream = verl_config_dir(verl_path)
-    ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
+    ConfigStore.instance().store(SCHEMA_NAME, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
     OmegaConf.register_new_resolver("part", lambda whole, parts: max(1, whole // parts), replace=True)
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
-    base = _load(upstream / f"{VERL_CONFIG}.yaml")
+    base = _load_yaml(upstream / f"{VERL_CONFIG}.yaml")
     try:
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     # a ValueError is for text that is not UTF-8, or a number of 5,000 digits, which Python does not convert
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(_explain(error, name, base)) from error
+        raise ConfigError(_explain_error(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
     reward_parts(config)
-    write_engine_options(config, keys_of(overrides))
-    _write_layers(config)
+    write_engine_options(config, override_keys(overrides))
+    _write_layer_count(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     check_dtype(config)
-    _make_absolute(config)
+    _make_paths_absolute(config)
     write_reward_models(config)
     return config
 
 
-def _make_absolute(config: DictConfig) -> None:
-    """Make the paths of `_READ` absolute, because workers have other current folders."""
-    for above, _, name in (key.rpartition(".") for key in _READ):
+def _make_paths_absolute(config: DictConfig) -> None:
+    """Make the paths of `_PATH_KEYS` absolute, because workers have other current folders."""
+    for above, _, name in (key.rpartition(".") for key in _PATH_KEYS):
         section = OmegaConf.select(config, above)
         if found := section.get(name):
-            section[name] = list(map(_absolute, found)) if isinstance(found, ListConfig) else _absolute(found)
+            section[name] = list(map(_absolute_path, found)) if isinstance(found, ListConfig) else _absolute_path(found)
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
 
 
@@ -129,13 +129,13 @@ def write_reward_models(config: DictConfig) -> None:
     """Write the reward models of recipe.rewards into verl's section for them; their paths become absolute."""
     for entry in config.recipe.rewards or ():
         if entry.get("path"):
-            entry.path = _absolute(entry.path)
+            entry.path = _absolute_path(entry.path)
     if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
 
 
-def _is_of_a_run(path: Path) -> bool:
+def _is_run_config(path: Path) -> bool:
     """Return whether a file of configs/ has an algorithm in its defaults; base files and the pin file have none."""
     try:
         return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
@@ -151,7 +151,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
-        if key in GROUPS:
+        if key in HYDRA_GROUPS:
             check_choice(key, value, CONFIGS_DIR / key)
         _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
 
@@ -170,7 +170,7 @@ def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
             if isinstance(one, dict):
                 _refuse_secrets(leaves(one, f"{key}."))
             elif is_secret(key.rpartition(".")[2], one):
-                raise ConfigError(f"{key} looks like a secret, and a configuration is written to files: {_EXPORT_IT}")
+                raise ConfigError(f"{key} looks like a secret, and a configuration is written to files: {_EXPORT_HINT}")
 
 
 def output_root(given: str | None = None) -> Path:
@@ -179,11 +179,11 @@ def output_root(given: str | None = None) -> Path:
 
 
 @functools.cache
-def _load(path: Path) -> DictConfig:
+def _load_yaml(path: Path) -> DictConfig:
     return OmegaConf.create(read_yaml(path))
 
 
-def _explain(error: BaseException, name: str, base: DictConfig) -> str:
+def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     """Return Hydra's error as one sentence that says what to change."""
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
@@ -204,14 +204,14 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     if override or key.startswith("recipe"):
         if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
-        return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)), "verl has no such key")
+        return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_leaf_keys(base)), "verl has no such key")
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
     quoted = any("token recognition error" in text or "mismatched input" in text for text in texts)
     hint = """; put a value with special characters in quotes: 'key="value"'""" if quoted else ""
     return f"config {name}: {'; '.join(lines[:2])}{hint}"
 
 
-def keys_of(overrides: Sequence[str]) -> list[str]:
+def override_keys(overrides: Sequence[str]) -> list[str]:
     """Return the keys that `overrides` set."""
     return [override.lstrip("+").partition("=")[0] for override in overrides]
 
@@ -223,9 +223,9 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     a dataset class of the user all of `data`, as the class may read keys of its own.
     """
     free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
-    line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
+    line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_leaf_keys(base)), []
     hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
-    for key in _keys(config):
+    for key in _leaf_keys(config):
         above = any(other.startswith(f"{key}.") for other in known)
         own = any(fnmatchcase(key, name) or key.startswith(f"{name}.") for name in config.recipe.added_keys)
         allowed = own or key.startswith(free) or pins.may_be_added(key, line)
@@ -250,7 +250,7 @@ def check_dtype(config: DictConfig) -> None:
         )
 
 
-def _write_layers(config: DictConfig) -> None:
+def _write_layer_count(config: DictConfig) -> None:
     """Write recipe.num_hidden_layers where training and vLLM read it, and balance a shortened model over stages.
 
     Raise ConfigError for a number outside the model or too small for its stages, and where a key has another number.
@@ -264,12 +264,12 @@ def _write_layers(config: DictConfig) -> None:
     dense, most = whole.first_k_dense_replace, whole.num_hidden_layers
     if not dense + chunks <= layers <= most:
         raise ConfigError(
-            f"{LAYERS} is {layers}; expected {dense + chunks} to {most}: the {dense} dense layers, one with experts "
-            f"for each of {chunks} pipeline stages, and at most those of {config.recipe.model_shape}"
+            f"{LAYERS_KEY} is {layers}; expected {dense + chunks} to {most}: the {dense} dense layers, one with "
+            f"experts for each of {chunks} pipeline stages, and at most those of {config.recipe.model_shape}"
         )
-    for place in _LAYERS_READ:
+    for place in _LAYER_COUNT_KEYS:
         if OmegaConf.select(config, place) not in (None, layers):
-            raise ConfigError(f"{place} is given; expected none beside {LAYERS}={layers}, which is written there")
+            raise ConfigError(f"{place} is given; expected none beside {LAYERS_KEY}={layers}, which is written there")
         OmegaConf.update(config, place, layers, force_add=True)
     stages = config.recipe.train.layers_per_stage
     balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
@@ -277,6 +277,6 @@ def _write_layers(config: DictConfig) -> None:
         config.recipe.train.layers_per_stage = balanced_layers(first_layers(whole, layers), chunks)
 
 
-def _keys(section: DictConfig) -> list[str]:
+def _leaf_keys(section: DictConfig) -> list[str]:
     """Return the dotted keys of all leaves; missing and interpolated values and empty sections are leaves too."""
     return [key for key, _ in leaves(OmegaConf.to_container(section, resolve=False))]

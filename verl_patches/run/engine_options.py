@@ -13,11 +13,11 @@ from verl_patches.errors import ConfigError
 from verl_patches.platform import as_npu
 from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
 
-ASCEND, ROLLOUT = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
-OPTIONS = f"{ROLLOUT}.engine_kwargs.vllm.additional_config"
+ASCEND_KEY, ROLLOUT_KEY = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
+OPTIONS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.additional_config"
 _GRAPHS, _SCHEDULER = "torchair_graph_config", "ascend_scheduler_config"
 # {key of recipe.rollout.ascend: its place in additional_config}; top_k_optimize is a variable (run/environment.py)
-PLACES = {
+OPTION_PATHS = {
     "graphs": f"{_GRAPHS}.enabled",
     "graph_batch_sizes": f"{_GRAPHS}.graph_batch_sizes",
     "multistream_mla": f"{_GRAPHS}.enable_multistream_mla",
@@ -30,7 +30,8 @@ PLACES = {
     "vllm_sleep_mode": VLLM_SLEEP_MODE,
 }
 _ABSENT = object()  # a key whose value is null is present
-_BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # keys of ROLLOUT that recipe.rollout.ascend.graphs decides
+# keys of ROLLOUT_KEY that recipe.rollout.ascend.graphs decides
+_GRAPH_DECIDED_KEYS = ("enforce_eager", "free_cache_engine")
 
 
 def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
@@ -40,21 +41,23 @@ def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None
 
 
 def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
-    """Refuse what sets an option that ASCEND decides: keys in `overrides` (command line), engine_kwargs of `given`."""
+    """Refuse options of ASCEND_KEY that are also set in `overrides` (command line) or in engine_kwargs of `given`."""
     if not as_npu(config.recipe.platform):
         return
-    for name in _BY_GRAPHS:
-        if f"{ROLLOUT}.{name}" in overrides:
+    for name in _GRAPH_DECIDED_KEYS:
+        if f"{ROLLOUT_KEY}.{name}" in overrides:
             raise ConfigError(
-                f"{ROLLOUT}.{name} is given on platform {config.recipe.platform}, expected only {ASCEND}.graphs, "
-                "which decides it: remove the override"
+                f"{ROLLOUT_KEY}.{name} is given on platform {config.recipe.platform}, expected only "
+                f"{ASCEND_KEY}.graphs, which decides it: remove the override"
             )
-    options = OmegaConf.select(given, OPTIONS) or OmegaConf.create()
+    options = OmegaConf.select(given, OPTIONS_KEY) or OmegaConf.create()
     places = {
-        key: place for key, place in PLACES.items() if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT
+        key: place
+        for key, place in OPTION_PATHS.items()
+        if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT
     }
-    if twice := [f"{place} (set {ASCEND}.{key})" for key, place in places.items()]:
-        raise ConfigError(f"{OPTIONS} holds {', '.join(twice)}; expected these keys of {ASCEND} only")
+    if twice := [f"{place} (set {ASCEND_KEY}.{key})" for key, place in places.items()]:
+        raise ConfigError(f"{OPTIONS_KEY} holds {', '.join(twice)}; expected these keys of {ASCEND_KEY} only")
 
 
 def rewrite_engine_options(config: DictConfig) -> None:
@@ -66,9 +69,9 @@ def rewrite_engine_options(config: DictConfig) -> None:
     values["scheduler"] = values["scheduler"] == "ascend"
     if values["graph_batch_sizes"] is None:
         values["graph_batch_sizes"] = [seats] if seats and values["graphs"] else []
-    for key, place in PLACES.items():
-        OmegaConf.update(config, f"{OPTIONS}.{place}", values[key], merge=False, force_add=True)
+    for key, place in OPTION_PATHS.items():
+        OmegaConf.update(config, f"{OPTIONS_KEY}.{place}", values[key], merge=False, force_add=True)
     # verl refuses to free the cache engine in graph mode:
     # verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__
-    for name in _BY_GRAPHS:
+    for name in _GRAPH_DECIDED_KEYS:
         rollout[name] = not values["graphs"]

@@ -23,11 +23,11 @@ from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import shell_findings
 
 # files in a run's folder that its driver reads: the composed configuration, and the facts of the run (RunSpec.text)
-COMPOSED, FACTS = "config.yaml", "facts.json"
+CONFIG_FILE, FACTS_FILE = "config.yaml", "facts.json"
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAY_FOLDER = "ray"  # in a run's temporary folder, which is 0700: Ray makes its own accessible to all users
 # variables of the shell that a run does not inherit, because the configuration decides them
-DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
+DROPPED_VARIABLES = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Variable:
     read_by: str = ""
 
 
-def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
+def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
     """Return the environment variables of a run.
 
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
@@ -61,20 +61,20 @@ def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
         "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
     }
     if run.recipe.platform == "cpu":
-        variables |= _CPU
+        variables |= _CPU_VARIABLES
         if run.verl.trainer.nnodes > 1:
-            variables["GLOO_SOCKET_IFNAME"] = _sockets(run)["GLOO_SOCKET_IFNAME"]
+            variables["GLOO_SOCKET_IFNAME"] = _socket_variables(run)["GLOO_SOCKET_IFNAME"]
     elif run.as_npu:
-        variables |= _npu(run)
+        variables |= _npu_variables(run)
     if run.recipe.platform == "npu_emulated":
-        variables |= _emulated(run)
-    variables |= _driver(run, temp_dir)
+        variables |= _emulated_variables(run)
+    variables |= _driver_variables(run, temp_dir)
     pins, line = load_pins(), run.recipe.line
     made = (Variable(name, *entry) for name, entry in variables.items())
     return [replace(each, read_by=pins.read_by(each.name, line)) for each in made]
 
 
-_ON_CPU = {  # of the platforms cpu and npu_emulated
+_CPU_HOST_VARIABLES = {  # of the platforms cpu and npu_emulated
     "OMP_NUM_THREADS": ("1", "several ranks share few cores"),
     "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine; nothing listens on other interfaces"),
     "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "no installed device plugin is loaded"),
@@ -83,32 +83,32 @@ _ON_CPU = {  # of the platforms cpu and npu_emulated
 }
 
 
-_CPU = {  # of platform cpu
-    **_ON_CPU,
+_CPU_VARIABLES = {  # of platform cpu
+    **_CPU_HOST_VARIABLES,
     "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
     "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
     "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
 }
 
 
-def _emulated(run: RunSpec) -> dict[str, tuple[str, ...]]:
+def _emulated_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the variables of an emulated NPU, which replace some of those of an NPU."""
     graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
     traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
     return {
-        **_ON_CPU,
+        **_CPU_HOST_VARIABLES,
         **dict.fromkeys(SOCKETS, ("lo", "all ranks are on this machine; nothing listens on other interfaces")),
         "TORCHDYNAMO_DISABLE": ("0" if graphs else "1", traced),
     }
 
 
-def _sockets(run: RunSpec) -> dict[str, tuple[str, ...]]:
+def _socket_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the variables that each worker sets from its own node's network, where there are several nodes."""
     name, why = run.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
     return {key: (form.format(name) if name else "(towards Ray's head)", why, "node") for key, form in SOCKETS.items()}
 
 
-def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
+def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     recipe = run.recipe
     ports = "{}-{}".format(*hccl.node_ports(run)[hccl.HOST_PORTS])
     top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
@@ -140,14 +140,14 @@ def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "HCCL_BUFFSIZE": (str(hccl.buffer_mib(run)), need),
         hccl.IF_BASE_PORT: (str(recipe.hccl.base_port), base_port),
         hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
-        **_sockets(run),
+        **_socket_variables(run),
         "TASK_QUEUE_ENABLE": ("2", queue),
         "CPU_AFFINITY_CONF": ("0", "counts the dies that a process sees, one with Ray; row update.bind_cores instead"),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
 
-def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
+def _driver_variables(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
     """Return the variables of the driver on this machine, which other nodes must not get."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, run.trees.folders), *filter(None, given)]))
@@ -171,15 +171,15 @@ def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
 
 def worker_environment(run: RunSpec) -> dict[str, str]:
     """Return {name: value} of the variables that Ray's runtime_env ships to every worker."""
-    return {v.name: v.value for v in derive(run) if v.where == "workers"}
+    return {v.name: v.value for v in environment_variables(run) if v.where == "workers"}
 
 
 def process_environment(variables: list[Variable], base: Mapping[str, str]) -> dict[str, str]:
-    """Return `base` (the caller's environment) without `DROPPED` and with the run's variables.
+    """Return `base` (the caller's environment) without `DROPPED_VARIABLES` and with the run's variables.
 
     The interpreter's folder comes first on PATH, because Ray looks for its tools there.
     """
-    merged = {name: value for name, value in base.items() if name not in DROPPED}
+    merged = {name: value for name, value in base.items() if name not in DROPPED_VARIABLES}
     merged.update({v.name: v.value for v in variables if v.where != "node"})
     merged["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), merged.get("PATH", os.defpath)])
     return merged
@@ -187,7 +187,10 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
 
 def environment_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
-    decided = {*DROPPED, *(variable.name for variable in derive(run) if variable.where != "node")}
+    decided = {
+        *DROPPED_VARIABLES,
+        *(variable.name for variable in environment_variables(run) if variable.where != "node"),
+    }
     for finding in shell_findings(run.line, decided=decided):
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"

@@ -23,9 +23,9 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, wei
 from verl_patches.model.checks import value_model_differences
 from verl_patches.rewards.parts import SHORT_FORM
 from verl_patches.run.compose import has_own_dataset
-from verl_patches.run.environment import derive, process_environment
+from verl_patches.run.environment import environment_variables, process_environment
 from verl_patches.run.resolve import model_changes
-from verl_patches.run.run_start import checkpoints_of
+from verl_patches.run.run_start import start_checkpoints
 from verl_patches.shared_files import disk_folder, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.step.objectives.settings import columns_of
@@ -35,18 +35,18 @@ from verl_patches.weights.manifest import TRACKER, read_manifest
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
-_DATA = ("data.train_files", "data.val_files")
-_MODEL = "actor_rollout_ref.model.path"
-_A_REWARD_MODEL = "a checkpoint of algo=rm or a folder with score.weight"
-PATHS = (*_DATA, _MODEL, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files that a run reads
+_DATA_KEYS = ("data.train_files", "data.val_files")
+_MODEL_KEY = "actor_rollout_ref.model.path"
+_REWARD_MODEL_FORM = "a checkpoint of algo=rm or a folder with score.weight"
+PATH_KEYS = (*_DATA_KEYS, _MODEL_KEY, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files that a run reads
 # bytes of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main weights
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # bytes of a run's logs, and of a step in summary.json and metrics.jsonl
 
 
-def all_must_exist(run: RunSpec) -> RunSpec:
-    """Return `run` as it is at a start, when the files of all keys of PATHS must be on this machine."""
-    return replace(run, given=run.given | set(PATHS))
+def with_required_files(run: RunSpec) -> RunSpec:
+    """Return `run` as it is at a start, when the files of all keys of PATH_KEYS must be on this machine."""
+    return replace(run, given=run.given | set(PATH_KEYS))
 
 
 def folder_checks(run: RunSpec) -> Iterator[Check]:
@@ -64,7 +64,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         )
         yield Check("model folder", False, text)
     if not path.exists():
-        yield _absent("model folder", [path], _MODEL, _MODEL in run.given, "the folder of a HF model")
+        yield _absent_check("model folder", [path], _MODEL_KEY, _MODEL_KEY in run.given, "the folder of a HF model")
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation
@@ -98,8 +98,8 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
     for part in (part for part in run.rewards if part.entry.name == "reward_model"):
         folder, key = value_model_in(part.path), f"{part.where}.path"
         if not folder.exists():
-            here = {"recipe.rewards", _MODEL} <= run.given  # otherwise this is a plan for another machine
-            yield _absent("reward model", [folder], key, here, _A_REWARD_MODEL)
+            here = {"recipe.rewards", _MODEL_KEY} <= run.given  # otherwise this is a plan for another machine
+            yield _absent_check("reward model", [folder], key, here, _REWARD_MODEL_FORM)
             continue
         try:
             source = open_source(folder)
@@ -132,7 +132,7 @@ def _tokenizer_fault(folder: Path, actors: Path) -> str:
     return ""
 
 
-def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
+def _absent_check(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
     absent = ", ".join(map(str, files))
     if must_exist:
         return Check(name, False, f"{key}: {absent} does not exist; expected {expected}")
@@ -144,19 +144,19 @@ def data_checks(run: RunSpec) -> Iterator[Check]:
 
     The trainer's node reads them. A dataset class of the user may read any files.
     """
-    for key, least in zip(_DATA, (run.verl.data.train_batch_size, 1), strict=True):
+    for key, least in zip(_DATA_KEYS, (run.verl.data.train_batch_size, 1), strict=True):
         files = run.verl.data.get(key.removeprefix("data.")) or []
         files = [files] if isinstance(files, str) else files
         absent = [file for file in files if not os.path.isfile(file)]
         if absent:
-            yield _absent("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
+            yield _absent_check("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
             continue
         if has_own_dataset(run.verl.data.custom_cls.path):
             text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
             yield Check("data", True, text, note=True)
             continue
         try:
-            rows = sum(_read_rows(file, run) for file in files)
+            rows = sum(_row_count(file, run) for file in files)
         except ConfigError as error:
             yield Check("data", False, f"{key}: {error}")
             continue
@@ -164,7 +164,7 @@ def data_checks(run: RunSpec) -> Iterator[Check]:
             yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
 
 
-def _read_rows(file: str, run: RunSpec) -> int:
+def _row_count(file: str, run: RunSpec) -> int:
     """Return the number of rows of a parquet file, from its footer.
 
     Raise ConfigError where the file cannot be read or lacks a column.
@@ -204,8 +204,8 @@ def _read_rows(file: str, run: RunSpec) -> int:
 # the user's code must import, and define what the configuration names
 
 IMPORT_S = 120  # time limit of an import
-_FILE_HOOKS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
-_CHILD = """
+_FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
+_IMPORT_PROGRAM = """
 import importlib, importlib.util, json, os, sys, traceback
 where, name, answer = sys.argv[1:]
 fault = missing = None
@@ -246,7 +246,7 @@ class Hook(NamedTuple):
     key: str
 
 
-def hooks_of(run: RunSpec) -> Iterator[Hook]:
+def user_hooks(run: RunSpec) -> Iterator[Hook]:
     """Return the user's code that a run names."""
     for part in run.rewards:
         if part.entry.name == "python":
@@ -267,15 +267,15 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
     nor verl, and a module that hangs or ends its process does no harm. A missing package of the line is only a note,
     and so is any missing module where the run is for another machine's platform.
     """
-    for hook in hooks_of(run):
+    for hook in user_hooks(run):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
-        if hook.key.startswith(_FILE_HOOKS) and not file.is_file():
+        if hook.key.startswith(_FILE_HOOK_KEYS) and not file.is_file():
             expected = not {f"{hook.key}.path", hook.key.partition("[")[0]}.isdisjoint(run.given)
-            yield _absent("hooks", [file], f"{hook.key}.path", expected, "a Python file")
+            yield _absent_check("hooks", [file], f"{hook.key}.path", expected, "a Python file")
             continue
-        environment = process_environment(derive(run, tempfile.gettempdir()), os.environ)
+        environment = process_environment(environment_variables(run, tempfile.gettempdir()), os.environ)
         stamp = file.stat().st_mtime_ns if file.is_file() else 0
-        fault, unchecked = _import(hook.where, hook.name, run.line, stamp, tuple(sorted(environment.items())))
+        fault, unchecked = _try_import(hook.where, hook.name, run.line, stamp, tuple(sorted(environment.items())))
         if unchecked:
             yield Check("hooks", True, f"{what} was not checked: {unchecked} ({hook.key})", note=True)
         else:
@@ -284,7 +284,7 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
 
 
 @functools.lru_cache(16)  # one command checks a configuration several times
-def _import(
+def _try_import(
     where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
 ) -> tuple[str | None, str | None]:
     """Return (fault, why it could not be checked) of an import for a run of `line`; each None where there is none.
@@ -293,7 +293,7 @@ def _import(
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
-        command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
+        command = [sys.executable, "-c", _IMPORT_PROGRAM, where, name, str(answer)]
         null, env = subprocess.DEVNULL, dict(environment)
         try:
             subprocess.run(command, env=env, timeout=IMPORT_S, stdin=null, stdout=null, stderr=null)
@@ -312,7 +312,7 @@ def _import(
 # disk space for what the run writes
 
 
-class Need(NamedTuple):
+class DiskNeed(NamedTuple):
     """Describe what a run writes to one folder: bytes, a text, the keys that change it. name: run or checkpoints."""
 
     name: str
@@ -329,13 +329,13 @@ def disk_checks(run: RunSpec, starts: bool = False) -> Iterator[Check]:
     yield Check("disk", not (fault and starts), fault or disk_detail(needs), note=fault is not None and not starts)
 
 
-def disk_needs(run: RunSpec) -> list[Need]:
+def disk_needs(run: RunSpec) -> list[DiskNeed]:
     """Return what a run will write from its start on (modelled): records, responses and checkpoints.
 
     Only checkpoints that come on top of the existing ones count: at most as many as are kept, and one that is being
     written before an old one is removed.
     """
-    steps, trainer = steps_of(run), run.verl.trainer
+    steps, trainer = total_steps(run), run.verl.trainer
     done = run.start.step or 0
     left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES
@@ -343,8 +343,8 @@ def disk_needs(run: RunSpec) -> list[Need]:
     if run.recipe.rollout.record and run.samples:
         size = recorded_bytes(run)
         least += size * (left or 1)
-        text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
-    needs = [Need("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
+        text += f", responses of {_count_text(left, 'step')}, {size_text(size)} each (modelled)"
+    needs = [DiskNeed("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
         trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
@@ -352,11 +352,11 @@ def disk_needs(run: RunSpec) -> list[Need]:
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
         most = max(kept + 1 - run.start.held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
-        text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
+        text = "at least 2 checkpoints" if count is None else _count_text(count, "checkpoint")
         text += f", {size_text(size)} each (modelled), one of them while it is written"
         keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
         keys += f" (now {'null: all' if kept is None else kept})"
-        needs.append(Need("checkpoints", checkpoints_of(run), size * (count or 2), text, keys))
+        needs.append(DiskNeed("checkpoints", start_checkpoints(run), size * (count or 2), text, keys))
     return needs
 
 
@@ -370,13 +370,13 @@ def recorded_bytes(run: RunSpec) -> int:
     return data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 
-def _many(count: int | None, what: str) -> str:
+def _count_text(count: int | None, what: str) -> str:
     if count is None:
         return f"one {what} (their number is not known)"
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def steps_of(run: RunSpec) -> int | None:
+def total_steps(run: RunSpec) -> int | None:
     """Return the steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so.
 
     A dataset class of the user may make more or fewer samples of the rows.
@@ -385,23 +385,23 @@ def steps_of(run: RunSpec) -> int | None:
         return run.verl.trainer.total_training_steps
     files = run.verl.data.train_files or []
     try:
-        rows = sum(_read_rows(file, run) for file in ([files] if isinstance(files, str) else files))
+        rows = sum(_row_count(file, run) for file in ([files] if isinstance(files, str) else files))
     except ConfigError:  # the file is absent, or has a fault that the rule about data names
         return None
     return rows // run.verl.data.train_batch_size * run.verl.trainer.total_epochs or None
 
 
-def disk_detail(needs: Iterable[Need]) -> str:
+def disk_detail(needs: Iterable[DiskNeed]) -> str:
     """Return as text what a run writes to which folder."""
     return "; ".join(f"{size_text(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
 
 
-def disk_fault(needs: Iterable[Need]) -> str | None:
+def disk_fault(needs: Iterable[DiskNeed]) -> str | None:
     """Return what a run would write beyond the free space of its file systems; None where all fits.
 
     Several folders may share a file system.
     """
-    by_disk: dict[int, list[Need]] = {}
+    by_disk: dict[int, list[DiskNeed]] = {}
     for need in needs:
         by_disk.setdefault(disk_folder(need.folder).stat().st_dev, []).append(need)
     faults = []

@@ -19,7 +19,7 @@ from verl_patches.spec import RunSpec
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100  # a size that follows from the need is a multiple of it
-BUFFERS_OF_A_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
+BUFFERS_PER_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
 IF_PORTS = 16  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074)
@@ -49,7 +49,7 @@ def buffer_need_mib(run: RunSpec) -> int:
     """
     if not decodes_by_mc2(run):
         return 0
-    ep, local, tokens = _exchange(run)
+    ep, local, tokens = _expert_exchange(run)
     if run.recipe.hardware != "a3":
         sent = tokens * ep * min(local, run.model.num_experts_per_tok) * run.model.hidden_size * 2
         return math.ceil(2 * (sent / _MIB + 2))
@@ -57,7 +57,7 @@ def buffer_need_mib(run: RunSpec) -> int:
     return math.ceil(2 * moved / _MIB + 2)
 
 
-def _exchange(run: RunSpec) -> tuple[int, int, int]:
+def _expert_exchange(run: RunSpec) -> tuple[int, int, int]:
     """Return the rollout's (ranks of an expert group, experts of its last rank, tokens of a rank in decode)."""
     tp = run.rollout.tp
     ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
@@ -78,7 +78,7 @@ def check_machine(run: RunSpec) -> Check:
         modes = " or ".join(machine.expansion_modes)
         faults.append(f"recipe.hccl.expansion_mode is {mode}, expected {modes} for training")
     if decodes_by_mc2(run):
-        ep, local, tokens = _exchange(run)
+        ep, local, tokens = _expert_exchange(run)
         if ep not in machine.mc2_ranks:
             sizes = ", ".join(map(str, machine.mc2_ranks))
             faults.append(f"a rollout instance has {ep} ranks, MC2 takes {sizes}: change recipe.rollout.dp")
@@ -122,7 +122,7 @@ class Group(NamedTuple):
     communicates: bool
 
 
-def groups(run: RunSpec) -> list[Group]:
+def hccl_groups(run: RunSpec) -> list[Group]:
     """Return the groups of several ranks that rank 0 makes on platform npu, in the order in which they are made.
 
     They are made by megatron.core.parallel_state.initialize_model_parallel of core_r0.8.0 and by MindSpeed
@@ -185,9 +185,9 @@ def group_buffer_mib(run: RunSpec, group: Group) -> int:
 def buffer_bytes(run: RunSpec) -> dict[str, int]:
     """Return {train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
     sizes = {"train": 0, "rollout": 0}
-    for group in groups(run):
+    for group in hccl_groups(run):
         if group.communicates:
-            sizes[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(run, group) * _MIB
+            sizes[group.side] += BUFFERS_PER_GROUP * group_buffer_mib(run, group) * _MIB
     return sizes
 
 
@@ -225,7 +225,7 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
     name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
     try:
         low, high = map(int, (proc / "ip_local_port_range").read_text().split())
-        reserved = _ports((proc / "ip_local_reserved_ports").read_text().strip())
+        reserved = _parse_ports((proc / "ip_local_reserved_ports").read_text().strip())
     except FileNotFoundError as error:
         text = f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
         return Check(name, True, text)
@@ -247,7 +247,7 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
     return Check(name, True, f"{said}, outside this machine's ephemeral ports {low} to {high}")
 
 
-def _ports(text: str) -> set[int]:
+def _parse_ports(text: str) -> set[int]:
     """Return the ports of a list such as 8080,61000-61143; an empty text has none."""
     ports: set[int] = set()
     for part in filter(None, text.split(",")):

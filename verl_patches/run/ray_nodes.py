@@ -1,22 +1,23 @@
 """Start Ray on nodes (their ports, `ray start`) and ask the nodes of a running Ray.
 
-A process inside a Ray asks with `living`, `on_node` and `results`, others with `ask_nodes`. Every start takes the
-address of a Ray from `answering_address`.
+A process inside a Ray asks with `living_nodes`, `start_on_node` and `call_results`, others with `ask_nodes`. Every
+start takes the address of a Ray from `answering_address`.
 
 `ask_nodes` runs this module as a program (`python -m verl_patches.run.ray_nodes JSON`), so that its caller does not
 join Ray: Ray ends a process that has joined it when the head goes away. JSON is {address} and one of
 
     {}                          list the living nodes; nothing runs on them
     {job, nodes, limit_s}       wait, without joining Ray and for limit_s at most, until so many nodes of a job are
-                                alive; then list all nodes as `_of_gcs` does
+                                alive; then list all nodes as `_gcs_nodes` does
     {command, cwd, limit_s, probes}
                                 run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
                                 environment of its raylet, which is that of the run's workers; then run each of
                                 `probes` on all of them together: {name: settings of platform/all_reduce_probe.py}
 
-The program prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output,
-error} of the command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the
-node's clock is ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or {error}}.
+The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is
+{code, output, error} of the command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}:
+how far the node's clock is ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or
+{error}}.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 
-ANSWER = "NODES"
-JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
+ANSWER_PREFIX = "NODES"
+JOB_LABEL, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
 POLL_S = 1.0
 CLOCK_CALLS = 5  # clock readings, of which the quickest counts
 CALL_S = 30  # limit of a call that returns at once, and what a command gets beyond its own limit
@@ -129,13 +130,13 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         output, error = done.stdout, done.stderr.strip().splitlines() or ["no message"]
     except subprocess.TimeoutExpired:
         output, error = "", [f"no answer of all nodes within {limit_s:g} s: look at Ray's logs on its head"]
-    line = next((line for line in output.splitlines() if line.startswith(ANSWER)), None)
+    line = next((line for line in output.splitlines() if line.startswith(ANSWER_PREFIX)), None)
     if line is None:
         raise RecipeError(f"{request['address']}: {error[-1]}")
-    return json.loads(line.removeprefix(ANSWER))
+    return json.loads(line.removeprefix(ANSWER_PREFIX))
 
 
-def living() -> list[dict[str, Any]]:
+def living_nodes() -> list[dict[str, Any]]:
     """Return [{id, address, resources}] of the living nodes of the Ray that this process has joined."""
     import ray
 
@@ -146,7 +147,7 @@ def living() -> list[dict[str, Any]]:
     ]
 
 
-def on_node(kind: type, node: str) -> Any:
+def start_on_node(kind: type, node: str) -> Any:
     """Start an actor of class `kind`, without resources, on the node with this id."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -155,7 +156,7 @@ def on_node(kind: type, node: str) -> Any:
     return ray.remote(num_cpus=0)(kind).options(scheduling_strategy=there).remote()
 
 
-def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
+def call_results(calls: Sequence[Any], limit_s: float) -> list[Any]:
     """Return the result of each call, or its RayError; None for a call that has not ended within `limit_s`."""
     import ray
 
@@ -169,7 +170,7 @@ def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
     return answers
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the last line of an error, because Ray puts the remote stack before it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
@@ -222,7 +223,7 @@ def answering_address(given: str, limit_s: float = HEAD_S) -> str:
     says which address was asked, where it was found and what to do.
     """
     address, source, todo = _find_address(given)
-    if fault := _fault_of_head(address, limit_s):
+    if fault := _head_fault(address, limit_s):
         raise ConfigError(f"no Ray answers at {address}, the address of {source}: {fault}. {todo}")
     return address
 
@@ -258,7 +259,7 @@ def _find_address(given: str) -> tuple[str, str, str]:
     raise ConfigError(f"{text}. {start} set recipe.ray_address to HOST:PORT")
 
 
-def _fault_of_head(address: str, limit_s: float) -> str | None:
+def _head_fault(address: str, limit_s: float) -> str | None:
     """Return why no head of a Ray answers a call at HOST:PORT within `limit_s`; None where one does."""
     import grpc
     from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
@@ -277,67 +278,67 @@ def _fault_of_head(address: str, limit_s: float) -> str | None:
     return None
 
 
-def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """Answer a request; the head of this file describes both."""
     address = answering_address(request["address"])
     if "job" in request:
-        return {"nodes": _wait_for(**{**request, "address": address})}
+        return {"nodes": _wait_for_nodes(**{**request, "address": address})}
     import ray
 
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    nodes = living()
+    nodes = living_nodes()
     if not request.get("command"):
         return {"nodes": nodes, "probes": {}}
     kind = _node_class()
-    actors, limit_s = [on_node(kind, node["id"]) for node in nodes], request["limit_s"]
+    actors, limit_s = [start_on_node(kind, node["id"]) for node in nodes], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
-    answers = _results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
+    answers = _command_results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
     answered = []
     for node, actor, answer in zip(nodes, actors, answers, strict=True):
         node["answer"] = answer
-        node["clock"] = None if answer is None else _clock(actor)
+        node["clock"] = None if answer is None else _clock_offset(actor)
         if answer is not None:
             answered.append((node, actor))
     probes = request["probes"].items() if answered else ()
-    return {"nodes": nodes, "probes": {name: _probe(answered, settings) for name, settings in probes}}
+    return {"nodes": nodes, "probes": {name: _run_probe(answered, settings) for name, settings in probes}}
 
 
-def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
-    """Return `results` of the calls, with {code, output, error} for a call that failed."""
+def _command_results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
+    """Return `call_results` of the calls, with {code, output, error} for a call that failed."""
     import ray
 
-    answers = results(calls, limit_s + CALL_S)
+    answers = call_results(calls, limit_s + CALL_S)
     failed = ray.exceptions.RayError
-    return [{"code": 1, "output": "", "error": said(one)} if isinstance(one, failed) else one for one in answers]
+    return [{"code": 1, "output": "", "error": error_line(one)} if isinstance(one, failed) else one for one in answers]
 
 
-def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
+def _wait_for_nodes(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled; its stub has other names
 
     client, end = GcsClient(address=address), time.monotonic() + limit_s
     while True:
-        known = _of_gcs(client)
+        known = _gcs_nodes(client)
         in_job = {node["rank"] for node in known if node["alive"] and node["job"] == job}
         if len(in_job) >= nodes or time.monotonic() >= end:
             return known
         time.sleep(POLL_S)
 
 
-def _of_gcs(client: Any) -> list[dict[str, Any]]:
+def _gcs_nodes(client: Any) -> list[dict[str, Any]]:
     """Return [{address, rank, job, alive}] of all nodes that Ray's GCS has known, newest last."""
     known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
     return [
         {
             "address": node.node_manager_address,
             "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
-            "job": node.labels.get(JOB),
+            "job": node.labels.get(JOB_LABEL),
             "alive": node.state == 0,  # GcsNodeInfo.ALIVE
         }
         for node in known
     ]
 
 
-def _clock(actor: Any) -> dict[str, float] | None:
+def _clock_offset(actor: Any) -> dict[str, float] | None:
     """Return how far the actor's clock is ahead of this process's; None where it does not answer."""
     import ray
 
@@ -354,7 +355,7 @@ def _clock(actor: Any) -> dict[str, float] | None:
     return {"ahead_s": ahead_s, "within_s": within_s}
 
 
-def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _run_probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Run an all-reduce of settings["local"] ranks on each node that answered, over the interface of its report."""
     import ray
 
@@ -369,7 +370,7 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
         own = {**settings, "address": address, "world": world, "first": settings["local"] * number}
         own["interface"] = _interface(node["answer"]["output"])
         calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
-    for (node, _), result in zip(answered, _results(calls, limit_s), strict=True):
+    for (node, _), result in zip(answered, _command_results(calls, limit_s), strict=True):
         if result is None or result["code"]:
             fault = "no answer" if result is None else (result["error"].strip().splitlines() or ["no message"])[-1]
             return {"error": f"{node['address']}: {fault}"}
@@ -394,6 +395,6 @@ def _interface(output: str) -> str | None:
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(ANSWER + json.dumps(ask(json.loads(sys.argv[1]))) + "\n")
+        sys.stdout.write(ANSWER_PREFIX + json.dumps(answer_request(json.loads(sys.argv[1]))) + "\n")
     except ConfigError as refused:
         sys.exit(str(refused))

@@ -24,11 +24,14 @@ from verl_patches.run.verl_values import trains_critic
 from verl_patches.spec import RunSpec, Trees
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
-TRAIN, ROLLOUT = "train layout", "rollout layout"
+TRAIN_LAYOUT, ROLLOUT_LAYOUT = "train layout", "rollout layout"
 
 
 class LayoutError(ConfigError):
-    """Raised where the ranks cannot be split as configured. side: TRAIN or ROLLOUT; config: the configuration."""
+    """Raised where the ranks cannot be split as configured.
+
+    side: TRAIN_LAYOUT or ROLLOUT_LAYOUT; config: the configuration.
+    """
 
     def __init__(self, side: str, reason: str, config: DictConfig):
         super().__init__(f"{side}: {reason}")
@@ -53,7 +56,7 @@ def resolve(
     recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
     switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
     switches.check_against({row.id: row for row in rows})
-    facts = _facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
+    facts = _config_facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
     on = frozenset(applied or ())
     run = RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
     if applied is not None:
@@ -62,14 +65,14 @@ def resolve(
     return replace(run, rows=needed_rows(rows, features, switches))
 
 
-def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
+def changed_run(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
     """Return the facts of `run` with other values of keys that switch no row, as if it had been composed with them.
 
     Keys that the configs derive from a changed key change with it. Errors are those of `resolve`.
     """
     config = change_config(run.verl, updates)
     recipe = recipe_from(OmegaConf.to_container(config.recipe))
-    return replace(run, **_facts(config, recipe, model_shape_file(recipe)))
+    return replace(run, **_config_facts(config, recipe, model_shape_file(recipe)))
 
 
 def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
@@ -77,13 +80,13 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
     config = config.copy()
     OmegaConf.set_readonly(config, False)
     for key, value in updates.items():
-        for name in (key, *_followers(key)):
+        for name in (key, *_derived_keys(key)):
             OmegaConf.update(config, name, value, force_add=True)
     rewrite_engine_options(config)
     return config
 
 
-def _followers(key: str) -> Iterator[str]:
+def _derived_keys(key: str) -> Iterator[str]:
     """Yield the keys that the configs set from `key`."""
     section, _, name = key.rpartition(".")
     if section == "actor_rollout_ref.actor.megatron" and name.endswith("_parallel_size"):
@@ -100,7 +103,7 @@ def _followers(key: str) -> Iterator[str]:
         yield "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
 
 
-def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, Any]:
+def _config_facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, Any]:
     """Return the fields of RunSpec that follow from the configuration alone; the configuration becomes read-only."""
     OmegaConf.set_readonly(config, True)
     section = config.actor_rollout_ref
@@ -111,7 +114,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
     hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(section.model)}
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     layouts = {}
-    for side, build in ((TRAIN, _train_layout), (ROLLOUT, _rollout_layout)):
+    for side, build in ((TRAIN_LAYOUT, _train_layout), (ROLLOUT_LAYOUT, _rollout_layout)):
         try:
             layouts[side] = build(section, recipe, world)
         except ConfigError as error:
@@ -121,8 +124,8 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
         "model": first_layers(shape, recipe.num_hidden_layers),
         "max_positions": reach,
         "hf_config": MappingProxyType(hf_config),
-        "train": layouts[TRAIN],
-        "rollout": layouts[ROLLOUT],
+        "train": layouts[TRAIN_LAYOUT],
+        "rollout": layouts[ROLLOUT_LAYOUT],
         "engine": MappingProxyType(OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {}),
         "rewards": reward_parts(config),
         "has_critic": trains_critic(config.algorithm.adv_estimator),

@@ -13,14 +13,14 @@ import psutil
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.run.run_start import homes_of, saves_as_recipe
+from verl_patches.run.run_start import recipe_saves_checkpoints, run_homes
 from verl_patches.shared_files import locked_folder
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress
 from verl_patches.weights.run_folders import take_start
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
+_NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_WRITABLE_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
 
 
 def require_output_folder(run: RunSpec) -> None:
@@ -31,7 +31,7 @@ def require_output_folder(run: RunSpec) -> None:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise OSError(f"{existing} is no folder that can be written to")
     except OSError as error:
-        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
+        raise ConfigError(f"{folder}: {_WRITABLE_FOLDER}, found: {error}") from error
 
 
 def require_lasting_folders(run: RunSpec) -> None:
@@ -68,28 +68,28 @@ def require_start(run: RunSpec) -> NextStart:
 
 
 @contextmanager
-def held_run(run: RunSpec) -> Iterator[None]:
+def lock_run(run: RunSpec) -> Iterator[None]:
     """Hold the locks of the run's folders, so that no other start of its name is live.
 
     Raise ConfigError where one is, or where a folder cannot be written.
     """
     with ExitStack() as held:
-        for home in _homes(run):
+        for home in _start_homes(run):
             keys = "--run NAME, recipe.run" if home == run.home else "trainer.default_local_dir"
-            held.enter_context(locked(home, keys))
+            held.enter_context(lock_folder(home, keys))
         yield
 
 
-def begin(run: RunSpec, start: NextStart) -> str:
+def make_start_folder(run: RunSpec, start: NextStart) -> str:
     """Make the folder of a start, note in its progress.log which checkpoints it leaves aside, and return its name."""
-    homes = _homes(run)
+    homes = _start_homes(run)
     source = None if start.parent or not start.resumed else str(start.resumed)
     try:
         name = take_start(homes, start.parent, source)
     except OSError as error:
-        raise ConfigError(f"{homes[0]}: {_FOLDER}, found: {error}") from error
+        raise ConfigError(f"{homes[0]}: {_WRITABLE_FOLDER}, found: {error}") from error
     fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
-    begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and saves_as_recipe(run)
+    begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and recipe_saves_checkpoints(run)
     for text in (fresh if begins else "", start.others):
         if text:
             Progress(homes[0] / name).say(f"| {text}")
@@ -104,27 +104,27 @@ def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
     """
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.verl.trainer.save_freq > 0 or (run.verl.trainer.resume_mode == "auto" and saved.is_dir()):
-        held.enter_context(locked(saved, "trainer.default_local_dir"))
+        held.enter_context(lock_folder(saved, "trainer.default_local_dir"))
     if run.recipe.run is None:
         return run
     return replace(run, start=NextStart(name=take_start([run.home], None, None)))
 
 
-def _homes(run: RunSpec) -> list[Path]:
+def _start_homes(run: RunSpec) -> list[Path]:
     """Return the folders of the run's name: one more for checkpoints elsewhere, unless verl itself saves them."""
-    return homes_of(run) if saves_as_recipe(run) else [run.home]
+    return run_homes(run) if recipe_saves_checkpoints(run) else [run.home]
 
 
-def locked(folder: Path, keys: str) -> AbstractContextManager:
+def lock_folder(folder: Path, keys: str) -> AbstractContextManager:
     """Hold `locked_folder` of a folder; raise ConfigError with the `keys` to change where another run has it."""
 
     def unusable(error: OSError) -> ConfigError:
-        if error.errno in _NO_LOCKS:
+        if error.errno in _NO_LOCK_ERRNOS:
             return ConfigError(
                 f"{folder}: its file system has no file locks ({error.strerror}), which keep two runs out of one "
                 f"folder; mount it with locks (Lustre: -o flock; NFS: lockd), or give a folder on another one ({keys})"
             )
-        return ConfigError(f"{folder}: {_FOLDER}, found: {error}")
+        return ConfigError(f"{folder}: {_WRITABLE_FOLDER}, found: {error}")
 
     busy = f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
     return locked_folder(folder, lambda: ConfigError(busy), unusable)

@@ -34,23 +34,23 @@ from verl_patches.weights.run_folders import (
 )
 
 
-def homes_of(run: RunSpec) -> list[Path]:
+def run_homes(run: RunSpec) -> list[Path]:
     """Return the run's folder, and the folder of its checkpoints where that is another one."""
-    home, saved = run.home, home_of_checkpoints(run)
+    home, saved = run.home, run_checkpoints_home(run)
     return [home] if home.resolve() == saved.resolve() else [home, saved]
 
 
-def home_of_checkpoints(run: RunSpec) -> Path:
+def run_checkpoints_home(run: RunSpec) -> Path:
     """Return the folder of the run's name that holds its checkpoints."""
     return checkpoints_home(run.home, run.verl.trainer.default_local_dir)
 
 
-def checkpoints_of(run: RunSpec) -> Path:
+def start_checkpoints(run: RunSpec) -> Path:
     """Return the folder of a start's checkpoints; START stands for the name of a start that does not exist yet."""
-    return home_of_checkpoints(run) / (run.start.name or "START") / CHECKPOINTS
+    return run_checkpoints_home(run) / (run.start.name or "START") / CHECKPOINTS
 
 
-def saves_as_recipe(run: RunSpec) -> bool:
+def recipe_saves_checkpoints(run: RunSpec) -> bool:
     """Return whether this recipe saves the checkpoints, rather than verl in trainer.default_local_dir."""
     return {"checkpoint.save", "checkpoint.load"} <= run.rows
 
@@ -61,15 +61,15 @@ def next_start(run: RunSpec) -> NextStart:
     Raise ConfigError where the checkpoint is damaged or absent, where the run has reached its total of steps, where its
     data differ, and where `auto` would begin at step 1 beside checkpoints of the same name.
     """
-    for home in homes_of(run):
+    for home in run_homes(run):
         if (home / "summary.json").exists():
             raise ConfigError(
                 f"{home} holds summary.json of an earlier version, in which all starts of a run shared one folder; "
                 "expected folders 0001, 0002, ...: give another name; resume_path takes its checkpoints"
             )
-    if not saves_as_recipe(run):
+    if not recipe_saves_checkpoints(run):
         return NextStart()
-    trainer, starts = run.verl.trainer, starts_in(home_of_checkpoints(run))
+    trainer, starts = run.verl.trainer, starts_in(run_checkpoints_home(run))
     chains = {start.name: chain_of_start(start) for start in starts}
     resumed, name = path_to_resume(trainer.resume_mode, trainer.resume_from_path), None
     if resumed is not None:
@@ -80,14 +80,14 @@ def next_start(run: RunSpec) -> NextStart:
         if (resumed := chains[name].newest()) is None:
             _refuse_to_begin(run, chains, starts[-1].source)
     if resumed is None:
-        return NextStart(others=_said_of_others(run, Chain((), tuple(starts))))
+        return NextStart(others=_others_text(run, Chain((), tuple(starts))))
     manifest = require_whole(resumed)
     step = manifest.facts["step"]
     require_steps_left(resumed, step, *_total_steps(run, manifest))
     require_same_data(resumed, manifest, data_facts(run.verl.data.train_files), run.recipe.resume_other_data)
     chain = chains[name].up_to(step) if name else Chain((), tuple(starts))
     parent, held = (name, step) if name else None, len(chain.checkpoints())
-    return NextStart(resumed, step, parent, held, _said_of_others(run, chain))
+    return NextStart(resumed, step, parent, held, _others_text(run, chain))
 
 
 def with_start(run: RunSpec) -> RunSpec:
@@ -98,7 +98,7 @@ def with_start(run: RunSpec) -> RunSpec:
         return replace(run, no_start=str(error))
 
 
-def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
+def driver_run(run: RunSpec, start: NextStart, name: str) -> RunSpec:
     """Return `run` as the driver of its start `name` gets it: resume keys that name the checkpoint, or say disable.
 
     Where verl itself saves the checkpoints, these keys stay as given.
@@ -106,7 +106,7 @@ def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
     keys = {}
     if start.resumed is not None:
         keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}
-    elif saves_as_recipe(run):
+    elif recipe_saves_checkpoints(run):
         keys = {"trainer.resume_mode": "disable"}
     return replace(run.with_verl(keys), start=replace(start, name=name, by_launcher=True))
 
@@ -125,12 +125,12 @@ def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None)
     )
 
 
-def _said_of_others(run: RunSpec, chain: Chain) -> str:
+def _others_text(run: RunSpec, chain: Chain) -> str:
     sizes = chain.bytes_of_others()
     if not sizes:
         return ""
     return (
-        f"{home_of_checkpoints(run)}: other starts ({', '.join(sizes)}) hold {size_text(sum(sizes.values()))} of "
+        f"{run_checkpoints_home(run)}: other starts ({', '.join(sizes)}) hold {size_text(sum(sizes.values()))} of "
         "checkpoints that this run does not count; nothing removes them"
     )
 

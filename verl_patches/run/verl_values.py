@@ -196,7 +196,7 @@ _SECTIONS = {
     "reward_model": {"strategy": Literal["megatron"], "reward_manager": Literal["naive", "prime", "batch", "dapo"]},
     "ray_init": {"num_cpus": Count | None},
 }
-TYPES: dict[str, Any] = dict(leaves(_SECTIONS))
+KEY_TYPES: dict[str, Any] = dict(leaves(_SECTIONS))
 
 
 def trains_critic(estimator: Any) -> bool:
@@ -205,8 +205,8 @@ def trains_critic(estimator: Any) -> bool:
 
 
 def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {key: type}: TYPES, and bool for every other key that is true or false in `base`, verl's own file."""
-    return {key: bool for key, default in leaves(base) if isinstance(default, bool)} | TYPES
+    """Return {key: type}: KEY_TYPES, and bool for every other key that is true or false in `base`, verl's own file."""
+    return {key: bool for key, default in leaves(base) if isinstance(default, bool)} | KEY_TYPES
 
 
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
@@ -214,24 +214,24 @@ def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> Non
 
     A configuration without such faults is refused where a key lacks another key that it needs.
     """
-    if not (faults := _deleted(config, base)):
+    if not (faults := _deleted_key_faults(config, base)):
         types = verl_types(base)
         if not trains_critic(config["algorithm"]["adv_estimator"]):  # the critic's keys repeat the actor's
             types = {key: types[key] for key in types if not key.startswith("critic.") or key == "critic.strategy"}
         given = dict(leaves(config, ends=types.__contains__))
-        faults = value_faults(types, given) or list(_lacking(config))
+        faults = value_faults(types, given) or list(_missing_key_faults(config))
     if faults:
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
 
 
-_MAY_BE_NULL = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # a section of verl's that may be null
+_NULLABLE_SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # a section of verl's that may be null
 
 
-def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+def _deleted_key_faults(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     """Return the keys of verl's config that an override has removed, by ~key or by another value of a section."""
     left, required = dict(leaves(config)), [key for key, _ in leaves(base)]
-    if left.get(_MAY_BE_NULL, {}) is None:
-        required = [key for key in required if not key.startswith(f"{_MAY_BE_NULL}.")]
+    if left.get(_NULLABLE_SECTION, {}) is None:
+        required = [key for key in required if not key.startswith(f"{_NULLABLE_SECTION}.")]
     values = [key for key in left if left[key] != {} and any(name.startswith(f"{key}.") for name in required)]
     if values:
         return [f"{key} is {'null' if left[key] is None else left[key]}; expected a section" for key in values]
@@ -241,7 +241,7 @@ def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
+def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that need another one, whose absence verl would notice only after the start."""
     actor = config["actor_rollout_ref"]["actor"]
     if actor["shuffle"] and actor["data_loader_seed"] is None:
@@ -253,10 +253,10 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
 # the keys of the recipe
 
 
-_ASCEND = "recipe.rollout.ascend."
-_OF_NPU = ("recipe.hccl.", _ASCEND, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
-_OF_GRAPHS = {
-    f"{_ASCEND}{name}"
+_ASCEND_PREFIX = "recipe.rollout.ascend."
+_NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
+_GRAPH_KEYS = {
+    f"{_ASCEND_PREFIX}{name}"
     for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
 }
 
@@ -288,13 +288,13 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
     for key, item in recipe_keys():
         value = given.get(key, item.default)
-        if value != item.default and key.startswith(_OF_NPU) and platform is not None and not as_npu(platform):
+        if value != item.default and key.startswith(_NPU_KEYS) and platform is not None and not as_npu(platform):
             faults.append(f"{key} is for NPUs: it needs recipe.platform=npu, found {platform}")
-        if value != item.default and key in _OF_GRAPHS and not given.get(f"{_ASCEND}graphs"):
-            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND}graphs=true")
-    if given.get(f"{_ASCEND}kv_nz"):
+        if value != item.default and key in _GRAPH_KEYS and not given.get(f"{_ASCEND_PREFIX}graphs"):
+            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND_PREFIX}graphs=true")
+    if given.get(f"{_ASCEND_PREFIX}kv_nz"):
         faults.append(
-            f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
-            "in the other format (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066)"
+            f"{_ASCEND_PREFIX}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a "
+            "second time, in the other format (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066)"
         )
     return faults

@@ -18,7 +18,7 @@ from verl_patches.launch.doctor import node_checks, npu_checks
 from verl_patches.launch.doctor.doctor import NODE_ROWS
 from verl_patches.launch.doctor.node_checks import Machine, Node, NodeCheck, Result
 from verl_patches.platform import all_reduce_probe
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import installed_line
 
@@ -234,7 +234,7 @@ def test_a_check_that_hangs_or_raises_is_left_behind_with_what_it_saw(monkeypatc
 def test_a_taken_port_is_named(make_node, production):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        there = changed(production, {"recipe.hccl.base_port": taken - 3})
+        there = changed_run(production, {"recipe.hccl.base_port": taken - 3})
         found = findings(replace(make_node(), run=there), "ports")["ports: HCCL, free"]
     assert found.state == "problem" and str(taken) in found.found and "ss -ltnp" in found.todo
 
@@ -244,7 +244,7 @@ def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(
 
     def found(interface=None, nodes=1, **variables):
         node = make_node(environ={"HCCL_SOCKET_IFNAME": "^docker0", **variables})
-        run = changed(production, {"recipe.hccl.interface": interface}).with_verl({"trainer.nnodes": nodes})
+        run = changed_run(production, {"recipe.hccl.interface": interface}).with_verl({"trainer.nnodes": nodes})
         return findings(replace(node, run=run), "interface")["interface"]
 
     assert found().found.startswith("lo, by one node") and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
@@ -268,7 +268,7 @@ def test_a_probe_takes_the_nodes_own_variables(monkeypatch):
 
 
 def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, production, tmp_path):
-    saving = changed(production, {"recipe.output_root": str(tmp_path)}).with_verl({"trainer.save_freq": 10})
+    saving = changed_run(production, {"recipe.output_root": str(tmp_path)}).with_verl({"trainer.save_freq": 10})
     found = findings(replace(make_node(), run=saving), "disk")
     assert "at least 2 checkpoints, 9.39 TB each" in found["disk"].found  # docs/checkpoints.md
     assert found["disk"].state == "problem"

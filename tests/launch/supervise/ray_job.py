@@ -18,7 +18,7 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.launch.ray_cluster import leave_out
 from verl_patches.launch.supervise.stall import Bounds, LostNodeError, StallError
 from verl_patches.launch.supervise.watcher import Watcher
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.trainer.run import Run, reason_of
 
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
@@ -77,7 +77,7 @@ def main():
 
     without = {"recipe.restart.without_nodes": ["127.0.0.2", "no such node"]}
     before = ray.available_resources()["GPU"]
-    leave_out(changed(tiny(), without))
+    leave_out(changed_run(tiny(), without))
     until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))
     found["free"] = [before, ray.available_resources()["GPU"]]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.run.record.test_curves import VERL, rows, written
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.run.record.compare import LIMITS, errors_of, judge, limits_for, write_baseline
+from verl_patches.run.record.compare import LIMITS, curve_errors, limit_checks, limits_for, write_baseline
 from verl_patches.run.record.curves import LOSSES_OF_POLICY, Curves, read_curves
 from verl_patches.weights.run_folders import take_start
 
@@ -35,11 +35,11 @@ def curves(name="a", **values):
 def test_the_formula_of_the_pages():
     """Check sum_i |loss_i of the NPU - loss_i of the GPU| / N x 100 %, N: the steps (OpenRLHF's README for Ascend)."""
     npu, gpu = [2.00, 1.50, 1.25, 1.00], [2.02, 1.47, 1.25, 1.03]
-    (error,) = errors_of(curves(loss=npu), curves(loss=gpu))
+    (error,) = curve_errors(curves(loss=npu), curves(loss=gpu))
     assert error.absolute == pytest.approx((0.02 + 0.03 + 0 + 0.03) / 4) and error.steps == 4
     assert error.relative == pytest.approx((0.02 / 2.02 + 0.03 / 1.47 + 0.03 / 1.03) / 4)
     assert error.largest == pytest.approx(0.03) and error.at in (2, 4)
-    (check,) = judge([error], limits_for([error]))
+    (check,) = limit_checks([error], limits_for([error]))
     assert check.ok and "2 %" in check.detail
 
 
@@ -48,7 +48,7 @@ def test_curves_of_a_known_error_have_it(pairs, error, alone):
     """Move b from a by `error`, up or down, at each step; steps that only one has do not count."""
     a = {step: value for step, (value, _) in pairs.items()}
     b = {step: value + (error if sign >= 0 else -error) for step, (value, sign) in pairs.items()}
-    (found,) = errors_of(curves(reward=a | alone), curves(reward=b))
+    (found,) = curve_errors(curves(reward=a | alone), curves(reward=b))
     assert found.steps == len(pairs) and (found.first, found.last) == (min(pairs), max(pairs))
     assert found.absolute == pytest.approx(error, abs=1e-8) and found.largest == pytest.approx(error, abs=1e-8)
     expected = sum(abs(a[s] - b[s]) / abs(b[s]) if b[s] else (math.inf if a[s] else 0) for s in pairs) / len(pairs)
@@ -60,61 +60,61 @@ def test_curves_of_a_known_error_have_it(pairs, error, alone):
 def test_an_error_of_the_limit_is_within_it(metric, share, ok):
     assert LIMITS == {"loss": 0.02, "reward": 0.04}  # verl's page for Ascend
     b = [0.1, 0.2, 0.3, 0.7]
-    errors = errors_of(curves(**{metric: [value + share * LIMITS[metric] for value in b]}), curves(**{metric: b}))
-    (check,) = judge(errors, limits_for(errors))
+    errors = curve_errors(curves(**{metric: [value + share * LIMITS[metric] for value in b]}), curves(**{metric: b}))
+    (check,) = limit_checks(errors, limits_for(errors))
     assert check.ok is ok and check.name == metric
 
 
 def test_a_reward_is_judged_before_a_loss_and_what_is_named_alone():
     a, b = curves(loss=[1.0], reward=[0.5], length=[9.0]), curves(loss=[2.0], reward=[0.52], length=[9.5])
-    errors = errors_of(a, b)
-    assert [check.ok for check in judge(errors, limits_for(errors))] == [True]
+    errors = curve_errors(a, b)
+    assert [check.ok for check in limit_checks(errors, limits_for(errors))] == [True]
     assert limits_for([e for e in errors if e.metric != "reward"]) == {"loss": 0.02}
-    assert [c.ok for c in judge(errors, {"length": 0.1, "reward": 0.02})] == [False, True]
-    assert [c.ok for c in judge(errors, {"length": 0.1}, "relative")] == [True]  # 0.5 / 9.5
+    assert [c.ok for c in limit_checks(errors, {"length": 0.1, "reward": 0.02})] == [False, True]
+    assert [c.ok for c in limit_checks(errors, {"length": 0.1}, "relative")] == [True]  # 0.5 / 9.5
     with pytest.raises(ConfigError, match="--limit"):
         limits_for([e for e in errors if e.metric == "length"])
     with pytest.raises(ConfigError, match="expected entropy"):
-        judge(errors, {"entropy": 1.0})
+        limit_checks(errors, {"entropy": 1.0})
 
 
 def test_a_loss_of_a_policy_is_judged_only_where_it_is_named():
     a, b = curves(loss=[0.0]), curves(loss=[0.0])
-    assert limits_for(errors_of(a, b)) == {"loss": 0.02}  # control
+    assert limits_for(curve_errors(a, b)) == {"loss": 0.02}  # control
     a.names["loss"] = min(LOSSES_OF_POLICY)
     with pytest.raises(ConfigError, match="name what is judged: --limit"):
-        limits_for(errors_of(a, b))
-    assert judge(errors_of(a, b), {"loss": 0.02})[0].ok
+        limits_for(curve_errors(a, b))
+    assert limit_checks(curve_errors(a, b), {"loss": 0.02})[0].ok
 
 
 def test_a_run_that_ended_before_its_reference_fails():
     short, whole = curves(reward=[0.5]), curves(reward=[0.5] * 200)
-    (check,) = judge(errors_of(short, whole), {"reward": 0.04})
+    (check,) = limit_checks(curve_errors(short, whole), {"reward": 0.04})
     assert not check.ok and check.detail.endswith("expected step 200, found a's end at 1")
-    assert judge(errors_of(whole, short), {"reward": 0.04})[0].ok  # a longer one has all that is compared
+    assert limit_checks(curve_errors(whole, short), {"reward": 0.04})[0].ok  # a longer one has all that is compared
 
 
 def test_a_value_that_is_not_finite_fails():
     bad = math.nan
     a, b = curves(reward=[0.5, bad, 0.5]), curves(reward=[0.5, 0.5, 0.51])
-    (error,) = errors_of(a, b)
+    (error,) = curve_errors(a, b)
     assert error.not_finite == 2 and error.absolute == pytest.approx(0.005)
-    (check,) = judge([error], {"reward": 1.0})
+    (check,) = limit_checks([error], {"reward": 1.0})
     assert not check.ok and "step 2" in check.detail
-    (error,) = errors_of(curves(reward=[bad]), curves(reward=[bad]))
-    assert error.absolute is None and not judge([error], {"reward": 1.0})[0].ok
+    (error,) = curve_errors(curves(reward=[bad]), curves(reward=[bad]))
+    assert error.absolute is None and not limit_checks([error], {"reward": 1.0})[0].ok
     strictly(json.dumps(error.as_dict()))
 
 
 def test_a_relative_error_of_a_zero_is_infinite_and_none_in_json():
-    (error,) = errors_of(curves(reward=[0.1, 0.0]), curves(reward=[0.0, 0.0]))
+    (error,) = curve_errors(curves(reward=[0.1, 0.0]), curves(reward=[0.0, 0.0]))
     assert error.relative == math.inf and error.as_dict()["relative"] is None
-    assert not judge([error], {"reward": 1e9}, "relative")[0].ok
+    assert not limit_checks([error], {"reward": 1e9}, "relative")[0].ok
 
 
 def test_curves_without_common_steps_are_refused():
     with pytest.raises(ConfigError, match=r"reward at steps 1 to 2; b: "):
-        errors_of(curves(reward=[1.0, 2.0]), curves("b", reward={7: 1.0}))
+        curve_errors(curves(reward=[1.0, 2.0]), curves("b", reward={7: 1.0}))
 
 
 def test_a_baseline_is_read_as_it_was(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from verl_patches.errors import ConfigError
-from verl_patches.run.record.curves import FIXED, METRICS, read_curves
+from verl_patches.run.record.curves import FIXED_DATA_LOSS, METRICS, read_curves
 from verl_patches.weights.run_folders import take_start
 
 REWARD = {1: 0.25, 2: 0.5, 3: 0.375}
@@ -97,7 +97,10 @@ def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
 
 
 def test_a_run_on_fixed_data_has_no_reward(tmp_path):
-    written(tmp_path / take_start([tmp_path], None, None) / "metrics.jsonl", [{**row, FIXED: 2.0} for row in rows()])
+    written(
+        tmp_path / take_start([tmp_path], None, None) / "metrics.jsonl",
+        [{**row, FIXED_DATA_LOSS: 2.0} for row in rows()],
+    )
     assert read(tmp_path).values["loss"] == dict.fromkeys(LOSS, 2.0) and "reward" not in read(tmp_path).values
 
 

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import MEMORY_GROUPS
-from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, run_figure, save
+from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, run_figure, save_figure
 
 MB = 10**6
 
@@ -37,12 +37,12 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     found = areas(right)
     assert found["rollout s"] == ([0] * 3, [1] * 3, 3.5, 6.5) and found["update s"][:2] == ([1] * 3, [3] * 3)
     assert "step s" not in found and right.get_legend() and left.get_legend() is None
-    saved = imread(save(figure, tmp_path / "new" / "a.png"))
-    assert np.array_equal(imread(save(figure, tmp_path / "plain"), format="png"), saved)  # under that name
-    other = imread(save(run_figure(run_of(0, 0.5, 1)), tmp_path / "b.png"))
+    saved = imread(save_figure(figure, tmp_path / "new" / "a.png"))
+    assert np.array_equal(imread(save_figure(figure, tmp_path / "plain"), format="png"), saved)  # under that name
+    other = imread(save_figure(run_figure(run_of(0, 0.5, 1)), tmp_path / "b.png"))
     assert saved.shape != other.shape or not np.array_equal(saved, other)  # the control
     with pytest.raises(ConfigError, match="new cannot be written"):
-        save(figure, tmp_path / "new")
+        save_figure(figure, tmp_path / "new")
 
 
 def test_each_of_several_parts_of_the_reward_has_a_line():

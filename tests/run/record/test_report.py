@@ -53,7 +53,7 @@ def test_medians_leave_the_first_step_out_and_rates_are_by_rank():
     assert (found["rollout s"], found["update s"], found["step s"]) == (5.0, 2.0, 10.0)
     assert found["other s"] == 3.0 and found["reshard s"] is None
     assert found["tokens/s/rank", "median"] == 1200 / 10 / 4  # of the rates 37.5, 30, 3.03
-    assert found["reward", report.LAST] == pytest.approx(0.25) and found["held MB", "largest"] == 5.0
+    assert found["reward", report.LAST_MEAN] == pytest.approx(0.25) and found["held MB", "largest"] == 5.0
     assert found["|dlogp|", "mean"] == 1e-7 and found["|dlogp|", "largest of a token"] == 3e-7
     alone = run_of() | {"steps": run_of()["steps"][:1]}
     assert values(alone)["rollout s"] == 90.0
@@ -61,7 +61,7 @@ def test_medians_leave_the_first_step_out_and_rates_are_by_rank():
 
 
 def markdown(*summaries):
-    return report.markdown(summaries, report.compare(summaries))
+    return report.markdown(summaries, report.compare_figures(summaries))
 
 
 CORE = "val-core/maths/reward/mean@4"
@@ -92,8 +92,8 @@ def test_validations_are_figures_with_the_one_before_the_first_step_and_the_last
 def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
     run = run_of()
     run["steps"][2]["profile"] = {"files": ["x"], "faults": []}
-    assert values(run)["step s"] == (8.0 + 99.0) / 2 and values(run)["reward", report.LAST] == pytest.approx(0.25)
-    names = {row["name"] for row in report.compare([run])}
+    assert values(run)["step s"] == (8.0 + 99.0) / 2 and values(run)["reward", report.LAST_MEAN] == pytest.approx(0.25)
+    names = {row["name"] for row in report.compare_figures([run])}
     assert "TFLOP/s/rank" in names and "MFU" not in names
     for step, mfu in zip(run["steps"], (0.9, 0.1, 0.8, 0.3), strict=True):
         step["rates"] = {"tflops_per_s_per_rank": {"step": 353.9 * mfu}, "mfu": {"step": mfu, "update": mfu / 2}}
@@ -134,7 +134,7 @@ def test_a_run_of_several_starts_is_one_curve_with_its_seams(tmp_path):
         (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step')  # the last line was being written
     run = report.read_run(last)
     assert [each["step"] for each in run["steps"]] == [1, 2, 3, 4] and run["exit"] == "ok"
-    assert report.resumed(run["steps"]) == "after step 2"
+    assert report.resumed_text(run["steps"]) == "after step 2"
     assert run["logprob_delta"] == pytest.approx({"mean": 0.25, "max": 0.8})
     assert [(at, each["score"]) for at, each in report.validations(run)] == [(0, 0.25), (2, 0.75)]
     assert read_curves(home, tmp_path).values["reward"] == {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0, 4: 3.0}

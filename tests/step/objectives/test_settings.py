@@ -84,7 +84,7 @@ def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     assert sizes["rollout_weights"] == sizes["kv_cache"] == sizes["reshard_buffers"] == 0 < sizes["ref_params"]
     of_sft = group_bytes(run_memory(composed(LARGE, ["algo=sft"])).setting, 0)
     assert of_sft["ref_params"] == 0 < of_sft["actor_params"]
-    assert {group.side for group in hccl.groups(run)} == {"train"} and hccl.buffer_need_mib(run) == 0
+    assert {group.side for group in hccl.hccl_groups(run)} == {"train"} and hccl.buffer_need_mib(run) == 0
     seconds = step_time(step_input(run), FITTED)
     assert seconds["rollout"] == seconds["reshard"] == seconds["reward"] == 0.0
     assert all(seconds[phase] > 0 for phase in ("old_log_prob", "ref", "update"))
@@ -94,6 +94,6 @@ def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     assert seconds["update"] == 0.0 < seconds["update_critic"]
     assert step_time(step_input(of_grpo), FITTED)["rollout"] > 0  # the control
     assert group_bytes(run_memory(of_grpo).setting, 0)["rollout_weights"] > 0
-    assert {group.side for group in hccl.groups(of_grpo)} == {"train", "rollout"}
+    assert {group.side for group in hccl.hccl_groups(of_grpo)} == {"train", "rollout"}
     whole, _ = schedule_for_run(of_grpo, of_grpo.verl.actor_rollout_ref)
     assert {*ROLLOUT_PHASES} <= {phase.name for phase in whole.phases}

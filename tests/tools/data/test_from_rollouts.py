@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.run.environment import COMPOSED, FACTS
+from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import data_checks
-from verl_patches.run.resolve import changed
+from verl_patches.run.resolve import changed_run
 from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
 from verl_patches.step.replay.recording import save_scores, save_step
@@ -78,12 +78,12 @@ def run(tmp_path, tiny_model, tokenizer):
 
 def save(folder, spec):
     """Write the configuration and the facts of a run, as the launcher does."""
-    OmegaConf.save(spec.verl, folder / COMPOSED)
-    (folder / FACTS).write_text(spec.text())
+    OmegaConf.save(spec.verl, folder / CONFIG_FILE)
+    (folder / FACTS_FILE).write_text(spec.text())
 
 
 def spec_of(folder):
-    return read_run((folder / FACTS).read_text(), OmegaConf.load(folder / COMPOSED))
+    return read_run((folder / FACTS_FILE).read_text(), OmegaConf.load(folder / CONFIG_FILE))
 
 
 def record(folder, step, sampled, rows, tokenizer, prompt=None):
@@ -209,7 +209,7 @@ def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
         path.unlink()
     record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer, cut[truncation])
     for setting in ("left", "middle", "right"):
-        save(run, changed(spec_of(run), {"data.truncation": setting}))
+        save(run, changed_run(spec_of(run), {"data.truncation": setting}))
         if setting == truncation:
             assert len(made(run, tmp_path)[0]) == 1
         else:
@@ -229,18 +229,18 @@ def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_pat
         path.unlink()
     with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
         made(run, tmp_path)
-    save(run, changed(spec_of(run), {"recipe.objective.name": "sft"}))
+    save(run, changed_run(spec_of(run), {"recipe.objective.name": "sft"}))
     with pytest.raises(ConfigError, match="trained on fixed data"):
         made(run, tmp_path)
-    (run / FACTS).unlink()
+    (run / FACTS_FILE).unlink()
     with pytest.raises(ConfigError, match="expected a run, with config.yaml and facts.json; found FileNotFoundError"):
         made(run, tmp_path)
 
 
 def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
-    facts = json.loads((run / FACTS).read_text())
+    facts = json.loads((run / FACTS_FILE).read_text())
     facts.pop("recipe")
-    (run / FACTS).write_text(json.dumps(facts))
+    (run / FACTS_FILE).write_text(json.dumps(facts))
     with pytest.raises(ConfigError, match="was recorded by an earlier version: use that version, or record") as error:
         made(run, tmp_path)
     assert "\n" not in str(error.value) and "validation error" not in str(error.value)

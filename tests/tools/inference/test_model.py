@@ -15,7 +15,7 @@ from verl_patches.cli import inference
 from verl_patches.cli.inference import _settings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE
-from verl_patches.run.engine_options import ROLLOUT
+from verl_patches.run.engine_options import ROLLOUT_KEY
 from verl_patches.spec import Trees
 from verl_patches.tools.inference import model, scores
 from verl_patches.tools.inference.model import find_model, validation_sampling
@@ -111,8 +111,8 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     OmegaConf.save(composed(CONFIG, [*given, "recipe.run=mine"]).verl, run / "config.yaml")
     assert (rollout().enforce_eager, rollout("recipe.rollout.ascend.graphs=true").enforce_eager) == (True, False)
     with pytest.raises(ConfigError, match=r"expected .*recipe.rollout.ascend"):
-        rollout(f"{ROLLOUT}.enforce_eager=false")
-    assert rollout(f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=3").engine_kwargs.vllm.max_num_seqs == 3
+        rollout(f"{ROLLOUT_KEY}.enforce_eager=false")
+    assert rollout(f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs=3").engine_kwargs.vllm.max_num_seqs == 3
 
 
 def test_an_engine_is_gone_before_the_next_is_made(run_warm):

@@ -30,7 +30,7 @@ from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
 from verl_patches.processes import taken_by
 from verl_patches.run import hccl
-from verl_patches.run.files import Need, disk_detail, disk_fault, disk_needs
+from verl_patches.run.files import DiskNeed, disk_detail, disk_fault, disk_needs
 from verl_patches.shared_files import disk_folder
 from verl_patches.spec import A3, RunSpec
 from verl_patches.upstream import versions
@@ -192,7 +192,7 @@ def _versions(node: Node) -> Iterator[Result]:
 
 def _disk(node: Node) -> Iterator[Result]:
     needs = disk_needs(node.run)
-    own = Need("temporary", Path(tempfile.gettempdir()), FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR")
+    own = DiskNeed("temporary", Path(tempfile.gettempdir()), FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR")
     fault = disk_fault([*needs, own])
     yield Result(fault is None, fault or disk_detail([*needs, own]))
     places = [disk_folder(need.folder) for need in needs]

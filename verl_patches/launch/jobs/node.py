@@ -133,7 +133,7 @@ def require_free_ports(address: str, services: Mapping[int, str]) -> None:
 def missing_nodes(
     job: str, nodes: int, port: int, hosts: Sequence[str], known: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
-    """Return {rank: the node and why it is not in Ray}; known: the nodes that Ray's head knows (ray_nodes.ask)."""
+    """Return {rank: the node and why it is not in Ray}; known: the nodes that Ray's head knows."""
     of_job = [node for node in known if node["job"] == job]
     alive = {node["rank"] for node in of_job if node["alive"]}
     dead = {node["rank"]: node for node in of_job if not node["alive"]}

@@ -30,7 +30,7 @@ from verl_patches.launch.supervise.stall import (
     start_of,
 )
 from verl_patches.layout.phases import START
-from verl_patches.run.ray_nodes import living, on_node, results, said
+from verl_patches.run.ray_nodes import call_results, error_line, living_nodes, start_on_node
 
 log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
@@ -137,7 +137,7 @@ class Watcher:
         import ray
 
         try:
-            alive = {living_node["id"]: living_node["address"] for living_node in living()}
+            alive = {living_node["id"]: living_node["address"] for living_node in living_nodes()}
         except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
             log.warning("watch: Ray's head does not list its nodes: %s", error)
             return
@@ -246,7 +246,7 @@ class _Other:
 
     def __init__(self, name: str, address: str):
         self.name, self.address, self.lost, self.seen = name, address, False, list[SeenProcess]()
-        self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
+        self.agent, self._call, self._answered = start_on_node(node.NodeAgent, name), None, time.monotonic()
         self._next_call = 0.0
 
     def poll(self) -> None:
@@ -261,8 +261,8 @@ class _Other:
             try:
                 self.seen, self._answered = ray.get(self._call), time.monotonic()
             except ray.exceptions.RayError as error:  # the agent is gone: start another, until the node is lost
-                log.warning("watch: no answer from node %s: %s", self.address, said(error))
-                self.agent, self._next_call = on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
+                log.warning("watch: no answer from node %s: %s", self.address, error_line(error))
+                self.agent, self._next_call = start_on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
                 self._call = None
                 return
         self._call = self.agent.processes.remote()
@@ -274,8 +274,8 @@ class _Other:
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
     """Return the result of each call, None for a call that has not ended within ASK_S."""
-    answers = results(calls, ASK_S)
+    answers = call_results(calls, ASK_S)
     for error in answers:
         if isinstance(error, Exception):
-            log.warning("watch: a node did not answer: %s", said(error))
+            log.warning("watch: a node did not answer: %s", error_line(error))
     return [None if isinstance(answer, Exception) else answer for answer in answers]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import Check, ConfigError, RecipeError, either
-from verl_patches.run.record.curves import JUDGED, LOSSES_OF_POLICY, Curves
+from verl_patches.run.record.curves import JUDGED_METRICS, LOSSES_OF_POLICY, Curves
 from verl_patches.shared_files import write_whole, writing
 
 FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
@@ -55,10 +55,10 @@ class Error:
         return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
 
-def errors_of(a: Curves, b: Curves) -> list[Error]:
+def curve_errors(a: Curves, b: Curves) -> list[Error]:
     """Return the errors of each metric that both have at common steps; raise ConfigError where there is none."""
     common = {metric: sorted(of.keys() & b.values.get(metric, {}).keys()) for metric, of in a.values.items()}
-    found = [_error(metric, steps, a, b) for metric, steps in common.items() if steps]
+    found = [_metric_error(metric, steps, a, b) for metric, steps in common.items() if steps]
     if not found:
         ranges = ((of.name, f"{m} at steps {min(c)} to {max(c)}") for of in (a, b) for m, c in of.values.items())
         has = "; ".join(f"{name}: {text}" for name, text in ranges)
@@ -68,7 +68,7 @@ def errors_of(a: Curves, b: Curves) -> list[Error]:
     return found
 
 
-def _error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
+def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
     of_a, of_b = a.values[metric], b.values[metric]
     finite = [step for step in steps if math.isfinite(of_a[step]) and math.isfinite(of_b[step])]
     errors = {step: abs(of_a[step] - of_b[step]) for step in finite}
@@ -90,16 +90,16 @@ def limits_for(errors: Sequence[Error]) -> dict[str, float]:
     Raise ConfigError where there is none.
     """
     found = {error.metric: error.names for error in errors}
-    for metric in JUDGED:
+    for metric in JUDGED_METRICS:
         if metric in found and not {*found[metric]} & {*LOSSES_OF_POLICY}:
             return {metric: LIMITS[metric]}
     raise ConfigError(
-        f"compare: expected {' or '.join(JUDGED)} in both at common steps, found {', '.join(found)}, of which a "
-        "policy's loss says nothing; name what is judged: --limit METRIC=VALUE"
+        f"compare: expected {' or '.join(JUDGED_METRICS)} in both at common steps, found {', '.join(found)}, of which "
+        "a policy's loss says nothing; name what is judged: --limit METRIC=VALUE"
     )
 
 
-def judge(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
+def limit_checks(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
     """Return a Check for each metric of `limits`, {metric: largest error, a fraction}.
 
     A metric with a value that is not finite fails. Raise ConfigError where a metric of `limits` is not among `errors`.
@@ -110,10 +110,10 @@ def judge(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "
             f"compare: expected {' and '.join(missing)} in both at common steps, found {', '.join(found)}; give "
             "another --limit"
         )
-    return [_check(found[metric], limit, formula) for metric, limit in limits.items()]
+    return [_limit_check(found[metric], limit, formula) for metric, limit in limits.items()]
 
 
-def _check(error: Error, limit: float, formula: str) -> Check:
+def _limit_check(error: Error, limit: float, formula: str) -> Check:
     value = error.relative if formula == "relative" else error.absolute
     over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
     if error.ends[0] < error.ends[1]:

@@ -28,26 +28,27 @@ from verl_patches.values import load
 from verl_patches.weights.run_folders import chain_of, find_start, read_start, start_in, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
-FIXED = "objective/loss"  # the loss of our runs on fixed data, whose reward has no meaning
+FIXED_DATA_LOSS = "objective/loss"  # the loss of our runs on fixed data, whose reward has no meaning
 # metric -> its names in frameworks; the first that a source has counts. A prefix train/ is left out
 METRICS = {
-    "loss": (FIXED, "loss", "gpt_loss", "lm loss", *LOSSES_OF_POLICY),
+    "loss": (FIXED_DATA_LOSS, "loss", "gpt_loss", "lm loss", *LOSSES_OF_POLICY),
     "reward": ("critic/score/mean", "grpo/score/mean", "critic/rewards/mean", "grpo/rewards/mean", "reward", "rm"),
     "grad_norm": ("actor/grad_norm", "grad_norm", "grad norm"),
     "length": ("response_length/mean", "response_length", "completions/mean_length", "completion_length", "glen"),
     "entropy": ("actor/entropy", "actor/entropy_loss", "entropy_loss", "entropy"),
     "|dlogp|": ("recipe/logprob_delta_mean",),
 }
-JUDGED = ("reward", "loss")  # metrics that have a limit (run/record/compare.py)
-RUN = "a run of this recipe"
-STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, by precedence
-EVENTS = "events.out.tfevents"
+JUDGED_METRICS = ("reward", "loss")  # metrics that have a limit (run/record/compare.py)
+RUN_KIND = "a run of this recipe"
+# names of a row's step, by precedence
+STEP_NAMES = ("training/global_step", "global_step", "step", "iteration", "_step")
+EVENTS_PREFIX = "events.out.tfevents"
 _NUMBER = re.compile(r"(?:np\.float\d+\(|tensor\()?(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|-?nan|-?inf)\)?", re.IGNORECASE)
 _VERL = re.compile(r"(?:^|\s)step:(\d{1,18}) - (.*)")
 _MEGATRON = re.compile(r"(?:^|\s)iteration:? *(\d{1,18}) */ *\d+ *\|(.*)")
 _OPENRLHF = re.compile(r"Global step (\d{1,18})\b[^:{]{0,40}: \{(.*)\}")
 # how a line of each kind gives its step and its pairs, then the text between pairs, and between a name and its value
-_LINES = ((_VERL, " - ", ":"), (_MEGATRON, "|", ":"), (_OPENRLHF, ", ", ": "))
+_LINE_FORMS = ((_VERL, " - ", ":"), (_MEGATRON, "|", ":"), (_OPENRLHF, ", ", ": "))
 Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
 
 
@@ -69,24 +70,26 @@ def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = 
     """
     found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as in the source
     with load(f"{given}: expected a run or a file that can be read"):
-        kind, rows = _source(given, root)
+        kind, rows = _read_source(given, root)
         for number, (step, pairs) in enumerate(rows, 1):
             for name, value in pairs:
                 if value not in (None, ""):
                     found.setdefault(name.strip().removeprefix("train/"), {})[number if step is None else step] = value
     names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
-    if names.get("loss") == FIXED:
+    if names.get("loss") == FIXED_DATA_LOSS:
         names.pop("reward", None)
     if not names:
-        other = [name for name in found if name.lower() not in STEPS][:9]
+        other = [name for name in found if name.lower() not in STEP_NAMES][:9]
         raise ConfigError(
             f"{given}, read as {kind}: expected one of {', '.join(metrics)} by a name of docs/compare.md, found "
             f"{', '.join(other) or 'no numbers by step'}; give another file, or its names with --metric"
         )
     values = {metric: _numbers(found[name], f"{given}: {name}") for metric, name in names.items()}
-    if kind == RUN:  # metrics.jsonl omits values that are not finite
+    if kind == RUN_KIND:  # metrics.jsonl omits values that are not finite
         steps = set().union(*values.values())
-        values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
+        values |= {
+            metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED_METRICS if metric in values
+        }
     return Curves(str(given), kind, values, names)
 
 
@@ -104,58 +107,58 @@ def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
     return numbers
 
 
-def _source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
+def _read_source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
     """Return the kind of a source, which says how it is read, and its rows."""
     if given.is_dir() and not (read_start(given) or starts_in(given)):
-        events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")])
+        events = sorted([*given.glob(f"{EVENTS_PREFIX}*"), *given.glob(f"*/{EVENTS_PREFIX}*")])
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
             raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
         if events:
-            return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
+            return "TensorBoard", itertools.chain.from_iterable(map(_event_rows, events))
     if not given.is_file():
-        return RUN, _of_run(find_start(given, root, ", or a log file"))
-    if given.name.startswith(EVENTS):
-        return "TensorBoard", _events(given)
-    kinds = {".csv": ("CSV", _csv), ".jsonl": ("JSON lines", _jsonl), ".json": ("JSON lines", _jsonl)}
-    kind, rows_of = kinds.get(given.suffix.lower(), ("a console log", _log))
-    return kind, rows_of(given)
+        return RUN_KIND, _run_rows(find_start(given, root, ", or a log file"))
+    if given.name.startswith(EVENTS_PREFIX):
+        return "TensorBoard", _event_rows(given)
+    kinds = {".csv": ("CSV", _csv_rows), ".jsonl": ("JSON lines", _jsonl_rows), ".json": ("JSON lines", _jsonl_rows)}
+    kind, read_rows = kinds.get(given.suffix.lower(), ("a console log", _log_rows))
+    return kind, read_rows(given)
 
 
-def _row(values: Mapping[str, Any]) -> Row:
-    """Return a row of JSON or CSV with its step, under the first of STEPS that it has."""
+def _parse_row(values: Mapping[str, Any]) -> Row:
+    """Return a row of JSON or CSV with its step, under the first of STEP_NAMES that it has."""
     plain = {key.strip().lower().removeprefix("train/"): value for key, value in values.items()}
-    return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), values.items()
+    return next((plain[key] for key in STEP_NAMES if plain.get(key) not in (None, "")), None), values.items()
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield _row(json.loads(line) if line.strip() else {})
+                yield _parse_row(json.loads(line) if line.strip() else {})
             except (ValueError, AttributeError) as error:
                 if not line.endswith("\n"):
                     return  # the line is being written
                 raise ConfigError(f"{path}, line {number}: expected a JSON object, found {error}") from None
 
 
-def _of_run(folder: Path) -> Iterator[Row]:
+def _run_rows(folder: Path) -> Iterator[Row]:
     """Yield the rows of metrics.jsonl of a start and of the starts that it resumes; rows without a step too."""
     files = {link.folder / "metrics.jsonl": link for link in chain_of(start_in(folder))}
     for path in [path for path in files if path.exists()] or [*files][-1:]:
-        yield from (row for row in _jsonl(path) if row[0] is None or files[path].holds(row[0]))
+        yield from (row for row in _jsonl_rows(path) if row[0] is None or files[path].holds(row[0]))
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV below its line of names; wandb's "run - metric" becomes the metric's name."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(file)
         names = [name.rpartition(" - ")[2] for name in next(rows, [])]
         if len({*names}) < len(names):
             raise ConfigError(f"{path} has several columns of one name: export one run alone")
-        yield from (_row(dict(zip(names, row, strict=False))) for row in rows)
+        yield from (_parse_row(dict(zip(names, row, strict=False))) for row in rows)
 
 
-def _events(path: Path) -> Iterator[Row]:
+def _event_rows(path: Path) -> Iterator[Row]:
     """Yield the scalars of one of TensorBoard's event files, up to the record at which the file is cut off."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
@@ -166,11 +169,11 @@ def _events(path: Path) -> Iterator[Row]:
                 yield event.step, [(value.tag, make_ndarray(value.tensor).item())]
 
 
-def _log(path: Path) -> Iterator[Row]:
+def _log_rows(path: Path) -> Iterator[Row]:
     """Yield the lines of a console log that have a step."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            for pattern, between, sign in _LINES:
+            for pattern, between, sign in _LINE_FORMS:
                 if match := pattern.search(line):
                     yield int(match[1]), _pairs(match[2], between, sign)
                     break

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import MEMORY_GROUPS
 from verl_patches.rewards.parts import METRIC
-from verl_patches.run.record.report import PHASES, in_step, validations
+from verl_patches.run.record.report import PHASES, step_value, validations
 from verl_patches.shared_files import replacing
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ _COLOURS += "#aec7e8 #ffbb78 #98df8a #ff9896 #c5b0d5".split()
 GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
 PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
 COLOURS = GROUP_COLOURS | PHASE_COLOURS
-MEASURED = {"peak": "-", "used": "--"}  # measured on the device: the allocator's peak, and what all processes use
+# lines of figures measured on the device: the allocator's peak, and the memory that all processes use
+MEASURED_STYLES = {"peak": "-", "used": "--"}
 _peak = itemgetter("peak_bytes")
 
 
@@ -37,7 +38,7 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure, without a suffix as a PNG, and return its path; ConfigError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,7 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _text(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Return a run's name, shortened, with each $ escaped, which matplotlib would read as the start of TeX."""
     return (name if len(name) <= 40 else f"{name[:40]}...").replace("$", r"\$")
 
@@ -69,13 +70,13 @@ def _label_steps(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _values(steps: Iterable[Mapping[str, Any]], name: str, lacking: float = NAN) -> list[float]:
-    """Return the value that `in_step` has for `name` in each step, `lacking` where there is none."""
-    return [lacking if (value := in_step(step, name)) is None else value for step in steps]
+    """Return the value that `step_value` has for `name` in each step, `lacking` where there is none."""
+    return [lacking if (value := step_value(step, name)) is None else value for step in steps]
 
 
 def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Draw reward and validation (left) and seconds per phase (right) of every step of a summary.json."""
-    figure, name, steps = _figure(11, 4), _text(str(summary["run"])), summary["steps"]
+    figure, name, steps = _figure(11, 4), _plain_name(str(summary["run"])), summary["steps"]
     left, right = figure.subplots(1, 2)
     trained = "loss" if steps[-1].get("objective") else "reward"  # on fixed data the loss shows if it learns
     numbers = [step["step"] for step in steps]
@@ -83,7 +84,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     left.set(title=f"{name}: mean {trained}", ylabel=trained)
     parts = dict.fromkeys(label for step in steps for label in step.get("rewards") or {})
     for label in parts if len(parts) > 1 else ():
-        left.plot(numbers, _values(steps, f"{METRIC}{label}"), linewidth=1, label=_text(label))
+        left.plot(numbers, _values(steps, f"{METRIC}{label}"), linewidth=1, label=_plain_name(label))
     _stack(right, _edges(numbers), {phase: _values(steps, phase, 0.0) for phase in PHASE_COLOURS})
     right.set(title="seconds per phase", ylabel="s", ylim=(0, None))
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -111,7 +112,7 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
     where it has such counters (RSS of a process is in summary.json only: it is much more than a tiny model's tensors).
     Steps without a ledger are gaps, and groups that are always empty are left out.
     """
-    steps, name = summary["steps"], _text(str(summary["run"]))
+    steps, name = summary["steps"], _plain_name(str(summary["run"]))
     phases = {step["step"]: (step.get("memory") or {}).get("phases") or {} for step in steps}
     highest = {number: max(found.values(), key=_peak, default=None) for number, found in phases.items()}
     figure = _figure(12, 4.5)
@@ -145,7 +146,7 @@ def _draw_moments(
 
     _stack(axes, edges, {group: sizes(lambda moment, group=group: moment["bytes"].get(group, 0)) for group in groups})
     axes.stairs(sizes(_peak), edges, baseline=None, color="black", linewidth=1.2, label="held (peak)")
-    for name, style in MEASURED.items():
+    for name, style in MEASURED_STYLES.items():
         measured = sizes(lambda moment, name=name: moment["measured"].get(name, NAN))
         if any(size == size for size in measured):
             axes.stairs(measured, edges, baseline=None, color="0.35", linestyle=style, label=f"measured {name}")

@@ -15,7 +15,7 @@ from verl_patches.trainer.record import delta_of_steps
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import chain_of, read_start
 
-SUMMARY, PROGRESS = "summary.json", "progress.log"
+SUMMARY_FILE, PROGRESS_FILE = "summary.json", "progress.log"
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _read_own_summary(folder: Path) -> dict[str, Any]:
-    found = read_object(folder / SUMMARY)
+    found = read_object(folder / SUMMARY_FILE)
     steps, reason = found.get("steps", []), found.get("exit", "")
     whole = isinstance(reason, str) and isinstance(steps, list)
     if not whole or not all(isinstance(step, dict) and isinstance(step.get("step"), int) for step in steps):
         raise ConfigError(
-            f"{folder / SUMMARY}: expected the record of a run, exit as text and steps as objects with a whole step; "
-            "found another program's, or an edited one; see driver.log beside it"
+            f"{folder / SUMMARY_FILE}: expected the record of a run, exit as text and steps as objects with a whole "
+            "step; found another program's, or an edited one; see driver.log beside it"
         )
     if reason:
         found["exit"] = printable(reason, keep="\n\t")  # it may hold the message of any library
@@ -68,7 +68,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def last_lines(folder: Path, count: int) -> list[str]:
     """Return the last complete lines of progress.log; empty where it does not exist."""
     try:
-        lines = (folder / PROGRESS).read_text(errors="replace").split("\n")
+        lines = (folder / PROGRESS_FILE).read_text(errors="replace").split("\n")
     except FileNotFoundError:
         return []
     return [printable(line[2:]) for line in lines if line.startswith("| ")][-count:]

@@ -17,15 +17,15 @@ from typing import Any
 from verl_patches.errors import RecipeError
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.rewards.parts import METRIC
-from verl_patches.run.record.record import SUMMARY, read_summary
+from verl_patches.run.record.record import SUMMARY_FILE, read_summary
 
-ENDS = 5  # number of steps, the first and the last of a run, over which means are taken
-FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
-OF_CRITIC = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
+END_STEPS = 5  # number of steps, the first and the last of a run, over which means are taken
+FIRST_MEAN, LAST_MEAN = (f"mean of the {end} {END_STEPS}" for end in ("first", "last"))
+CRITIC_PHASES = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
 # without offload, whose time is inside other phases
 PHASES = tuple(each.name for each in sorted(STEP_PHASES, key=lambda each: each.critic) if each.name != "offload")
 # name -> its keys in a step's record (trainer/step_record.py); docs/profile.md defines the rates
-IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
+STEP_KEYS = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "tokens": ("tokens", "total"),
     "response tokens": ("tokens", "response_mean"),
     "share at the length limit": ("tokens", "at_limit"),
@@ -43,12 +43,12 @@ IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "held MB": ("memory", "peak_bytes"),
     "sync MB": ("sync", "received_bytes", "max"),
 }
-ENDED = ("reward", "loss", "margin", "accuracy")  # means at both ends; the last three exist only on fixed data
-_OVER = {"val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
-_OVER |= dict.fromkeys(ENDED, (FIRST, LAST))
-_OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
-_NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
-_ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
+END_METRICS = ("reward", "loss", "margin", "accuracy")  # means at both ends; the last three exist only on fixed data
+_REDUCTIONS = {"val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
+_REDUCTIONS |= dict.fromkeys(END_METRICS, (FIRST_MEAN, LAST_MEAN))
+_REDUCTIONS |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
+_NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(STEP_KEYS)[len(PHASES) :], "PSS MB")
+_ROWS = [(name, over) for name in _NAMES for over in _REDUCTIONS.get(name, ("median",))]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -57,7 +57,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not summary.get("steps"):
         ended = summary.get("exit", "running")
         todo = "see driver.log there" if ended != "running" else f"see `python -m verl_patches status {folder}`"
-        raise RecipeError(f"{folder}: {SUMMARY} has no finished step, so there is nothing to report ({ended}); {todo}")
+        raise RecipeError(
+            f"{folder}: {SUMMARY_FILE} has no finished step, so there is nothing to report ({ended}); {todo}"
+        )
     return summary
 
 
@@ -65,14 +67,18 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts of a run that a reader needs before its figures."""
     steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
     slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
-    last = [f"{name} {_text(value)}" for _, val in validations(summary)[-1:] for name, value in val["metrics"].items()]
+    last = [
+        f"{name} {_figure_text(value)}"
+        for _, val in validations(summary)[-1:]
+        for name, value in val["metrics"].items()
+    ]
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
         "training layout": layout.get("train", "-"),
         "rollout layout": layout.get("rollout", "-"),
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
-        "resumed": resumed(steps) or "-",
+        "resumed": resumed_text(steps) or "-",
         "start, slowest worker": ", ".join(slowest) or "-",
         "last validation": ", ".join(last) or "-",
         "ended": str(summary.get("exit")),
@@ -84,18 +90,18 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
 def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """Return {(name, reduction over the steps): value, None where the run lacks it}, always in the same order."""
     steps, delta = summary["steps"], summary.get("logprob_delta") or {}
-    values = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
-    values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
-    for name in ENDED:
-        values[name, FIRST] = reduced(steps[:ENDS], name, statistics.fmean)
-        values[name, LAST] = reduced(steps[-ENDS:], name, statistics.fmean)
+    values = {(name, "median"): value for name, value in medians(steps, STEP_KEYS).items()}
+    values |= {(name, "largest"): reduce_steps(steps, name, max) for name in ("held MB", "sync MB")}
+    for name in END_METRICS:
+        values[name, FIRST_MEAN] = reduce_steps(steps[:END_STEPS], name, statistics.fmean)
+        values[name, LAST_MEAN] = reduce_steps(steps[-END_STEPS:], name, statistics.fmean)
     scores = [val["score"] for _, val in validations(summary)] or [None]
     values |= {("val", "first"): scores[0], ("val", "last"): scores[-1]}
     values["val", "largest"] = max((score for score in scores if score is not None), default=None)
     whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
     values["other s", "median"] = None if whole is None else max(whole - named, 0.0)
     values["|dlogp|", "mean"], values["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
-    values["PSS MB", "largest"] = _mb(summary.get("peak_pss_bytes", {}).get("total"))
+    values["PSS MB", "largest"] = _megabytes(summary.get("peak_pss_bytes", {}).get("total"))
     return {row: values[row] for row in _ROWS}
 
 
@@ -106,26 +112,26 @@ def validations(summary: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
-    """Return the medians of names of IN_STEP over the timed steps."""
+    """Return the medians of names of STEP_KEYS over the timed steps."""
     timed = timed_steps(steps)
-    return {name: reduced(timed, name, statistics.median) for name in names if name not in _OVER}
+    return {name: reduce_steps(timed, name, statistics.median) for name in names if name not in _REDUCTIONS}
 
 
-def in_step(step: Mapping[str, Any], name: str) -> float | None:
-    """Return one step's value of a name of IN_STEP, or of reward/LABEL of a part; None where its record lacks it."""
+def step_value(step: Mapping[str, Any], name: str) -> float | None:
+    """Return one step's value of a name of STEP_KEYS, or of reward/LABEL of a part; None where its record lacks it."""
     value: Any = step
-    for key in IN_STEP.get(name) or ("rewards", name.removeprefix(METRIC)):
+    for key in STEP_KEYS.get(name) or ("rewards", name.removeprefix(METRIC)):
         value = (value or {}).get(key)
-    return _mb(value) if name.endswith(" MB") else value
+    return _megabytes(value) if name.endswith(" MB") else value
 
 
-def reduced(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
-    """Return the values of a name of IN_STEP in some steps, reduced `by` a function; None where there are none."""
-    values = [value for step in steps if (value := in_step(step, name)) is not None]
+def reduce_steps(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
+    """Return the values of a name of STEP_KEYS in some steps, reduced `by` a function; None where there are none."""
+    values = [value for step in steps if (value := step_value(step, name)) is not None]
     return by(values) if values else None
 
 
-def _mb(size_bytes: float | None) -> float | None:
+def _megabytes(size_bytes: float | None) -> float | None:
     return None if size_bytes is None else size_bytes / 1e6
 
 
@@ -135,18 +141,18 @@ def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
     return usual or steps[1:] or steps
 
 
-def resumed(steps: Sequence[Mapping[str, Any]]) -> str:
+def resumed_text(steps: Sequence[Mapping[str, Any]]) -> str:
     """Return as text after which steps the run was resumed or restarted; empty where it never was."""
     return ", ".join(f"after step {step['resumed_after']}" for step in steps if step.get("resumed_after"))
 
 
-def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def run_names(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each run, with its number in front where two have the same."""
     names = [str(summary.get("run")) for summary in summaries]
     return names if len({*names}) == len(names) else [f"{number}: {name}" for number, name in enumerate(names, 1)]
 
 
-def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def compare_figures(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, or None.
 
     Figures that no run has are left out if they are MFU (a CPU has no peak rate), val, phases of a critic, or those of
@@ -155,7 +161,9 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        if any(value is not None for value in values) or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
+        if any(value is not None for value in values) or not name.startswith(
+            ("MFU", "val", *END_METRICS[1:], *CRITIC_PHASES)
+        ):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows
@@ -166,32 +174,32 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
-    """Return `compare`'s rows as text below a line of titles: a column for each run, with its ratio to the first."""
+def table_lines(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """Return `compare_figures`'s rows as text below a line of titles: a column a run, with its ratio to the first."""
     lines = [["figure", "over the steps", names[0], *(f"{name} (vs {names[0]})" for name in names[1:])]]
     for row in rows:
-        first, *others = map(_text, row["values"])
-        others = [f"{value} ({_text(ratio)})" for value, ratio in zip(others, row["ratios"], strict=True)]
+        first, *others = map(_figure_text, row["values"])
+        others = [f"{value} ({_figure_text(ratio)})" for value, ratio in zip(others, row["ratios"], strict=True)]
         lines.append([row["name"], row["over"], first, *others])
     return lines
 
 
-def _text(value: float | None) -> str:
+def _figure_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
 def markdown(
     summaries: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()
 ) -> str:
-    """Return the report of one or several runs as Markdown; rows: `compare`'s; pictures: names of files beside it."""
-    names, every = names_of(summaries), [facts(summary) for summary in summaries]
+    """Return the report of one or several runs as Markdown; rows: `compare_figures`'s; pictures: files beside it."""
+    names, every = run_names(summaries), [facts(summary) for summary in summaries]
     table = _table([["", *names], *([key, *(f[key] for f in every)] for key in every[0])])
     parts = [f"# {_cell(', '.join(names))}", table]
     if any(len(summary["steps"]) == 1 for summary in summaries):
         parts.append("A run of one step: its seconds include the start.")
     elif any(step.get("profile") for summary in summaries for step in timed_steps(summary["steps"])):
         parts.append("A run whose steps after the first were all profiled: its seconds are not comparable.")
-    parts += [_table(texts(rows, names)), *(f"![{name}]({name})" for name in pictures)]
+    parts += [_table(table_lines(rows, names)), *(f"![{name}]({name})" for name in pictures)]
     return "\n\n".join(parts) + "\n"
 
 

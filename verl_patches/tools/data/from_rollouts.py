@@ -25,7 +25,7 @@ from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.recipe import one_of
-from verl_patches.run.environment import COMPOSED, FACTS
+from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.replay.recording import recording_in
@@ -78,11 +78,13 @@ def from_rollouts(
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.
     """
-    with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
+    with load(f"{run}: expected a run, with {CONFIG_FILE} and {FACTS_FILE}"):
         try:
-            spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+            spec = read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
         except ValidationError:
-            text = f"{run / FACTS}: expected the facts of a run as this version writes them; {run} was recorded by an"
+            text = (
+                f"{run / FACTS_FILE}: expected the facts of a run as this version writes them; {run} was recorded by an"
+            )
             text = f"{text} earlier version: use that version, or record the run again"
             raise ConfigError(text) from None
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)

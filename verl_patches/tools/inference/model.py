@@ -21,9 +21,9 @@ from verl_patches.layout.inventory import SCORE
 from verl_patches.plan.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
 from verl_patches.recipe import VLLM_DTYPES
-from verl_patches.run.compose import RowsOf, check_dtype, compose_config, keys_of
-from verl_patches.run.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
-from verl_patches.run.environment import COMPOSED, derive, process_environment
+from verl_patches.run.compose import RowProvider, check_dtype, compose_config, override_keys
+from verl_patches.run.engine_options import ROLLOUT_KEY, check_engine_options, rewrite_engine_options
+from verl_patches.run.environment import CONFIG_FILE, environment_variables, process_environment
 from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import OF_VALUES, RunSpec, Trees
@@ -49,7 +49,7 @@ def find_model(
     config_name: str | None,
     overrides: Sequence[str],
     trees: Trees,
-    rows_of: RowsOf,
+    rows_of: RowProvider,
     newest: bool = False,
 ) -> Model:
     """Return the weights of a folder, or the checkpoints (with `newest` only that) of a run or a start.
@@ -64,12 +64,12 @@ def find_model(
     if (given / "config.json").exists():
         saved = SAVED.fullmatch(given.name)
         folders = {int(saved[1]) if saved else 0: given}
-        of_run = saved and (given.absolute().parents[1] / COMPOSED).is_file()
+        of_run = saved and (given.absolute().parents[1] / CONFIG_FILE).is_file()
         run = given.absolute().parents[1] if of_run else None
     else:
         run, folders = find_start(given, root, ", or a folder of weights, with config.json"), {}
     if run and config_name:
-        raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
+        raise ConfigError(f"{given} has the settings of {run / CONFIG_FILE}; leave --config-name out")
     name = config_name or CONFIG_NAME
     config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
     objective, platform = config.recipe.objective.name, config.recipe.platform
@@ -78,7 +78,7 @@ def find_model(
             f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
-    spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
+    spec = resolve(instance_of(config), rows_of(platform), override_keys(overrides), for_platform(platform, trees))
     if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
@@ -100,24 +100,24 @@ def find_model(
         if type(length) is not int or length < 2:
             where = source.folder / "config.json"
             raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")
-    return Model(spec, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
+    return Model(spec, str(run / CONFIG_FILE) if run else f"configs/{name}.yaml", sources, length)
 
 
 def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
     """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
-    with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
-        config = OmegaConf.create(read_yaml(run / COMPOSED))
+    with load(f"{run / CONFIG_FILE} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
+        config = OmegaConf.create(read_yaml(run / CONFIG_FILE))
         OmegaConf.set_struct(config, True)
         config.merge_with_dotlist(list(overrides))
         try:
             check_recipe(OmegaConf.to_container(config.recipe))
         except ConfigError as error:
             text = "a key that is unknown here was recorded by another version: remove it from the file"
-            raise ConfigError(f"{run / COMPOSED}: {error}\n        ({text})") from error
+            raise ConfigError(f"{run / CONFIG_FILE}: {error}\n        ({text})") from error
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
-        keys = keys_of(overrides)
-        if "recipe.dtype" in keys and f"{ROLLOUT}.dtype" not in keys:  # the file has values in place of references
+        keys = override_keys(overrides)
+        if "recipe.dtype" in keys and f"{ROLLOUT_KEY}.dtype" not in keys:  # the file has values in place of references
             config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
         check_dtype(config)
         check_engine_options(config, keys, OmegaConf.from_dotlist(list(overrides)))
@@ -130,7 +130,7 @@ def restart_in_environment(run: RunSpec) -> None:
 
     Python and torch read some of them only when they start.
     """
-    variables = [v for v in derive(run) if v.name != "TENSORBOARD_DIR"]
+    variables = [v for v in environment_variables(run) if v.name != "TENSORBOARD_DIR"]
     wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
     if any(os.environ.get(variable.name) != variable.value for variable in wanted):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))

@@ -24,7 +24,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import short_temp_dir
 from verl_patches.launch.ray_cluster import leave_out, ray_options, require_nodes
 from verl_patches.run.environment import RAY_FOLDER
-from verl_patches.run.ray_nodes import said
+from verl_patches.run.ray_nodes import error_line
 from verl_patches.spec import RunSpec
 from verl_patches.tools.inference.engine import Engine, Request
 from verl_patches.trainer import ray_start
@@ -117,4 +117,4 @@ def _errors_of_ranks() -> Iterator[None]:
         cause = getattr(error, "cause", None)
         if isinstance(cause, (ConfigError, RecipeError)):
             raise cause from error
-        raise RecipeError(f"a rank of the rollout failed: {repr(cause) if cause else said(error)}") from error
+        raise RecipeError(f"a rank of the rollout failed: {repr(cause) if cause else error_line(error)}") from error
