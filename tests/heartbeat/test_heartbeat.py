@@ -37,7 +37,7 @@ def start(tmp_path, monkeypatch):
         process.communicate()
 
 
-def until(true):
+def wait_until(true):
     """Wait until `true()` returns true."""
     deadline = time.monotonic() + HANG_S
     while not true():
@@ -45,31 +45,31 @@ def until(true):
         time.sleep(0.1)
 
 
-def only(folder):
+def single_process(folder):
     (seen,) = read_processes(folder)
     return seen
 
 
 def test_a_process_says_where_it_is_and_goes_on_beating(start, tmp_path):
     process = start(3, "waits")
-    seen = only(tmp_path)
+    seen = single_process(tmp_path)
     assert (seen.beat.name, seen.beat.rank, seen.beat.pid) == ("rank 3", 3, process.pid)
     assert (seen.beat.call, seen.beat.phase, seen.beat.place) == ("update_actor", "update", "update_actor update")
     assert seen.beat.longest_s.keys() == {"compute_log_prob", "compute_log_prob old_log_prob", "update_actor"}
     assert seen.state in "SRD" and seen.where.startswith(f"rank 3 (pid {process.pid} on ")
-    until(lambda: only(tmp_path).beat.at_s > seen.beat.at_s + heartbeat.BEAT_S)
-    assert only(tmp_path).in_place_s > heartbeat.BEAT_S
+    wait_until(lambda: single_process(tmp_path).beat.at_s > seen.beat.at_s + heartbeat.BEAT_S)
+    assert single_process(tmp_path).in_place_s > heartbeat.BEAT_S
 
 
 def test_a_process_that_holds_the_gil_is_silent_and_gives_its_stacks(start, tmp_path):
     start(1, "holds_the_gil")
-    until(lambda: only(tmp_path).silent_s > 3 * heartbeat.BEAT_S)
-    assert only(tmp_path).state == "S" and "in holds_the_gil" in stacks(tmp_path, ["rank 1"])["rank 1"]
+    wait_until(lambda: single_process(tmp_path).silent_s > 3 * heartbeat.BEAT_S)
+    assert single_process(tmp_path).state == "S" and "in holds_the_gil" in stacks(tmp_path, ["rank 1"])["rank 1"]
 
 
 def test_a_process_that_has_died_is_gone(start, tmp_path):
     os.kill(start(1, "waits").pid, signal.SIGKILL)
-    until(lambda: only(tmp_path).state == "gone")
+    wait_until(lambda: single_process(tmp_path).state == "gone")
     assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and close(tmp_path, failed=True) == []
     assert state_of(os.getpid(), started_at(os.getpid()) + 1) == "gone"  # another process of the same pid
 
@@ -77,7 +77,7 @@ def test_a_process_that_has_died_is_gone(start, tmp_path):
 def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
     first, second, other = start(0, "waits"), start(1, "waits"), start(2, "waits")
     os.kill(second.pid, signal.SIGSTOP)
-    until(lambda: "T" in [seen.state for seen in read_processes(tmp_path)])
+    wait_until(lambda: "T" in [seen.state for seen in read_processes(tmp_path)])
     (tmp_path / "rank_2.beat").unlink()  # as that of a process of another run, which has its beat elsewhere
     assert close(tmp_path, failed=True) == ["rank 0", "rank 1"]
     assert {first.wait(HANG_S), second.wait(HANG_S)} == {-signal.SIGKILL} and other.poll() is None
@@ -140,13 +140,13 @@ def test_a_damaged_record_is_none(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_rank_that_validates_is_in_a_place_of_its_own(tmp_path, method, meta, place):
     def called(self, prompts):
-        return only(tmp_path).beat.place
+        return single_process(tmp_path).beat.place
 
     worker = type("Worker", (), {method: called})()
     heartbeat.current_heartbeat().start(tmp_path, "rank 0", 0)
     try:
         assert record_and_call(called, (worker, SimpleNamespace(meta_info=meta)), {}) == place
-        assert only(tmp_path).beat.longest_s.keys() == {place}
+        assert single_process(tmp_path).beat.longest_s.keys() == {place}
     finally:
         heartbeat.current_heartbeat().stop()
 

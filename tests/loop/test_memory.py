@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from loop_runs import OFFLOAD, ROOT, hook, metrics_of
 
-from tests.memory.test_schedule import moves_of_a_step
+from tests.memory.test_schedule import step_moves
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
@@ -26,7 +26,7 @@ TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 def assert_carried_out(run):
     """Assert that simulated and executed moves are equal; training weights are copied once in each direction."""
     first, second = (step["offload"] for step in run.steps)
-    done = moves_of_a_step(SCHEDULE, (), TRAINING)
+    done = step_moves(SCHEDULE, (), TRAINING)
     assert second["sequences"] == [done]
     assert first["sequences"][0][:2] == ["load actor_params", "free actor_params"]  # nothing has written to them yet
     for way in ("load", "offload"):

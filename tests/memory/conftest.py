@@ -57,8 +57,8 @@ class Buffer:
 
 
 @pytest.fixture
-def made():
-    """Return made(groups, unmoved_groups) -> (scheduler, log of moves, handlers), with a strict ledger."""
+def make_scheduler():
+    """Return make_scheduler(groups, unmoved_groups) -> (scheduler, log of moves, handlers), with a strict ledger."""
 
     def make(groups=tuple(SIZES), unmoved_groups=(), schedule=SCHEDULE, action="strict", rank=0):
         log = []

@@ -16,16 +16,16 @@ from tests.memory.offload_objects import (
     BF16,
     FP32,
     Counted,
+    adam_states,
+    all_equal,
     chunk,
+    error_text,
     load,
-    moves,
     offload,
-    refused,
-    same,
     sizes,
     state_bytes,
-    states_of,
     step,
+    take_move_names,
     trained,
     weights,
 )
@@ -61,7 +61,11 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     torch.manual_seed(0)
     chunks, reference = [chunk(), chunk(experts=False)], torch.nn.Linear(2, 3)
     both, full = Params([*chunks, reference]), sizes(chunks)
-    views, before, of_reference = [p.view(-1) for p in chunks[0].parameters()], weights(chunks), weights([reference])
+    views, before, reference_weights = (
+        [p.view(-1) for p in chunks[0].parameters()],
+        weights(chunks),
+        weights([reference]),
+    )
     Grads(chunks).free()
     both.offload()
     offload(chunks)  # idempotent
@@ -70,7 +74,7 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     recorded = counters.take_moves()
     both.load()
     assert sizes(chunks) == {name: 0 if name.endswith("grad_data") else size for name, size in full.items()}
-    assert same(weights(chunks), before) and same(weights([reference]), of_reference)
+    assert all_equal(weights(chunks), before) and all_equal(weights([reference]), reference_weights)
     both.offload()
     read = counters.take_moves()
     groups = ["actor_params", "actor_params", "ref_params"]
@@ -81,14 +85,14 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
 
     load(chunks)
     assert sizes(chunks) == full and gradients() == {0}
-    assert same(views, [p.view(-1) for p in chunks[0].parameters()])  # views of the same memory
+    assert all_equal(views, [p.view(-1) for p in chunks[0].parameters()])  # views of the same memory
     with torch.no_grad():
         for parameter in (p for each in chunks for p in each.parameters()):
             parameter.add_(1)
             parameter.main_grad.fill_(7)
     offload(chunks)
     load(chunks)
-    assert same(weights(chunks), [weight + 1 for weight in before]) and gradients() == {0}
+    assert all_equal(weights(chunks), [weight + 1 for weight in before]) and gradients() == {0}
     training = counters.take_moves()
     names = {f"{move['verb']} {move['group']}" for move in training}
     assert names == {"load actor_params", "alloc grads", "free grads", "offload actor_params"}
@@ -103,7 +107,7 @@ def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
         plain, offloaded, steps = trained(dtype), trained(dtype), []
         for number in range(3):
             assert step(*offloaded, number) == step(*plain, number)
-            assert same(weights(plain[0]), weights(offloaded[0]))
+            assert all_equal(weights(plain[0]), weights(offloaded[0]))
             assert state_bytes(offloaded[1]) == optimizer_full_bytes(offloaded[1])
             counters.take_moves()
             with Counted() as seen:
@@ -146,7 +150,7 @@ def a_storage_that_other_code_changed_is_refused_by_name():
         chunks, optimizer = trained()
         step(chunks, optimizer, 0)
         Optimizer(optimizer).offload()
-        states_of(optimizer)[0]["exp_avg_sq"].untyped_storage().resize_(4)
+        adam_states(optimizer)[0]["exp_avg_sq"].untyped_storage().resize_(4)
         Optimizer(optimizer).load()
 
     for case, words in (
@@ -154,7 +158,7 @@ def a_storage_that_other_code_changed_is_refused_by_name():
         (written_reference, ("ref_params, bias", "host copy is stale")),
         (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found 4")),
     ):
-        error = refused(case)
+        error = error_text(case)
         assert error.startswith("RecipeError: offload: ") and all(word in error for word in words), error
 
 
@@ -173,7 +177,7 @@ class Upstream:
         self.load()
 
 
-def worker_of(chunks, optimizer, offload=True):
+def make_worker(chunks, optimizer, offload=True):
     """Return the recipe's worker over `Upstream`."""
     from verl_patches.worker.recipe_worker import RecipeWorker
 
@@ -201,14 +205,14 @@ def started(worker):
 def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
     """Check patch memory.order: loaded weights are copied to the host, saved weights are not."""
     chunks, optimizer = trained(BF16)
-    worker, before = worker_of(chunks, optimizer), weights(chunks)
+    worker, before = make_worker(chunks, optimizer), weights(chunks)
     loads, offloads = (
         ["load actor_params"] * 2 + ["load optimizer"],
         ["offload actor_params"] * 2 + ["offload optimizer"],
     )
 
     def save():
-        assert same(weights(chunks), before)
+        assert all_equal(weights(chunks), before)
 
     def double():
         for parameter in chunks[0].parameters():
@@ -216,30 +220,30 @@ def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
 
     worker.save, worker.load = save, double
     assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl moves nothing
-    moves()
+    take_move_names()
     worker.memory.built(chunks, optimizer)
-    assert moves() == ["free grads"] * 2 + offloads
+    assert take_move_names() == ["free grads"] * 2 + offloads
     with started(worker) as scheduler:
         worker.save_checkpoint("here")
-        assert moves() == [*loads, "free actor_params", "free actor_params", "offload optimizer"]
+        assert take_move_names() == [*loads, "free actor_params", "free actor_params", "offload optimizer"]
         worker.load_checkpoint("here")
-        assert moves() == loads + offloads and not any(sizes(chunks).values())
+        assert take_move_names() == loads + offloads and not any(sizes(chunks).values())
         scheduler.begin("update")
         doubled = len(list(chunks[0].parameters()))
-        assert same(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
-        moves()
+        assert all_equal(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
+        take_move_names()
         worker.save = lambda: None
         worker.save_checkpoint("here")
-        assert moves() == []  # all is on the device
+        assert take_move_names() == []  # all is on the device
 
 
 def states_that_a_resume_makes_are_offloaded_too():
     """Check this in fp32, where load_checkpoint makes the states."""
 
-    def bytes_of(case):
+    def state_bytes_by_moment(case):
         """Return the bytes of states in load_checkpoint, after it, and in the update."""
         chunks, optimizer = trained(FP32)
-        worker, held = worker_of(chunks, optimizer, offload=case == "moved"), []
+        worker, held = make_worker(chunks, optimizer, offload=case == "moved"), []
 
         def load():
             for one in optimizer.chained_optimizers:
@@ -253,13 +257,13 @@ def states_that_a_resume_makes_are_offloaded_too():
             worker.load_checkpoint("here")
             held.append(state_bytes(optimizer))
             scheduler.begin("update")
-            ones = [state[name] for state in states_of(optimizer) for name in ("exp_avg", "exp_avg_sq")]
+            ones = [state[name] for state in adam_states(optimizer) for name in ("exp_avg", "exp_avg_sq")]
             held.append(sum(float(tensor.sum()) * 4 for tensor in ones))
         return held
 
-    full = bytes_of("stays")[0]
-    assert full and bytes_of("stays") == [full, full, full]  # negative control: optimizer_offload=false
-    assert bytes_of("moved") == [full, 0, full]
+    full = state_bytes_by_moment("stays")[0]
+    assert full and state_bytes_by_moment("stays") == [full, full, full]  # negative control: optimizer_offload=false
+    assert state_bytes_by_moment("moved") == [full, 0, full]
 
 
 def a_checkpoint_uses_the_host_copies_of_the_schedule():
@@ -268,7 +272,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
     The memory that the checkpoint reads stays until the next update's states are offloaded, so an update waits for it.
     """
     chunks, optimizer = trained(BF16)
-    worker = worker_of(chunks, optimizer)
+    worker = make_worker(chunks, optimizer)
     checkpoint = WorkerCheckpoint(worker)
     worker.memory.built(chunks, optimizer)
     with started(worker) as scheduler:
@@ -277,21 +281,21 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
             step(chunks, optimizer, number)
             before = [t.clone() for t in checkpointed(chunks, optimizer)]
             scheduler.end()
-        moves()
+        take_move_names()
         storages, copied = checkpoint._copy_to_host()
         places = [(t, Place(tuple(t.shape), t.stride(), 0)) for t in checkpointed(chunks, optimizer)]
         pieces = [StoredTensor(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
         contents = checkpoint._contents(pieces, storages)
 
         def as_before():
-            return same([next(contents(piece)) for piece in pieces], before)
+            return all_equal([next(contents(piece)) for piece in pieces], before)
 
         assert copied == sum(b.numel * 2 for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers))
         assert as_before()
         scheduler.begin("reshard")
         scheduler.begin("update")
-        of_weights = [move for move in moves() if "actor_params" in move]
-        assert of_weights == ["free actor_params"] * 2 + ["load actor_params"] * 2
+        weight_moves = [move for move in take_move_names() if "actor_params" in move]
+        assert weight_moves == ["free actor_params"] * 2 + ["load actor_params"] * 2
         step(chunks, optimizer, 2)
         assert as_before()  # while the update runs
         scheduler.end()
@@ -314,7 +318,7 @@ def every_group_of_a_worker_is_watched():
     core = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config), model_executor=SimpleNamespace())
     core.model_executor.driver_worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
     engine, executor = SimpleNamespace(llm_engine=core), SimpleNamespace(held_bytes=0)
-    worker = worker_of(chunks, optimizer)
+    worker = make_worker(chunks, optimizer)
     worker._is_rollout = worker._is_ref = True
     worker.rollout, worker.ref_module = SimpleNamespace(inference_engine=engine), [torch.nn.Linear(2, 3)]
     worker.sharding_manager = SimpleNamespace(resharder=SimpleNamespace(executor=executor))
@@ -331,10 +335,10 @@ def every_group_of_a_worker_is_watched():
         assert record["bytes"]["rollout_weights"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
         ledger.enter("reshard")
         executor.held_bytes = 5
-        error = refused(lambda: ledger.enter("wake_kv"))
+        error = error_text(lambda: ledger.enter("wake_kv"))
         assert "reshard_buffers" in error and "holds 5 bytes, expected 0" in error
         executor.held_bytes = 0
-        assert not refused(lambda: ledger.enter("wake_kv"))
+        assert not error_text(lambda: ledger.enter("wake_kv"))
         model_config.enable_sleep_mode, engine.awake = True, {"weights"}  # unmapped; storages still exist
-        error = refused(lambda: ledger.enter("wake_kv"))
+        error = error_text(lambda: ledger.enter("wake_kv"))
         assert "kv_cache" in error and "holds 0 bytes" in error

@@ -107,7 +107,7 @@ def offload(chunks, optimizer=None):
         Optimizer(optimizer).offload()
 
 
-def states_of(optimizer):
+def adam_states(optimizer):
     """Return Adam's states of every parameter."""
     return [state for one in optimizer.chained_optimizers for state in one.optimizer.state.values()]
 
@@ -120,7 +120,7 @@ def weights(chunks):
     return [p.detach().clone() for each in chunks for p in each.parameters()]
 
 
-def same(one, other):
+def all_equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -134,12 +134,12 @@ def sizes(chunks):
     return totals
 
 
-def moves():
+def take_move_names():
     """Return the moves since the last call: ["load actor_params", ...]."""
     return [f"{move['verb']} {move['group']}" for move in counters.take_moves()]
 
 
-def refused(action):
+def error_text(action):
     """Return the error of `action`, "" without one."""
     try:
         action()

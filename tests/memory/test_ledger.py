@@ -10,7 +10,7 @@ from verl_patches.memory.measure import held_bytes
 from verl_patches.memory.schedule import SCHEDULE, residency
 
 
-def begin(scheduler, until):
+def begin_phases(scheduler, until):
     for phase in scheduler.schedule.phases:
         scheduler.begin(phase.name)
         if phase.name == until:
@@ -24,10 +24,12 @@ def begin(scheduler, until):
     ("rollout", "rollout_weights", 599, "released or never loaded"),
     ("rollout", "kv_cache", 0, "released or never loaded"),
 ])  # fmt: skip
-def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_released_it(made, phase, group, size, words):
-    scheduler, _, handlers = made()
-    begin(scheduler, "update")
-    begin(scheduler, phase)
+def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_released_it(
+    make_scheduler, phase, group, size, words
+):
+    scheduler, _, handlers = make_scheduler()
+    begin_phases(scheduler, "update")
+    begin_phases(scheduler, phase)
     handlers[group].resize(size)
     with pytest.raises(MemoryLedgerError, match=words):
         scheduler.ledger.enter(phase)
@@ -35,18 +37,18 @@ def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_releas
     assert (violation["phase"], violation["group"], violation["bytes"]) == (phase, group, size)
 
 
-def test_a_wrong_table_fails(made):
+def test_a_wrong_table_fails(make_scheduler):
     """Check as a negative control that a table with a missing move fails."""
-    scheduler, _, _ = made()
+    scheduler, _, _ = make_scheduler()
     phases = tuple(replace(phase, enter=()) if phase.name == "ref" else phase for phase in SCHEDULE.phases)
     scheduler.ledger._expected = residency(replace(SCHEDULE, phases=phases))
     with pytest.raises(MemoryLedgerError, match="ref: ref_params"):
-        begin(scheduler, "update")
+        begin_phases(scheduler, "update")
 
 
-def test_report_continues_and_records_the_violation(made):
-    scheduler, _, handlers = made(action="report", rank=3)
-    begin(scheduler, "rollout")
+def test_report_continues_and_records_the_violation(make_scheduler):
+    scheduler, _, handlers = make_scheduler(action="report", rank=3)
+    begin_phases(scheduler, "rollout")
     handlers["grads"].resize(8)
     scheduler.ledger.enter("rollout")
     memory = memory_summary([{"rank": 3, **scheduler.ledger.take()}, None])

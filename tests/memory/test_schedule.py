@@ -33,7 +33,7 @@ SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum iden
 SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
 
 
-def moves_of_a_step(schedule, unmoved_groups, groups):
+def step_moves(schedule, unmoved_groups, groups):
     """Return the moves after the first step of `groups` and the allocator, such as "load actor_params"."""
     moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), unmoved_groups).values()
     return [str(move) for moment in moments for move in moment.moves if not move.group or move.group in groups]
@@ -97,7 +97,7 @@ def test_every_schedule_closes_whatever_stays_or_is_missing(schedule, unmoved_gr
         assert moment.peak_bytes == sum(SIZES[t] for t in moment.at_peak)
         assert moment.peak_bytes >= sum(SIZES[t] for t in moment.resident)
         assert moment.to_device_bytes <= sum(sizes.get(t, 0) for t in MEMORY_GROUPS if t not in unmoved_groups)
-    assert residents_of_two_steps(schedule, unmoved_groups) == 2 * [residency(schedule, unmoved_groups)]
+    assert two_step_residents(schedule, unmoved_groups) == 2 * [residency(schedule, unmoved_groups)]
     # a phase of some steps leaves nothing behind
     usual = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), unmoved_groups)
     assert {name: residency(schedule, unmoved_groups)[name] for name in usual} == {
@@ -105,7 +105,7 @@ def test_every_schedule_closes_whatever_stays_or_is_missing(schedule, unmoved_gr
     }
 
 
-def residents_of_two_steps(schedule, unmoved_groups=()):
+def two_step_residents(schedule, unmoved_groups=()):
     """Return [{phase: groups on the device during its work}] of the first step and the second."""
     moving, now = (
         dict.fromkeys(groups, 1) for groups in (set(MEMORY_GROUPS).difference(unmoved_groups), unmoved_groups)
@@ -116,7 +116,7 @@ def residents_of_two_steps(schedule, unmoved_groups=()):
 
 def test_a_table_that_does_not_close_is_found():
     """Check as a negative control a table whose second step begins with gradients."""
-    first, second = residents_of_two_steps(make_schedule("x", ("a", "", ""), ("b", "alloc grads", "")))
+    first, second = two_step_residents(make_schedule("x", ("a", "", ""), ("b", "alloc grads", "")))
     assert first["a"] == frozenset() and second["a"] == {"grads"}
 
 
@@ -140,7 +140,7 @@ def schedule_facts(rows, by_vllm=False, synced=True, skip=False, unified_memory=
     return schedule.name, unmoved_groups
 
 
-ON = "memory.order memory.sleep_mode reshard.direct"
+OUR_ROWS = "memory.order memory.sleep_mode reshard.direct"
 
 
 def test_the_schedule_of_a_run_and_the_groups_that_it_never_moves():
@@ -151,16 +151,16 @@ def test_the_schedule_of_a_run_and_the_groups_that_it_never_moves():
         (True, True, ("ours, addresses kept by vLLM", set())),
         (True, False, ("ours, with vLLM's sleep mode", set())),
     ):
-        assert schedule_facts(ON, by_vllm, synced) == expected
+        assert schedule_facts(OUR_ROWS, by_vllm, synced) == expected
         if not synced:  # nothing proves that verl's own sync writes every weight
             assert schedule_facts("memory.order memory.sleep_mode", by_vllm) == expected
     assert schedule_facts("memory.order reshard.direct") == ("ours, with vLLM's sleep mode", set())
     assert schedule_facts("memory.order", unified_memory=True) == ("ours, with vLLM's sleep mode", kept)
-    assert schedule_facts(ON, unified_memory=True) == ("ours", set())
-    assert schedule_facts(ON, skip=True)[0] == "ours, without old_log_prob"
+    assert schedule_facts(OUR_ROWS, unified_memory=True) == ("ours", set())
+    assert schedule_facts(OUR_ROWS, skip=True)[0] == "ours, without old_log_prob"
     assert schedule_facts("memory.sleep_mode", skip=True)[0] == "verl 54c9b736, without old_log_prob"
-    assert schedule_facts(ON, param_offload=False)[1] == {"actor_params", "grads"}
-    assert schedule_facts(ON, optimizer_offload=False, ref_offload=False)[1] == {"optimizer", "ref_params"}
+    assert schedule_facts(OUR_ROWS, param_offload=False)[1] == {"actor_params", "grads"}
+    assert schedule_facts(OUR_ROWS, optimizer_offload=False, ref_offload=False)[1] == {"optimizer", "ref_params"}
 
 
 def test_sleep_modes_change_copies_and_not_residency():

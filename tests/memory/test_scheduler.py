@@ -20,8 +20,8 @@ def step(scheduler):
     scheduler.end()
 
 
-def test_every_step_makes_the_moves_of_the_table_as_simulated(made):
-    scheduler, log, handlers = made()
+def test_every_step_makes_the_moves_of_the_table_as_simulated(make_scheduler):
+    scheduler, log, handlers = make_scheduler()
     step(scheduler)
     assert "offload" in counters.take_seconds() and log[0] == "load actor_params"
     log.clear()
@@ -45,9 +45,9 @@ def test_every_step_makes_the_moves_of_the_table_as_simulated(made):
     assert torch.equal(handlers["optimizer"].device, torch.arange(2400).to(torch.uint8))  # to the host and back
 
 
-def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(made):
+def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(make_scheduler):
     """Run the log-prob check's pass without old log-probs; otherwise the strict ledger would stop at ref."""
-    scheduler, log, _ = made(schedule=SCHEDULE.with_rare_phase("old_log_prob"))
+    scheduler, log, _ = make_scheduler(schedule=SCHEDULE.with_rare_phase("old_log_prob"))
     for phases in ("ref update", "old_log_prob ref update", "ref update"):
         log.clear()
         for phase in "reshard wake_kv rollout sleep".split() + phases.split():
@@ -57,8 +57,8 @@ def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(made):
                 assert log[-2:] == ["load actor_params", "free actor_params"]
 
 
-def test_a_phase_that_failed_is_ended_before_the_next_begins(made):
-    scheduler, log, _ = made(("actor_params", "grads", "optimizer", "rollout_weights", "reshard_buffers"))
+def test_a_phase_that_failed_is_ended_before_the_next_begins(make_scheduler):
+    scheduler, log, _ = make_scheduler(("actor_params", "grads", "optimizer", "rollout_weights", "reshard_buffers"))
     scheduler.begin("update")
     assert (
         scheduler.is_resident("optimizer")
@@ -73,8 +73,8 @@ def test_a_phase_that_failed_is_ended_before_the_next_begins(made):
     assert log == ["free reshard_buffers", "offload actor_params"]
 
 
-def test_a_group_that_stays_is_not_moved(made):
-    scheduler, log, handlers = made(("actor_params", "ref_params", "grads"), unmoved_groups={"grads"})
+def test_a_group_that_stays_is_not_moved(make_scheduler):
+    scheduler, log, handlers = make_scheduler(("actor_params", "ref_params", "grads"), unmoved_groups={"grads"})
     assert not scheduler.has_handler("grads")
     with pytest.raises(MemoryLedgerError, match="grads .* holds 0 bytes, expected 800"):
         step(scheduler)
@@ -84,16 +84,16 @@ def test_a_group_that_stays_is_not_moved(made):
     assert {word.split()[-1] for word in log} == {"actor_params", "ref_params", "empty_cache"}
 
 
-def test_a_handler_without_effect_is_found_at_the_next_phase(made):
+def test_a_handler_without_effect_is_found_at_the_next_phase(make_scheduler):
     """Check as a negative control that the ledger finds it."""
-    scheduler, _, handlers = made()
+    scheduler, _, handlers = make_scheduler()
     handlers["ref_params"].free = lambda: None
     with pytest.raises(MemoryLedgerError, match=r"entering advantage: ref_params .* after ref \(free\)"):
         step(scheduler)
 
 
-def test_vllms_calls_take_the_place_of_its_moves(made):
-    scheduler, log, _ = made(tuple(group for group in SIZES if group not in ("rollout_weights", "kv_cache")))
+def test_vllms_calls_take_the_place_of_its_moves(make_scheduler):
+    scheduler, log, _ = make_scheduler(tuple(group for group in SIZES if group not in ("rollout_weights", "kv_cache")))
     for phase in ("reshard", "wake_kv", "rollout", "sleep"):
         scheduler.begin(phase, lambda phase=phase: log.append(f"vLLM {phase}"))
     assert ", ".join(log) == (
@@ -109,8 +109,8 @@ def test_vllms_calls_take_the_place_of_its_moves(made):
     assert log == ["load actor_params", "alloc reshard_buffers"]
 
 
-def test_a_phase_around_work_that_failed_stays_open_until_the_next_begins(made):
-    scheduler, log, _ = made(("ref_params",))
+def test_a_phase_around_work_that_failed_stays_open_until_the_next_begins(make_scheduler):
+    scheduler, log, _ = make_scheduler(("ref_params",))
     here = WorkerContext(scheduler=scheduler, ledger=scheduler.ledger)
     with here.phase("ref"):
         here.raise_peak(extra_bytes=50)
@@ -122,15 +122,15 @@ def test_a_phase_around_work_that_failed_stays_open_until_the_next_begins(made):
     assert log[-1] == "free ref_params"
 
 
-def test_after_an_error_groups_are_released_and_none_is_loaded(made):
-    scheduler, log, handlers = made(("actor_params", "grads", "optimizer"))
+def test_after_an_error_groups_are_released_and_none_is_loaded(make_scheduler):
+    scheduler, log, handlers = make_scheduler(("actor_params", "grads", "optimizer"))
     scheduler.begin("update")
     handlers["optimizer"].offload = fail
     log.clear()
     with pytest.raises(MemoryError, match="no memory"):
         scheduler.end()
     assert log == ["free grads"]
-    scheduler, log, handlers = made(("actor_params", "grads", "optimizer"))
+    scheduler, log, handlers = make_scheduler(("actor_params", "grads", "optimizer"))
     handlers["actor_params"].load = fail
     with pytest.raises(MemoryError, match="no memory"):
         scheduler.begin("update")

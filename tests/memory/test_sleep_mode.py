@@ -60,24 +60,28 @@ def engine():
     return SimpleNamespace(llm_engine=core), model, caches
 
 
-def bytes_of(*tensors):
+def storage_bytes(*tensors):
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def test_each_storage_is_freed_once_and_allocated_again_unless_a_buffer_shares_it():
     llm, model, caches = engine()
     mode, weights = ResizeSleepMode(llm), freeable_weights(model).values()
-    full, cache = bytes_of(*weights), (caches[0], *caches[1])
+    full, cache = storage_bytes(*weights), (caches[0], *caches[1])
     assert full == 4 * (8 * 4 + 6 * 4 + 6 * 4 + 2 * 5)
     assert {id(t) for t in model.parameters()} - {id(t) for t in weights} == {id(model.shared)}
     mode.mark_weights_written(last=False)
     mode.sleep()
-    assert bytes_of(*weights) == bytes_of(*cache) == 0 and model.shared.sum() == 3 and model.attention.scale.sum() == 3
+    assert (
+        storage_bytes(*weights) == storage_bytes(*cache) == 0
+        and model.shared.sum() == 3
+        and model.attention.scale.sum() == 3
+    )
     mode.sleep()  # idempotent
     mode.wake_up(["weights"])
-    assert bytes_of(*weights) == full and bytes_of(*cache) == 0
+    assert storage_bytes(*weights) == full and storage_bytes(*cache) == 0
     mode.wake_up()
-    assert bytes_of(*cache) == 4 * (10 + 15 + 4) and not any(each.any() for each in cache)
+    assert storage_bytes(*cache) == 4 * (10 + 15 + 4) and not any(each.any() for each in cache)
     assert model.head.weight is model.embed.weight and model.attention.impl.W_UK_T.shape == (4, 6)
 
 
@@ -88,13 +92,13 @@ def test_weights_stay_until_a_sync_replaces_them():
         if last:
             mode.mark_weights_written(last=True)
         mode.sleep()
-        assert bytes_of(*model.parameters()) > 0
+        assert storage_bytes(*model.parameters()) > 0
         mode.wake_up()
         mode.check_ready()
     mode.mark_weights_written(last=False)
     for each in (mode, ResizeSleepMode(llm, loaded=False)):  # load_format=dummy
         each.sleep()
-        assert bytes_of(*freeable_weights(model).values()) == 0
+        assert storage_bytes(*freeable_weights(model).values()) == 0
         each.wake_up()
         with pytest.raises(RecipeError, match="no weight sync has written"):
             each.check_ready()
@@ -117,11 +121,11 @@ def test_a_cache_in_use_is_not_freed_and_the_prefix_cache_is_reset_once():
     core.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
     with pytest.raises(RecipeError, match="cannot reset its prefix cache"):
         mode.sleep()
-    assert bytes_of(caches[0]) == 40 and resets.pop() == 1
+    assert storage_bytes(caches[0]) == 40 and resets.pop() == 1
     pool.get_num_free_blocks = lambda: 7
     mode.sleep()
     mode.sleep()
-    assert resets == [1] and bytes_of(caches[0]) == 0
+    assert resets == [1] and storage_bytes(caches[0]) == 0
 
 
 def test_another_storage_or_no_cache_is_refused_by_name():
@@ -187,7 +191,7 @@ def test_weights_that_no_sync_proves_to_write_are_not_freed(rows, load_format, s
     llm = build((*rows, "memory.sleep_mode"), enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
     llm.sleep()
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    assert (bytes_of(*model.parameters()) > 28) == stay  # 28: shared with a buffer
+    assert (storage_bytes(*model.parameters()) > 28) == stay  # 28: shared with a buffer
 
 
 @pytest.mark.parametrize(("arguments", "passed", "kind"), [

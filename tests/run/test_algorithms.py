@@ -19,7 +19,7 @@ N, VAL = "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.val_kwargs"
 PPO = "actor_rollout_ref.actor.ppo"
 
 
-def failed(rule, name, *overrides):
+def failed_checks(rule, name, *overrides):
     return {check.name: check.detail for check in rule(composed(name, overrides)) if not check.ok}
 
 
@@ -47,13 +47,13 @@ def test_kl_in_the_reward_makes_the_pass_for_old_log_probs_which_a_run_cannot_le
     run = composed(LARGE, [f"algo={algo}"])
     assert run.verl.algorithm.use_kl_in_reward and not run.verl.actor_rollout_ref.actor.use_kl_loss
     assert not run.recipe.train.skip_old_log_prob and composed(LARGE).recipe.train.skip_old_log_prob
-    found = failed(on_policy_checks, LARGE, f"algo={algo}", "recipe.train.skip_old_log_prob=true")
+    found = failed_checks(on_policy_checks, LARGE, f"algo={algo}", "recipe.train.skip_old_log_prob=true")
     assert "use_kl_in_reward needs old log-probs before the update" in found["on policy"]
 
 
 @pytest.mark.parametrize("algo", [*IN_GROUPS, "reinforce_plus_plus", "remax"])
 def test_an_estimator_that_compares_responses_of_a_prompt_needs_several(algo):
-    found = failed(estimator_checks, TINY, f"algo={algo}", f"{N}=1")
+    found = failed_checks(estimator_checks, TINY, f"algo={algo}", f"{N}=1")
     assert found.keys() == ({"advantages"} if algo in IN_GROUPS else set())
 
 
@@ -64,13 +64,13 @@ def test_an_estimator_that_compares_responses_of_a_prompt_needs_several(algo):
 ])  # fmt: skip
 def test_a_validation_of_several_responses_a_prompt_samples_them(overrides, message):
     for when in ("trainer.test_freq=5", "trainer.val_before_train=true"):
-        found = failed(estimator_checks, TINY, when, *overrides).get("validation")
+        found = failed_checks(estimator_checks, TINY, when, *overrides).get("validation")
         assert (found is None) if message is None else message in found
-    assert failed(estimator_checks, TINY, *overrides) == {}  # without one
+    assert failed_checks(estimator_checks, TINY, *overrides) == {}  # without one
 
 
 def test_graphs_hold_a_validation_which_may_have_more_responses_than_a_step():
     key = "recipe.rollout.ascend.graph_batch_sizes=[32]"
     small = ["data.train_batch_size=256", f"{PPO}_mini_batch_size=256"]  # 32 responses a replica, 64 at once
-    assert failed(seat_checks, LARGE, *small, key) == {}
-    assert "64 responses" in failed(seat_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]
+    assert failed_checks(seat_checks, LARGE, *small, key) == {}
+    assert "64 responses" in failed_checks(seat_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]

@@ -42,7 +42,7 @@ EIGHT_RANKS += [f"{ACTOR}.pipeline_model_parallel_size=1", f"{ACTOR}.expert_mode
 EIGHT_RANKS += ["recipe.train.layers_per_stage=null"]
 EMULATED = "recipe.line=a3", "recipe.platform=npu_emulated"
 STAGES = "recipe.train.layers_per_stage=[{},8,8,8,8,8,7]".format
-STAGES_OF_TINY = f"{ACTOR}.pipeline_model_parallel_size=2", "recipe.train.layers_per_stage=[1,3]", "recipe.line=a3"
+TINY_STAGES = f"{ACTOR}.pipeline_model_parallel_size=2", "recipe.train.layers_per_stage=[1,3]", "recipe.line=a3"
 REPLAY, SKIP = "recipe.train.routing_replay=R2", "recipe.train.skip_old_log_prob"
 PROFILE, SAVE, OFF = "recipe.profile.{}".format, "trainer.save_freq=1", "recipe.patches=[-{}]".format
 LOG_PROB = f"{SAMPLING}.log_prob_micro_batch_size"
@@ -141,7 +141,7 @@ REFUSED = [
 # close to a refusal; the configs of this repository pass all rules
 ACCEPTED = [
     (rules.train_checks, LARGE, [STAGES("4,10")]),
-    (rules.train_checks, TINY, [*STAGES_OF_TINY, ALONE]),  # one optimizer, one reduction
+    (rules.train_checks, TINY, [*TINY_STAGES, ALONE]),  # one optimizer, one reduction
     (rules.recomputation_checks, TINY, recomputed("block")),
     (rules.recomputation_checks, TINY, recomputed("uniform")[1:]),  # off
     (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS, NO_PREFIX]),
@@ -163,19 +163,19 @@ ACCEPTED = [
 ]  # fmt: skip
 
 
-def failed(rule, run):
+def failed_checks(rule, run):
     return [f"{check.name}: {check.detail}" for check in rule(run) if not check.ok]
 
 
 @pytest.mark.parametrize(("rule", "name", "overrides", "words"), REFUSED)
 def test_a_run_that_would_fail_or_compute_wrongly_is_refused(rule, name, overrides, words):
-    found = failed(rule, composed(name, overrides))
+    found = failed_checks(rule, composed(name, overrides))
     assert [each for each in words if not any(re.search(each, text) for text in found)] == [], found
 
 
 @pytest.mark.parametrize(("rule", "name", "overrides"), ACCEPTED)
 def test_what_is_close_to_a_refusal_passes(rule, name, overrides):
-    assert failed(rule, composed(name, overrides)) == []
+    assert failed_checks(rule, composed(name, overrides)) == []
 
 
 def test_every_rule_of_sizes_has_a_run_that_it_refuses():
@@ -242,7 +242,7 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
     found = {c.name: (c.ok, c.note) for c in folder_checks(run)}
     assert found == {"model shape": (True, False), "model weights": (True, True)}  # there are none
     assert "quantization_config" not in run.hf_config
-    fault, *_ = failed(folder_checks, composed(LARGE, [f"+{MODEL_CONFIG}.quantization_config=null"]))
+    fault, *_ = failed_checks(folder_checks, composed(LARGE, [f"+{MODEL_CONFIG}.quantization_config=null"]))
     assert "expected none" in fault
 
 
@@ -251,10 +251,10 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path):
     given = [f"recipe.output_root={tmp_path}", "trainer.resume_mode=auto"]
     (saved / "global_step_3").mkdir(parents=True)
     (saved / "global_step_3" / "manifest.json").write_text("{}")
-    (fault,) = failed(rules.checkpoint_checks, composed(TINY, ["recipe.run=t", *given]))
+    (fault,) = failed_checks(rules.checkpoint_checks, composed(TINY, ["recipe.run=t", *given]))
     assert "global_step_3/manifest.json: expected format" in fault
     other = composed(TINY, ["recipe.run=other", given[0], "trainer.resume_mode=auto"])
-    assert failed(rules.checkpoint_checks, other) == []
+    assert failed_checks(rules.checkpoint_checks, other) == []
 
 
 def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
@@ -300,8 +300,8 @@ def test_a_damaged_recording_is_refused(tmp_path):
     for step in (1, 2, 3):
         save_file({"prompts": torch.ones(2), "responses": torch.ones(2)}, tmp_path / f"step_{step}.safetensors")
     run, file = composed(TINY, [f"recipe.rollout.replay={tmp_path}"]), tmp_path / "step_2.safetensors"
-    assert failed(rules.recording_checks, run) == []
+    assert failed_checks(rules.recording_checks, run) == []
     file.write_bytes(file.read_bytes()[:-3])
-    assert "step_2.safetensors: not a whole" in failed(rules.recording_checks, run)[0]
+    assert "step_2.safetensors: not a whole" in failed_checks(rules.recording_checks, run)[0]
     file.unlink()
-    assert "this run wants 3" in failed(rules.recording_checks, run)[0]
+    assert "this run wants 3" in failed_checks(rules.recording_checks, run)[0]

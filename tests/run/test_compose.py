@@ -28,8 +28,8 @@ def test_checkpoints_are_written_to_the_folder_of_the_run(tmp_path, monkeypatch)
     assert compose_config(TINY, ["trainer.default_local_dir=/c"]).trainer.default_local_dir == "/c"
 
 
-READ = "actor_rollout_ref.model.path data.val_files data.custom_cls.path custom_reward_function.path".split()
-READ += ["recipe.rollout.replay", "critic.model.path"]
+PATH_KEYS = "actor_rollout_ref.model.path data.val_files data.custom_cls.path custom_reward_function.path".split()
+PATH_KEYS += ["recipe.rollout.replay", "critic.model.path"]
 
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
@@ -38,8 +38,8 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     own = [f"recipe.line={line}", "algo=ppo", "data.custom_cls.name=Data", "recipe.rewards=null"]
     files = "data.train_files=[a/1.parquet,/b/2.parquet,s3://c/3.parquet,'~/4.parquet']"
-    config = compose_config(TINY, [*own, files, *(f"{key}=a/b" for key in READ)])
-    assert [OmegaConf.select(config, key) for key in READ] == [str(tmp_path / "a/b")] * len(READ)
+    config = compose_config(TINY, [*own, files, *(f"{key}=a/b" for key in PATH_KEYS)])
+    assert [OmegaConf.select(config, key) for key in PATH_KEYS] == [str(tmp_path / "a/b")] * len(PATH_KEYS)
     assert config.data.train_files == [f"{tmp_path}/a/1.parquet", "/b/2.parquet", "s3://c/3.parquet", "~/4.parquet"]
     assert "=a/b" not in OmegaConf.to_yaml(config).replace(": ", "=")  # of verl's own keys that follow the model's
     rewards = "[{name: python, path: a.py, function: f}, {name: reward_model, path: b}, {name: maths}]"

@@ -17,12 +17,12 @@ WEIGHTS = "deepseekv3_256die_true_weight"
 
 
 @functools.cache
-def run_of(name, *overrides):
+def composed_run(name, *overrides):
     return compose(name, overrides, rows_of)
 
 
 def variables(name, *overrides):
-    return {v.name: v for v in environment_variables(run_of(name, *overrides), temp_dir="/tmp/vp-x")}
+    return {v.name: v for v in environment_variables(composed_run(name, *overrides), temp_dir="/tmp/vp-x")}
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_switches_and_routing_follow_the_recipe():
     assert own == "line=pypi,platform=cpu,+model.config,-reshard.*"
     assert "model.config" in rows.split(":") and not re.search(r"reshard\.", rows)
     for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # nor by the shell
-        found = process_environment(environment_variables(run_of(WEIGHTS), "/x"), shell)
+        found = process_environment(environment_variables(composed_run(WEIGHTS), "/x"), shell)
         assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "1")
-    assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(run_of(WEIGHTS)))
+    assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(composed_run(WEIGHTS)))
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 
 
 def test_variables_of_workers_and_of_the_driver():
-    run = run_of(TINY)
+    run = composed_run(TINY)
     shipped = set(worker_environment(run))
     assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= shipped
     assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & shipped
@@ -101,16 +101,16 @@ def test_variables_of_workers_and_of_the_driver():
     )
     assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
     assert found["VERL_PATCHES"] == run.process_switches.text() and found["RAY_TMPDIR"] == "/x/ray"
-    joined = process_environment(environment_variables(run_of(LARGE), "/x"), {})
+    joined = process_environment(environment_variables(composed_run(LARGE), "/x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
 
 
 def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
-    run = run_of("deepseekv3_16die")
+    run = composed_run("deepseekv3_16die")
     assert "LD_PRELOAD" not in {v.name for v in environment_variables(run)}
     (tmp_path / "libjemalloc.so.2").touch()
     (found,) = (v for v in environment_variables(run) if v.name == "LD_PRELOAD")
     assert (found.value, found.where) == (f"{tmp_path}/libjemalloc.so.2", "driver")
-    assert "LD_PRELOAD" not in {v.name for v in environment_variables(run_of(TINY))}
+    assert "LD_PRELOAD" not in {v.name for v in environment_variables(composed_run(TINY))}

@@ -22,8 +22,8 @@ STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "traine
 Usage = namedtuple("Usage", "free")
 
 
-def checkpoint_bytes(run, of_parameter):
-    return of_parameter * sum(parameter.count for parameter in build_inventory(run.model).parameters)
+def checkpoint_bytes(run, parameter_bytes):
+    return parameter_bytes * sum(parameter.count for parameter in build_inventory(run.model).parameters)
 
 
 def check_disk(run, starts=True):
@@ -36,50 +36,51 @@ def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held,
     """Set recipe.num_hidden_layers=3; without it (the control) only a folder of all 4 is the planned model."""
     path = f"actor_rollout_ref.model.path={tmp_path}"
 
-    def fit(*overrides):
+    def shape_fits(*overrides):
         return {check.name: check.ok for check in files.folder_checks(composed(TINY, [path, *overrides]))}[
             "model shape"
         ]
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config({"num_hidden_layers": held})))
-    assert fit("recipe.num_hidden_layers=3") is fits and fit() is (held == 4)
+    assert shape_fits("recipe.num_hidden_layers=3") is fits and shape_fits() is (held == 4)
     config = tiny_config({"num_hidden_layers": held, "torch_dtype": "float32"})  # as an export of an fp32 run has it
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert fit("recipe.num_hidden_layers=3") is fits
+    assert shape_fits("recipe.num_hidden_layers=3") is fits
 
 
 def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny_model, tmp_path):
     as_value_model(tiny_model, model := tmp_path / "model", 0)
 
-    def said(path, *overrides):
+    def fault_detail(path, *overrides):
         run = composed(TINY, [f"recipe.rewards=[{{name: reward_model, path: {path}}}]", *overrides])
         (check,) = files.reward_folder_checks(files.with_required_files(run))
         return check.detail if not check.ok else ""
 
-    assert said(model) == "" and said(tmp_path) == f"recipe.rewards[0].path: {said(tmp_path).partition(': ')[2]}"
+    assert fault_detail(model) == "" and fault_detail(tmp_path).startswith("recipe.rewards[0].path: ")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole/critic").symlink_to(model)
-    assert said(tmp_path / "whole") == ""  # a checkpoint as it stands
-    assert "no score.weight" in said(tiny_model)
-    assert "does not exist" in said(tmp_path / "absent")
+    assert fault_detail(tmp_path / "whole") == ""  # a checkpoint as it stands
+    assert "no score.weight" in fault_detail(tiny_model)
+    assert "does not exist" in fault_detail(tmp_path / "absent")
     shape = {"num_hidden_layers": 3}
     (tmp_path / "three.json").write_text(json.dumps(tiny_config(shape)))
-    assert "num_hidden_layers" in said(model, f"recipe.model_shape={tmp_path / 'three.json'}")
-    of_model = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(of_model | {"routed_scaling_factor": 7.0}))
+    assert "num_hidden_layers" in fault_detail(model, f"recipe.model_shape={tmp_path / 'three.json'}")
+    model_config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(model_config | {"routed_scaling_factor": 7.0}))
     a3 = ["recipe.line=a3", "recipe.platform=npu_emulated"]
-    assert said(model) == "" and "routed_scaling_factor 7.0 !=" in said(model, *a3)  # built of the actor's arguments
-    (model / "config.json").write_text(json.dumps(of_model))
+    assert fault_detail(model) == ""
+    assert "routed_scaling_factor 7.0 !=" in fault_detail(model, *a3)  # built of the actor's arguments
+    (model / "config.json").write_text(json.dumps(model_config))
     actors = f"actor_rollout_ref.model.path={tiny_model}"
-    assert said(model, actors) == ""
+    assert fault_detail(model, actors) == ""
     words = json.loads((model / "tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
     words["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
     (model / "tokenizer.json").write_text(json.dumps(words))
-    assert "another vocabulary in tokenizer.json" in said(model, actors)
+    assert "another vocabulary in tokenizer.json" in fault_detail(model, actors)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    assert "no tokenizer" in said(model)
+    assert "no tokenizer" in fault_detail(model)
     run = composed(TINY, [f"recipe.rewards=[{{name: reward_model, path: {tmp_path / 'absent'}}}]"])
     (check,) = files.reward_folder_checks(run)
     assert check.ok and check.note  # of another machine: the control
@@ -140,8 +141,8 @@ def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_pa
 
 
 @pytest.fixture
-def disk(monkeypatch, tmp_path):
-    """Return disk(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""
+def make_run(monkeypatch, tmp_path):
+    """Return make_run(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""
 
     def make(free, checkpoints=None, *overrides):
         monkeypatch.setattr(shared_files.shutil, "disk_usage", lambda place: Usage(free[Path(place).stat().st_dev]))
@@ -152,14 +153,14 @@ def disk(monkeypatch, tmp_path):
     return make
 
 
-def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk, tmp_path):
+def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(make_run, tmp_path):
     """Put both on one file system; one byte less than their sum is too little, though each alone would fit."""
     here = tmp_path.stat().st_dev
-    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0})))
-    run = disk({here: need})
+    need = sum(need.size_bytes for need in files.disk_needs(make_run({here: 0})))
+    run = make_run({here: need})
     fits = check_disk(run)
     assert fits.ok and not fits.note and "2 checkpoints" in fits.detail
-    run = disk({here: need - 1})
+    run = make_run({here: need - 1})
     full = check_disk(run)
     assert not full.ok and str(tmp_path / "new") in full.detail and "2 checkpoints" in full.detail
     assert KEEP in full.detail and "recipe.output_root" in full.detail
@@ -168,19 +169,19 @@ def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk,
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")
-def test_file_systems_are_looked_at_one_by_one(disk, tmp_path):
+def test_file_systems_are_looked_at_one_by_one(make_run, tmp_path):
     here, other = tmp_path.stat().st_dev, Path("/dev/shm").stat().st_dev
-    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0})))
+    run, checkpoints = (need.size_bytes for need in files.disk_needs(make_run({here: 0, other: 0})))
     there = "/dev/shm/not/there"
-    assert check_disk(disk({here: run, other: checkpoints}, there)).ok
-    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there)).ok
-    full = check_disk(disk({here: run - 1, other: checkpoints}, there))
+    assert check_disk(make_run({here: run, other: checkpoints}, there)).ok
+    assert not check_disk(make_run({here: run + checkpoints, other: checkpoints - 1}, there)).ok
+    full = check_disk(make_run({here: run - 1, other: checkpoints}, there))
     assert not full.ok and "/dev/shm/not/there" not in full.detail
 
 
 @pytest.mark.parametrize("command", ["smoke", "train"])
-def test_the_commands_refuse_with_code_1_before_anything_is_written(disk, tmp_path, command, monkeypatch):
-    disk({tmp_path.stat().st_dev: 1000})
+def test_the_commands_refuse_with_code_1_before_anything_is_written(make_run, tmp_path, command, monkeypatch):
+    make_run({tmp_path.stat().st_dev: 1000})
     words = ["smoke"] if command == "smoke" else ["train", "--config-name", TINY]
     monkeypatch.setattr("verl_patches.cli.run._file_checks", lambda _: [])  # no data is there
     done = CliRunner().invoke(app, [*words, f"recipe.output_root={tmp_path / 'new'}"])

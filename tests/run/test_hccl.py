@@ -24,20 +24,20 @@ NODE |= {SIZE("pipeline_model"): 2, SIZE("expert_model"): 4, "recipe__train__lay
 composed_once = functools.cache(composed)
 
 
-def run_of(name="true_weight", **changes):
+def composed_run(name="true_weight", **changes):
     """Return one of the two runs, composed once; `changes` have two underscores for a dot."""
     return changed_run(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def variables(**changes):
-    return {v.name: v.value for v in environment_variables(run_of(**changes))}
+    return {v.name: v.value for v in environment_variables(composed_run(**changes))}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_need_of_both_layouts_by_the_formula_written_out(name):
     # 2^20 (B - 2) / 2 >= 32 tokens x 2 bytes x (7168 + 128) x (256 experts of the group + top 8 + 1), so B >= 238.02
     assert 32 * 2 * (7168 + 128) * (256 + 8 + 1) == 123_740_160
-    run = run_of(name)
+    run = composed_run(name)
     assert hccl.buffer_need_mib(run) == 239 and hccl.buffer_mib(run) == 300
     # and above the plain size of the tokens in and out, ep x batch x hidden x 4 bytes x local experts
     assert 32 * 256 * 7168 * 4 / 2**20 == 224
@@ -53,12 +53,12 @@ def test_the_need_of_both_layouts_by_the_formula_written_out(name):
     ],
 )
 def test_the_need_follows_the_largest_decode_batch(overrides, need):
-    assert hccl.buffer_need_mib(run_of(**overrides)) == need
+    assert hccl.buffer_need_mib(composed_run(**overrides)) == need
 
 
 def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable():
     for given in (200, 238, 239, 300):
-        check = hccl.check_buffer(run_of(recipe__hccl__buffer_mib=given))
+        check = hccl.check_buffer(composed_run(recipe__hccl__buffer_mib=given))
         assert check.ok is (given >= 239) and "239" in check.detail and "HCCL_BUFFSIZE" in check.detail
         assert check.ok or check.detail.startswith(f"recipe.hccl.buffer_mib is {given}")
         assert variables(recipe__hccl__buffer_mib=given)["HCCL_BUFFSIZE"] == str(given)
@@ -66,7 +66,7 @@ def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable():
 
 def test_the_groups_that_communicate_and_their_memory():
     """Check controls too: with one size for all groups sums differ; without expert parallelism a group is idle."""
-    run = run_of()
+    run = composed_run()
     used = {True: [], False: []}  # by whether their buffers are small
     for group in hccl.hccl_groups(run):
         if group.communicates:
@@ -78,24 +78,24 @@ def test_the_groups_that_communicate_and_their_memory():
     assert used[False] == [*train, *(("rollout", *group) for group in rollout)]
     mib = {"train": 2 * 300 + 4 * 64, "rollout": 3 * 300 + 3 * 64}
     assert hccl.buffer_bytes(run) == {side: 2 * size * 2**20 for side, size in mib.items()}
-    alike = hccl.buffer_bytes(run_of(recipe__hccl__small_groups_mib=None))
+    alike = hccl.buffer_bytes(composed_run(recipe__hccl__small_groups_mib=None))
     assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 6 * 300 * 2**20}
-    idle = hccl.hccl_groups(run_of(recipe__rollout__expert_parallel=False, **ALONE))  # MC2 has no group either
+    idle = hccl.hccl_groups(composed_run(recipe__rollout__expert_parallel=False, **ALONE))  # MC2 has no group either
     found = [(g.name, g.communicates) for g in idle if g.name in ("vllm_ep", "vllm_mc2")]
     assert found == [("vllm_ep", False)]
 
 
 def test_experts_over_a_part_of_a_tp_group_are_refused():
     with pytest.raises(ConfigError, match="expert_model_parallel_size is 2.* 4"):
-        hccl.hccl_groups(run_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
+        hccl.hccl_groups(composed_run(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
 
 
 def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
-    assert variables()["HCCL_EXEC_TIMEOUT"] == "1080" and hccl.check_timeouts(run_of()).ok
+    assert variables()["HCCL_EXEC_TIMEOUT"] == "1080" and hccl.check_timeouts(composed_run()).ok
     half_an_hour = {"recipe__train__collective_timeout_minutes": 30}
-    check = hccl.check_timeouts(run_of(**half_an_hour))
+    check = hccl.check_timeouts(composed_run(**half_an_hour))
     assert not check.ok and "collective_timeout_minutes is 30" in check.detail and "1091 s" in check.detail
-    assert hccl.check_timeouts(run_of(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU")).ok
+    assert hccl.check_timeouts(composed_run(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU")).ok
 
 
 @pytest.mark.parametrize(
@@ -111,42 +111,45 @@ def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
 def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
     (tmp_path / "ip_local_port_range").write_text(kernel.get("ports", "32768\t60999") + "\n")
     (tmp_path / "ip_local_reserved_ports").write_text(kernel.get("reserved", "") + "\n")
-    check = hccl.check_ports(run_of(recipe__hccl__base_port=base), tmp_path)
+    check = hccl.check_ports(composed_run(recipe__hccl__base_port=base), tmp_path)
     assert check.ok is (words is None) and (words or f"ports {base} to {base + 143}") in check.detail
     assert check.ok or "recipe.hccl.base_port" in check.detail
 
 
 ON_A2 = {"recipe__hccl__expansion_mode": "HOST", "recipe__rollout__dp": 32, "recipe__rollout__instances": None}
-OF_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
-OF_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
+NODE_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
+NODE_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
         ({}, None),
-        (OF_800T, None),
-        ({**OF_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16}, "is 16, expected at most 8: take .*=32 "),
+        (NODE_800T, None),
         (
-            {**OF_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12, SIZE("expert_model"): 16},
+            {**NODE_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16},
+            "is 16, expected at most 8: take .*=32 ",
+        ),
+        (
+            {**NODE_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12, SIZE("expert_model"): 16},
             "is 12, expected at most 8 or 16",
         ),
         ({"recipe__hccl__expansion_mode": "HOST"}, "expansion_mode is HOST, expected AIV or AI_CPU"),
-        ({**OF_800T, "recipe__rollout__dp": 64}, "has 128 ranks, MC2 takes 16, 32, 64: change recipe.rollout.dp"),
+        ({**NODE_800T, "recipe__rollout__dp": 64}, "has 128 ranks, MC2 takes 16, 32, 64: change recipe.rollout.dp"),
         ({"recipe__rollout__dp": 64}, None),  # the control: A3 takes it
-        ({**OF_800T, SEATS: 1024}, "decodes 512 tokens, MC2 takes 256"),
+        ({**NODE_800T, SEATS: 1024}, "decodes 512 tokens, MC2 takes 256"),
     ],
 )
 def test_the_machine_has_such_nodes_and_takes_what_is_asked_of_hccl_and_mc2(changes, fault):
-    check = hccl.check_machine(run_of(**changes))
+    check = hccl.check_machine(composed_run(**changes))
     assert check.ok == (fault is None) and re.search(fault or "dies of a node of", check.detail), check.detail
 
 
 def test_the_need_of_a2_by_its_own_formula():
     # 2 x (32 tokens x 64 ranks x min(4 experts, top 8) x 7168 x 2 bytes + 2 MiB), in MiB
     assert 2 * (32 * 64 * 4 * 7168 * 2 / 2**20 + 2) == 228
-    assert hccl.buffer_need_mib(run_of(**OF_800T)) == 228
-    assert hccl.buffer_need_mib(run_of(**{**OF_800T, "recipe__hardware": "a3"})) == 239
+    assert hccl.buffer_need_mib(composed_run(**NODE_800T)) == 228
+    assert hccl.buffer_need_mib(composed_run(**{**NODE_800T, "recipe__hardware": "a3"})) == 239
 
 
 @pytest.mark.parametrize(("name", "instance"), [("random_init", 256), ("true_weight", 128)])
@@ -154,7 +157,7 @@ def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(na
     """Check controls too: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
 
     def experts(**changes):
-        groups = hccl.hccl_groups(run_of(name, **changes))
+        groups = hccl.hccl_groups(composed_run(name, **changes))
         return [(g.name, g.ranks, g.small) for g in groups if g.name in ("vllm_ep", "vllm_mc2")]
 
     assert experts() == [("vllm_ep", instance, True), ("vllm_mc2", instance, False)]
@@ -165,7 +168,7 @@ def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(na
 def test_groups_of_context_parallelism():
     """Check that MindSpeed and Megatron each make a second group for the experts' gradients under CP."""
     changes = {SIZE("context"): 2, SIZE("expert_model"): 16, SIZE("pipeline_model"): 4}
-    run = run_of(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
+    run = composed_run(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
     found = [(g.name, g.ranks, g.communicates) for g in hccl.hccl_groups(run) if g.name.startswith("dp_modulo")]
     assert found == [
         ("dp_modulo_exp", 8, False),
@@ -176,7 +179,7 @@ def test_groups_of_context_parallelism():
 
 
 def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
-    run = run_of(**{**OF_800T, "recipe__rollout__dp": 8})
+    run = composed_run(**{**NODE_800T, "recipe__rollout__dp": 8})
     assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
     more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
     assert not more.ok and "has 32 experts, MC2 takes 24" in more.detail

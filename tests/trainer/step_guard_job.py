@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tests.memory.offload_objects import BF16, FP32, same, trained, weights
+from tests.memory.offload_objects import BF16, FP32, all_equal, trained, weights
 from verl_patches.worker.step_guard import StepGuard
 
 KINDS = {"fp32": (FP32, True), "bf16": (BF16, True), "plain fp32": (FP32, False), "plain bf16": (BF16, False)}
@@ -39,9 +39,9 @@ def found(world, steps, clip_grad=1.0):
             done, norm, _ = update(*guarded, number, bad)
             if bad is None:
                 update(*plain, number)
-            moved = not same(before, weights(guarded[0]))
+            moved = not all_equal(before, weights(guarded[0]))
             seen.append({"done": done, "norm": float(norm), "moved": moved, **guard.take()})
-        equal = same(weights(guarded[0]), weights(plain[0]))
+        equal = all_equal(weights(guarded[0]), weights(plain[0]))
         update(*plain, 99, (world - 1, "dense1", float("nan")))
         spoilt = any(weight.isnan().any().item() for weight in weights(plain[0]))
         for number, bad in enumerate((None, *[(0, "dense1", float("nan"))] * 3, None)):  # mini batches of one step

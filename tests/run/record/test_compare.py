@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.run.record.test_curves import VERL, rows, written
+from tests.run.record.test_curves import VERL, rows, write_rows
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.run.record.compare import LIMITS, curve_errors, limit_checks, limits_for, write_baseline
 from verl_patches.run.record.curves import LOSSES_OF_POLICY, Curves, read_curves
@@ -135,7 +135,7 @@ def test_a_baseline_is_read_as_it_was(tmp_path):
 def sources(tmp_path):
     """Make folders of a run, and of verl logs whose rewards are 0.01 and 0.1 higher."""
     run = tmp_path / "run"
-    written(run / take_start([run], None, None) / "metrics.jsonl", rows())
+    write_rows(run / take_start([run], None, None) / "metrics.jsonl", rows())
     for name, more in (("near", 0.01), ("far", 0.1)):
         lines = [(row["step"], row["actor/pg_loss"], row["critic/score/mean"] + more) for row in rows()]
         (tmp_path / f"{name}.log").write_text("".join(VERL.format(step=n, loss=of, reward=r) for n, of, r in lines))

@@ -30,7 +30,7 @@ OPENRLHF = (
 LOGS = {"verl": VERL, "numpy": VERL_NUMPY, "MindSpeed-RL": MINDSPEED, "OpenRLHF": OPENRLHF}
 
 
-def read(path, metrics=METRICS):
+def curves_in(path, metrics=METRICS):
     return read_curves(path, path.parent, metrics)
 
 
@@ -38,7 +38,7 @@ def rows(loss="actor/pg_loss", reward="critic/score/mean", step="step"):
     return [{step: number, loss: LOSS[number], reward: REWARD[number]} for number in REWARD]
 
 
-def written(path, rows):
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -47,7 +47,7 @@ def written(path, rows):
 def test_a_console_log_of_each_framework(tmp_path, name):
     path = tmp_path / "driver.log"
     path.write_text("noise: 1\n" + "".join(LOGS[name].format(step=n, loss=LOSS[n], reward=REWARD[n]) for n in REWARD))
-    found = read(path)
+    found = curves_in(path)
     assert found.values == {"loss": LOSS, "reward": REWARD} and found.kind == "a console log"
 
 
@@ -59,30 +59,30 @@ def test_tensorboard_with_mindspeeds_prefix(tmp_path):
     writer.close()
     (events,) = (tmp_path / "tb").iterdir()
     for given in (tmp_path / "tb", events):
-        assert read(given).values == {"reward": REWARD} and read(given).kind == "TensorBoard"
+        assert curves_in(given).values == {"reward": REWARD} and curves_in(given).kind == "TensorBoard"
     content = events.read_bytes()
     events.write_bytes(content[:-40])  # cut within its last record: what is whole is read
-    assert read(events).values["reward"] == {1: 0.25, 2: 0.5}
+    assert curves_in(events).values["reward"] == {1: 0.25, 2: 0.5}
 
 
 def test_files_of_several_runs_are_refused(tmp_path):
     (tmp_path / "h.csv").write_text("Step,a - reward,b - reward\n1,0.5,0.25\n")
     with pytest.raises(ConfigError, match="several columns of one name"):
-        read(tmp_path / "h.csv")
+        curves_in(tmp_path / "h.csv")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.out.tfevents.1").touch()
     with pytest.raises(ConfigError, match="several runs"):
-        read(tmp_path)
+        curves_in(tmp_path)
 
 
 def test_jsonl_takes_a_rows_step_or_its_number(tmp_path):
-    path = written(tmp_path / "m.jsonl", [{"step": 99, **row} for row in rows(step="training/global_step")])
-    assert read(path).values == {"loss": LOSS, "reward": REWARD}
-    path = written(path, [{"loss": LOSS[n], "rewards": 1.0} for n in LOSS])
-    assert read(path).values == {"loss": LOSS}
+    path = write_rows(tmp_path / "m.jsonl", [{"step": 99, **row} for row in rows(step="training/global_step")])
+    assert curves_in(path).values == {"loss": LOSS, "reward": REWARD}
+    path = write_rows(path, [{"loss": LOSS[n], "rewards": 1.0} for n in LOSS])
+    assert curves_in(path).values == {"loss": LOSS}
     path.write_text(path.read_text() + '{"loss": 0.')  # being written
-    assert read(path).values == {"loss": LOSS}
+    assert curves_in(path).values == {"loss": LOSS}
 
 
 def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
@@ -90,18 +90,18 @@ def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
     start = tmp_path / take_start([tmp_path], None, None)
     made = rows()
     del made[1]["critic/score/mean"]
-    written(start / "metrics.jsonl", [{"step": 0, "val-core/x": 1.0}, *made])
-    found = read(tmp_path).values
+    write_rows(start / "metrics.jsonl", [{"step": 0, "val-core/x": 1.0}, *made])
+    found = curves_in(tmp_path).values
     assert found["loss"] == LOSS and found["reward"].keys() == REWARD.keys() and math.isnan(found["reward"][2])
-    assert read(start / "metrics.jsonl").values["reward"].keys() == {1, 3}  # control: other files may be sparse
+    assert curves_in(start / "metrics.jsonl").values["reward"].keys() == {1, 3}  # control: other files may be sparse
 
 
 def test_a_run_on_fixed_data_has_no_reward(tmp_path):
-    written(
+    write_rows(
         tmp_path / take_start([tmp_path], None, None) / "metrics.jsonl",
         [{**row, FIXED_DATA_LOSS: 2.0} for row in rows()],
     )
-    assert read(tmp_path).values["loss"] == dict.fromkeys(LOSS, 2.0) and "reward" not in read(tmp_path).values
+    assert curves_in(tmp_path).values["loss"] == dict.fromkeys(LOSS, 2.0) and "reward" not in curves_in(tmp_path).values
 
 
 @pytest.mark.parametrize("form", ["lines", "csv", "panel"])
@@ -111,7 +111,7 @@ def test_exports_of_wandb(tmp_path, form):
     path = tmp_path / ("h.json" if form == "lines" else "h.csv")
     if form == "lines":
         apart = [{"_step": r["_step"], k: v} for r in rows(step="_step") for k, v in r.items() if k != "_step"]
-        written(path, [*apart, {"_step": 9, "_runtime": 1.0, "critic/score/mean": None}])
+        write_rows(path, [*apart, {"_step": 9, "_runtime": 1.0, "critic/score/mean": None}])
     elif form == "panel":
         table = table.rename(columns={"_step": "Step", **{c: f"run - 1 - {c}" for c in table.columns[1:]}})
         for column in [*table.columns[1:]]:
@@ -119,17 +119,17 @@ def test_exports_of_wandb(tmp_path, form):
         table.to_csv(path, index=False)
     else:
         table.to_csv(path)
-    assert read(path).values == {"loss": LOSS, "reward": REWARD}
+    assert curves_in(path).values == {"loss": LOSS, "reward": REWARD}
 
 
 def test_a_value_is_a_number_also_as_text_or_not_there_and_else_an_error(tmp_path):
     values = ["NaN", float("nan"), "-Infinity", "0.5", None, ""]
-    path = written(tmp_path / "m.jsonl", [{"step": n, "loss": value} for n, value in enumerate(values)])
-    found = read(path).values["loss"]
+    path = write_rows(tmp_path / "m.jsonl", [{"step": n, "loss": value} for n, value in enumerate(values)])
+    found = curves_in(path).values["loss"]
     assert found.keys() == {0, 1, 2, 3} and math.isnan(found[0]) and found[2] == -math.inf and found[3] == 0.5
     for row in ({"step": 2, "loss": "text"}, {"step": 2, "loss": [1.0]}, {"step": 1.5, "loss": 1}):
         with pytest.raises(ConfigError, match=r"m.jsonl: loss is .* at step .*; expected numbers at whole steps"):
-            read(written(path, [{"step": 1, "loss": 1}, row]))
+            curves_in(write_rows(path, [{"step": 1, "loss": 1}, row]))
 
 
 DAMAGED = {"empty.jsonl": b"", "a.jsonl": b'{"loss": 1}\n{\n{"loss": 1}\n', "text.json": b'"loss"\n'}
@@ -143,13 +143,13 @@ def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path, name):
     if DAMAGED[name] is not None:
         path.write_bytes(DAMAGED[name])
     with pytest.raises(ConfigError) as raised:
-        read(path)
+        curves_in(path)
     text = str(raised.value)
     assert str(path) in text and len(text) < 600 and text.isprintable()
 
 
 def test_a_name_of_ones_own(tmp_path):
-    path = written(tmp_path / "m.jsonl", [{"step": 1, "my/loss": 0.5, "loss": 9.0}])
-    assert read(path, {"my/loss": ("my/loss",)}).values == {"my/loss": {1: 0.5}}
+    path = write_rows(tmp_path / "m.jsonl", [{"step": 1, "my/loss": 0.5, "loss": 9.0}])
+    assert curves_in(path, {"my/loss": ("my/loss",)}).values == {"my/loss": {1: 0.5}}
     with pytest.raises(ConfigError, match="found my/loss, loss"):
-        read(path, {"other": ("other",)})
+        curves_in(path, {"other": ("other",)})

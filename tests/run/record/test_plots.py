@@ -14,7 +14,7 @@ from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, run_figu
 MB = 10**6
 
 
-def run_of(*rewards):
+def run_summary(*rewards):
     seconds = {"rollout": 1.0, "update": 2.0, "step": 9.0}
     steps = [{"step": 4 + n, "reward": reward, "seconds": seconds} for n, reward in enumerate(rewards)]
     return {"run": "a", "steps": steps}
@@ -31,7 +31,7 @@ def areas(axes):
 
 
 def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
-    figure = run_figure(run_of(0.25, 0.5, 0.75))
+    figure = run_figure(run_summary(0.25, 0.5, 0.75))
     left, right = figure.axes
     assert np.array_equal(left.lines[0].get_xydata(), [[4, 0.25], [5, 0.5], [6, 0.75]])
     found = areas(right)
@@ -39,14 +39,14 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     assert "step s" not in found and right.get_legend() and left.get_legend() is None
     saved = imread(save_figure(figure, tmp_path / "new" / "a.png"))
     assert np.array_equal(imread(save_figure(figure, tmp_path / "plain"), format="png"), saved)  # under that name
-    other = imread(save_figure(run_figure(run_of(0, 0.5, 1)), tmp_path / "b.png"))
+    other = imread(save_figure(run_figure(run_summary(0, 0.5, 1)), tmp_path / "b.png"))
     assert saved.shape != other.shape or not np.array_equal(saved, other)  # the control
     with pytest.raises(ConfigError, match="new cannot be written"):
         save_figure(figure, tmp_path / "new")
 
 
 def test_each_of_several_parts_of_the_reward_has_a_line():
-    run = run_of(0.5, 0.25, 0.5)
+    run = run_summary(0.5, 0.25, 0.5)
     run["steps"][0]["rewards"], run["steps"][2]["rewards"] = {"maths": 0.5, "length": -0.25}, {"maths": 0.5}
     left, _ = run_figure(run).axes
     assert [line.get_label() for line in left.lines[1:]] == ["maths", "length"] and left.get_legend()
@@ -56,7 +56,7 @@ def test_each_of_several_parts_of_the_reward_has_a_line():
 
 
 def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
-    run = run_of(0.25, 0.5, 0.75)
+    run = run_summary(0.25, 0.5, 0.75)
     run["steps"][1]["val"] = {"score": 0.6, "metrics": {}}
     run["val_before"] = {"step": 3, "val": {"score": 0.1, "metrics": {}}}
     left = run_figure(run).axes[0]
@@ -66,7 +66,7 @@ def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
 
 
 def test_a_run_on_fixed_data_has_its_loss():
-    run = run_of(None, None)
+    run = run_summary(None, None)
     for number, each in enumerate(run["steps"]):
         each["objective"] = {"loss": 0.5 - number / 4}
     left = run_figure(run).axes[0]
@@ -74,7 +74,7 @@ def test_a_run_on_fixed_data_has_its_loss():
 
 
 def test_a_resumed_run_has_a_marked_seam():
-    run = run_of(0.25, 0.5, 0.75)
+    run = run_summary(0.25, 0.5, 0.75)
     assert not any(axes.texts for axes in run_figure(run).axes)  # control
     run["steps"][1]["resumed_after"] = 4
     for axes in run_figure(run).axes:

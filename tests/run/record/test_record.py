@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.run.record.test_report import run_of, written
+from tests.run.record.test_report import run_summary, write_start
 from verl_patches.errors import ConfigError
 from verl_patches.run.record import record
 
@@ -12,8 +12,8 @@ HOSTILE = "a[red]b[/c]\x1b[31m\x07 $\\frac|<b>"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
-    made = run_of(more=1)
-    folder = written(tmp_path / "r", made)
+    made = run_summary(more=1)
+    folder = write_start(tmp_path / "r", made)
     assert record.read_summary(folder) == made and record.read_object(folder / "now.json") == {}
     (folder / "now.json").write_text('{"step": 3, "since": NaN}')
     assert record.read_object(folder / "now.json") == {"step": 3, "since": None}
@@ -24,7 +24,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("content", ['{"steps": [', "[1]", None])
 def test_a_damaged_file_is_one_sentence(call, tmp_path, content):
-    folder = written(tmp_path / "r", run_of())
+    folder = write_start(tmp_path / "r", run_summary())
     if content is None:
         (folder / "summary.json").unlink()
         (folder / "summary.json").mkdir()
@@ -39,8 +39,8 @@ def test_a_damaged_file_is_one_sentence(call, tmp_path, content):
 
 @pytest.mark.parametrize("content", [{"exit": None}, {"steps": [{"loss": 1}]}])
 def test_the_summary_of_another_program_is_one_sentence_also_where_a_later_start_reads_it(call, tmp_path, content):
-    folder = written(tmp_path / "r", content)
-    later = written(tmp_path / "r", run_of(), parent=("0001", 1))
+    folder = write_start(tmp_path / "r", content)
+    later = write_start(tmp_path / "r", run_summary(), parent=("0001", 1))
     for given in (folder, later):
         code, out, err = call(["report", str(given)])
         assert code == 2 and not out and err.startswith(f"verl_patches: {folder}/summary.json: expected the record")
@@ -48,7 +48,7 @@ def test_the_summary_of_another_program_is_one_sentence_also_where_a_later_start
 
 def test_texts_of_a_run_are_shown_as_text(call, tmp_path):
     """Check Rich's markup, escapes of a terminal, Markdown and TeX."""
-    folder = written(tmp_path / "r", run_of(r"a[red]$\frac|b", exit=HOSTILE))
+    folder = write_start(tmp_path / "r", run_summary(r"a[red]$\frac|b", exit=HOSTILE))
     code, out, _ = call(["status", str(folder)])
     assert code == 1 and r"a[red]b[/c]\x1b[31m\x07 $\frac|<b>" in out and "\x1b" not in out
     assert call(["report", str(folder), str(folder)])[0] == 0

@@ -28,14 +28,14 @@ def step(number, rollout, update, whole, total=1200.0):
     }
 
 
-def run_of(name="a", speed=1.0, **more):
+def run_summary(name="a", speed=1.0, **more):
     steps = [{**step(1, 0, 0, 150.0), "seconds": FIRST}]
     steps += [step(n, r * speed, 2.0, w * speed) for n, r, w in ((2, 4.0, 8.0), (3, 5.0, 10.0), (4, 9.0, 99.0))]
     head = {"run": name, "line": "pypi", "platform": "cpu", "dtype": "fp32", "ranks": 4, "exit": "ok"}
     return {**head, "steps": steps, "logprob_delta": {"mean": 1e-7, "max": 3e-7}, **more}
 
 
-def written(home, summary, parent=None):
+def write_start(home, summary, parent=None):
     """Make the folder of a new start of the run `home`, with this record."""
     folder = home / take_start([home], parent, None)
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -49,15 +49,15 @@ def values(summary):
 
 
 def test_medians_leave_the_first_step_out_and_rates_are_by_rank():
-    found = values(run_of())
+    found = values(run_summary())
     assert (found["rollout s"], found["update s"], found["step s"]) == (5.0, 2.0, 10.0)
     assert found["other s"] == 3.0 and found["reshard s"] is None
     assert found["tokens/s/rank", "median"] == 1200 / 10 / 4  # of the rates 37.5, 30, 3.03
     assert found["reward", report.LAST_MEAN] == pytest.approx(0.25) and found["held MB", "largest"] == 5.0
     assert found["|dlogp|", "mean"] == 1e-7 and found["|dlogp|", "largest of a token"] == 3e-7
-    alone = run_of() | {"steps": run_of()["steps"][:1]}
+    alone = run_summary() | {"steps": run_summary()["steps"][:1]}
     assert values(alone)["rollout s"] == 90.0
-    assert "include the start" in markdown(alone) and "include the start" not in markdown(run_of())
+    assert "include the start" in markdown(alone) and "include the start" not in markdown(run_summary())
 
 
 def markdown(*summaries):
@@ -67,30 +67,30 @@ def markdown(*summaries):
 CORE = "val-core/maths/reward/mean@4"
 
 
-def validated(summary, before, **of_steps):
+def validated(summary, before, **scores):
     """Return the summary with validations: before the first step, and {"step2": score}."""
 
     def val(score):
         return {"score": score, "metrics": {CORE: score, "val-aux/maths/reward/pass@4": 0.875}}
 
     for step in summary["steps"]:
-        step["val"] = val(of_steps[f"step{step['step']}"]) if f"step{step['step']}" in of_steps else None
+        step["val"] = val(scores[f"step{step['step']}"]) if f"step{step['step']}" in scores else None
     return summary | {"val_before": {"step": 0, "val": val(before)}}
 
 
 def test_validations_are_figures_with_the_one_before_the_first_step_and_the_last_has_all_its_values(tmp_path):
-    run = report.read_run(written(tmp_path / "a", validated(run_of(), 0.125, step2=0.5, step4=0.25)))
+    run = report.read_run(write_start(tmp_path / "a", validated(run_summary(), 0.125, step2=0.5, step4=0.25)))
     found = values(run)
     assert (found["val", "first"], found["val", "largest"], found["val", "last"]) == (0.125, 0.5, 0.25)
     text = markdown(run)
     assert f"{CORE} 0.25, val-aux/maths/reward/pass@4 0.875" in text and "| val | last | 0.25 |" in text
-    assert "| val |" not in markdown(run_of()) and "| last validation | - |" in markdown(run_of())
-    zero = validated(run_of(), 0.0)
+    assert "| val |" not in markdown(run_summary()) and "| last validation | - |" in markdown(run_summary())
+    zero = validated(run_summary(), 0.0)
     assert values(zero)["val", "last"] == 0.0 and "| val | first | 0 |" in markdown(zero)
 
 
 def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
-    run = run_of()
+    run = run_summary()
     run["steps"][2]["profile"] = {"files": ["x"], "faults": []}
     assert values(run)["step s"] == (8.0 + 99.0) / 2 and values(run)["reward", report.LAST_MEAN] == pytest.approx(0.25)
     names = {row["name"] for row in report.compare_figures([run])}
@@ -105,11 +105,11 @@ def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
 
 
 def test_the_first_step_after_a_resume_is_left_out_too_and_the_seam_is_named(tmp_path):
-    run = run_of()
+    run = run_summary()
     run["steps"][2]["resumed_after"] = 2
     assert values(run)["step s"] == (8.0 + 99.0) / 2 and report.facts(run)["resumed"] == "after step 2"
-    assert report.facts(run_of())["resumed"] == "-"
-    folder = written(tmp_path / "a", run)
+    assert report.facts(run_summary())["resumed"] == "-"
+    folder = write_start(tmp_path / "a", run)
     done = CliRunner().invoke(app, ["report", str(folder)])
     assert (
         "a: resumed after step 2" in done.stdout and "| resumed | after step 2 |" in (folder / "report.md").read_text()
@@ -123,12 +123,12 @@ def test_a_run_of_several_starts_is_one_curve_with_its_seams(tmp_path):
         steps = [{**step(n, 1.0, 1.0, 10.0), "logprob_delta": {"mean": n / 10, "max": n / 5}} for n in numbers]
         if numbers[0] > 1:
             steps[0]["resumed_after"] = numbers[0] - 1
-        return run_of("r", **{**more, "steps": steps})
+        return run_summary("r", **{**more, "steps": steps})
 
     home, val = tmp_path / "r", {"score": 0.75, "metrics": {}}
-    written(home, part(1, 2, 3, exit="StallError", val_before={"step": 0, "val": {**val, "score": 0.25}}))
-    written(home, part(3), ("0001", 2))
-    last = written(home, part(3, 4, exit="ok", val_before={"step": 2, "val": val}), ("0002", 2))
+    write_start(home, part(1, 2, 3, exit="StallError", val_before={"step": 0, "val": {**val, "score": 0.25}}))
+    write_start(home, part(3), ("0001", 2))
+    last = write_start(home, part(3, 4, exit="ok", val_before={"step": 2, "val": val}), ("0002", 2))
     for folder, numbers in zip(sorted(home.glob("0*")), ((0, 1, 2, 3), (3,), (2, 3, 4)), strict=True):
         lines = [json.dumps({"step": n, "critic/score/mean": int(folder.name)}) for n in numbers]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step')  # the last line was being written
@@ -145,7 +145,7 @@ def test_a_run_of_several_starts_is_one_curve_with_its_seams(tmp_path):
 
 
 def test_two_runs_side_by_side_have_the_ratio_to_the_first_under_its_name(tmp_path):
-    folders = [written(tmp_path / name, run_of(name, speed)) for name, speed in (("a", 1.0), ("b", 0.5))]
+    folders = [write_start(tmp_path / name, run_summary(name, speed)) for name, speed in (("a", 1.0), ("b", 0.5))]
     done = CliRunner().invoke(app, ["report", *map(str, folders), "--json"])
     answer = json.loads(done.stdout)
     rows = {row["name"]: row for row in answer["figures"]}
@@ -157,7 +157,7 @@ def test_two_runs_side_by_side_have_the_ratio_to_the_first_under_its_name(tmp_pa
 
 
 def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
-    folder = written(tmp_path / "a", run_of())
+    folder = write_start(tmp_path / "a", run_summary())
     done = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "new" / "x.md")])
     assert done.exit_code == 0 and "tokens/s/rank" in done.stdout and (tmp_path / "new" / "x.md").is_file()
     assert not (folder / "report.md").exists()
