@@ -73,7 +73,7 @@ def test_a_wrong_layout_ends_with_1_and_wrong_use_with_2():
     wrong = CliRunner().invoke(app, ["train", "--config-name", TINY, "data.train_batch_size=3"])
     assert wrong.exit_code == 1 and "3 is not a multiple of 2" in wrong.output
     wrong = CliRunner().invoke(app, ["smoke", "rollout=tp2dp2"])
-    assert wrong.exit_code == 1 and "layout=tp2ep2, of 4 ranks" in wrong.output
+    assert wrong.exit_code == 1 and "layout=tp2ep2, which has 4 ranks" in wrong.output
     assert CliRunner().invoke(app, ["smoke", "--no-such-option"]).exit_code == 2
 
 
@@ -86,7 +86,7 @@ def test_files_that_are_missing_are_refused_by_a_start_and_where_the_user_names_
     assert wrong.exit_code == 1 and "data.train_files: /nowhere does not exist" in wrong.output
     wrong = CliRunner().invoke(app, ["smoke", nowhere])
     assert wrong.exit_code == 1 and "/nowhere does not exist" in wrong.output
-    assert "expected a folder that can be written to" in refusal("smoke", "recipe.output_root=/dev/null")
+    assert "expected a writable folder" in refusal("smoke", "recipe.output_root=/dev/null")
 
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "ok"), (124, "no output for 5 s")])

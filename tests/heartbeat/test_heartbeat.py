@@ -41,7 +41,7 @@ def wait_until(true):
     """Wait until `true()` returns true."""
     deadline = time.monotonic() + HANG_S
     while not true():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, f"no change within {HANG_S} s"
         time.sleep(0.1)
 
 

@@ -145,7 +145,7 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     run = with_required_files(runs.composed(options.config_name, overrides_of(options, first.overrides)))
     assert (run.model_folder / "config.json").is_file() and faults(run) == []
     other = changed_run(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
-    assert "is not of recipe.model_shape" in faults(other)[0]
+    assert "expected the sizes of recipe.model_shape" in faults(other)[0]
     files = [*run.verl.data.train_files, *run.verl.data.val_files]
     assert len(files) == 2 * (len(said) - 1)
     first.make(said.append)

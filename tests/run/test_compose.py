@@ -53,7 +53,7 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     ("override", "message"),
     [
         ("data.max_prompt_len=3", r"unknown key data\.max_prompt_len; did you mean data\.max_prompt_length"),
-        ("data.image_key=x", r"verl reads it: write \+data\.image_key="),
+        ("data.image_key=x", r"verl reads it: add it as \+data\.image_key="),
         ("recipe.train.swap_optimiser=true", r"did you mean recipe\.train\.swap_optimizer"),
         ("recipe.dtype=fp16", "expected one of fp32, bf16"),
         ("~recipe.run", "does not support deletion"),
@@ -89,7 +89,7 @@ def test_the_first_layers_are_cut_wherever_the_depth_is_read(name, overrides, la
 
 @pytest.mark.parametrize(("name", "layers", "others", "message"), [
     (BIG, 10, [], r"num_hidden_layers is 10; expected 11 to 61: .* 3 dense .* 8 pipeline"),
-    (TINY, 3, [f"+{MODEL}=2"], f"{MODEL} is given; expected none"),
+    (TINY, 3, [f"+{MODEL}=2"], f"{MODEL} is set; expected none"),
 ])  # fmt: skip
 def test_layers_that_the_model_or_its_stages_do_not_have_are_refused(name, layers, others, message):
     with pytest.raises(ConfigError, match=message):
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
 
 
 @pytest.mark.parametrize(("name", "old", "new", "words"), [
-    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults lead back"),
+    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults include the file"),
     ("algo/grpo", b"\n", b" caf\xe9\n", "'utf-8' codec can't decode"),
 ])  # fmt: skip
 def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(configs, name, old, new, words):
@@ -140,7 +140,7 @@ ALGORITHMS = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
 
 @pytest.mark.parametrize("name", ["deepseekv3_256die", "grpo_deepseekv2", "upstream"])  # a base; the pin file
 def test_a_name_of_no_run_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError, match=f"{name}; there is: {', '.join(RUNS)};"):
+    with pytest.raises(ConfigError, match=f"{name}: expected one of {', '.join(RUNS)}, "):
         compose_config(name)
 
 

@@ -77,7 +77,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
     vocabulary = words["model"]["vocab"]
     words["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
     (model / "tokenizer.json").write_text(json.dumps(words))
-    assert "another vocabulary in tokenizer.json" in fault_detail(model, actors)
+    assert "the vocabulary in tokenizer.json differs" in fault_detail(model, actors)
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer" in fault_detail(model)

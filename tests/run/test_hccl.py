@@ -126,18 +126,18 @@ NODE_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
     [
         ({}, None),
         (NODE_800T, None),
-        (
-            {**NODE_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16},
-            "is 16, expected at most 8: take .*=32 ",
-        ),
+        ({**NODE_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16}, "is 16, expected at most 8: set .*=32 "),
         (
             {**NODE_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12, SIZE("expert_model"): 16},
             "is 12, expected at most 8 or 16",
         ),
         ({"recipe__hccl__expansion_mode": "HOST"}, "expansion_mode is HOST, expected AIV or AI_CPU"),
-        ({**NODE_800T, "recipe__rollout__dp": 64}, "has 128 ranks, MC2 takes 16, 32, 64: change recipe.rollout.dp"),
+        (
+            {**NODE_800T, "recipe__rollout__dp": 64},
+            "has 128 ranks, expected 16, 32, 64 for MC2: change recipe.rollout.dp",
+        ),
         ({"recipe__rollout__dp": 64}, None),  # the control: A3 takes it
-        ({**NODE_800T, SEATS: 1024}, "decodes 512 tokens, MC2 takes 256"),
+        ({**NODE_800T, SEATS: 1024}, "decodes 512 tokens, expected at most 256 for MC2"),
     ],
 )
 def test_the_machine_has_such_nodes_and_takes_what_is_asked_of_hccl_and_mc2(changes, fault):
@@ -182,4 +182,4 @@ def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
     run = composed_run(**{**NODE_800T, "recipe__rollout__dp": 8})
     assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
     more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
-    assert not more.ok and "has 32 experts, MC2 takes 24" in more.detail
+    assert not more.ok and "has 32 experts, expected at most 24 for MC2" in more.detail

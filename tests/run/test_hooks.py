@@ -29,7 +29,7 @@ CODE = {  # what a file with a function `score` begins with: what is found
     "def inner(:\n": r"r\.py:1: SyntaxError: ",
     "import not_installed_here\n": r"r\.py:1: ModuleNotFoundError: No module named 'not_installed_here'",
     "import json\njson.loads('{')\n": r"r\.py:2: JSONDecodeError",  # the user's line, not that of the library
-    "import os\nos._exit(0)\n": "ended without an answer",
+    "import os\nos._exit(0)\n": "exited while it imported",
 }
 
 

@@ -86,7 +86,7 @@ def test_a_new_run_of_that_name_leaves_all_as_it_is_and_says_its_bytes(make_run,
     before = folder_contents(tmp_path / "t/0001")
     start, record = take_next_start(make_run(resume_mode="disable"))
     assert start.resumed is record.parent is None and folder_contents(tmp_path / "t/0001") == before
-    assert "other starts (0001) hold" in start.others and "nothing removes them" in start.others
+    assert "other starts (0001) hold" in start.others and "neither uses nor removes" in start.others
     assert start.others in (tmp_path / "t/0002/progress.log").read_text()
     with pytest.raises(ConfigError) as caught:  # the newest chain has none
         require_next_start(make_run())
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_run_begins_a_chain_that_auto_does_not_begin_ane
     other = make_start(tmp_path / "other", (5,)) / "checkpoints/global_step_5"
     start, record = take_next_start(make_run(**resume_settings(other)))
     assert (start.step, record.parent, record.source) == (5, None, str(other))
-    with pytest.raises(ConfigError, match=f"went on from {other}; nothing was started"):
+    with pytest.raises(ConfigError, match=f"it was resumed from {other}; nothing was started"):
         require_next_start(make_run())
 
 
@@ -198,5 +198,5 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(make_run, tmp_pa
     assert next_start(make_run()).resumed is None
     (tmp_path / "t").mkdir()
     (tmp_path / "t/summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match="t holds summary.json of an earlier version"):
+    with pytest.raises(ConfigError, match="t: expected folders 0001, .*found summary.json"):
         next_start(make_run())

@@ -90,7 +90,10 @@ class Heartbeat:
             os.posix_fallocate(file, 0, FILE_BYTES)
             self._stack = path.with_suffix(STACK_SUFFIX).open("w")
         except OSError as error:
-            log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
+            text = (
+                "watch: %s has no heartbeat, so its stalls are not detected: %s cannot be written: %s; free space there"
+            )
+            log.warning(text, name, folder, error.strerror)
             if file >= 0:
                 os.close(file)
             return

@@ -87,7 +87,9 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
     for name, (file, before) in signalled.items():
         while not (text := _appended_text(file, before)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        by_name[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
+        by_name[name] = (
+            text or f"no stacks within {STACK_S:g} s: the process does not handle signals (blocked in the kernel?)"
+        )
     return by_name
 
 

@@ -24,20 +24,23 @@ def _sleep_check(run: RunSpec) -> Check:
         if own_sleep_off:
             expected.append("recipe.patches without -memory.sleep_mode")
         if graphs:
-            expected.append("actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses they captured)")
-        return Check(name, False, f"vLLM has no sleep mode on a CPU; expected {', '.join(expected)}")
+            expected.append("actor_rollout_ref.rollout.enforce_eager=true (graphs read captured addresses)")
+        text = f"recipe.platform is cpu, where vLLM has no sleep mode; expected {' and '.join(expected)}"
+        return Check(name, False, text)
     if graphs and not recipe.rollout.ascend.vllm_sleep_mode:
         rows = [row for row in ("memory.sleep_mode", "memory.graph_addresses") if row not in run.rows]
         cached = run.graphs.get("use_cached_graph")
         if rows or cached:
-            found = f"row {', '.join(rows)} is off" if rows else "use_cached_graph is set, whose graphs no row changes"
-            text = "expected true: graphs would read weights where they were before sleep"
-            return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode is false and {found}; {text}")
-    no_pages = "no expandable segments, and on several nodes it may free nothing (docs/memory.md)"
+            found = "use_cached_graph is set, whose graphs no patch changes"
+            if rows:
+                found = f"{' and '.join(rows)} is off in recipe.patches"
+            text = "captured graphs would read weights at their addresses before sleep"
+            return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode: expected true, as {found}: {text}")
+    limits = "it excludes expandable segments, and on several nodes it may free no memory (docs/memory.md)"
     if own_sleep_off:
-        text = f"row memory.sleep_mode is off: vLLM copies all weights to the host; {no_pages}"
+        text = f"patch memory.sleep_mode is off: vLLM's sleep mode copies all weights to the host; {limits}"
         return Check(name, True, text, note=True)
     if uses_vllm_sleep(run.verl.actor_rollout_ref.rollout, recipe):
-        text = f"freed by vLLM's sleep mode, which keeps the addresses that graphs captured; {no_pages}"
+        text = f"vLLM's sleep mode frees weights and KV cache and keeps the addresses that graphs captured; {limits}"
         return Check(name, True, text, note=True)
-    return Check(name, True, "freed between rollouts, to torch's pool")
+    return Check(name, True, "weights and KV cache are freed between rollouts, to torch's allocator")

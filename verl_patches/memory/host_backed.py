@@ -50,7 +50,7 @@ class HostBackedStorage:
         storage, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
         if storage._cdata != self.storage._cdata:
             raise RecipeError(
-                f"offload: {self.name}: expected the storage that was there before, of {self.size_bytes:,} bytes, "
+                f"offload: {self.name}: expected its original storage of {self.size_bytes:,} bytes, "
                 f"found another one of {storage.nbytes():,} bytes on {storage.device}: other code has replaced it"
             )
         if storage.nbytes() != expected:
@@ -290,9 +290,9 @@ class ModelOffloadState:
         for name, parameter in self.weights:
             if not self.written and parameter._version != self.versions.get(name, parameter._version):
                 raise RecipeError(
-                    f"offload: {self.group}, {name}: expected the weights that were loaded from the host, found them "
-                    "written although they were loaded for reading only: the host copy is stale and would undo the "
-                    "write; allocate gradients before writing"
+                    f"offload: {self.group}, {name}: expected no writes to parameters that were loaded for reading, "
+                    "found one: the host copy is stale and the next load would undo the write; allocate gradients "
+                    "(Grads.alloc) before writing"
                 )
 
 

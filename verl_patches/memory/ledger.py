@@ -128,17 +128,17 @@ class Ledger:
 
     def _fault_reason(self, phase: str, group: str, there: bool, held: int, wanted: int | None) -> str:
         if there and wanted is not None and held > wanted:
-            return f"{held - wanted:,} bytes more than registered: allocated since then"
+            return f"{held - wanted:,} bytes more than registered, allocated by other code since then"
         if there:
             expected = f"schedule {self.schedule.name!r} has it on the device in this phase"
             return f"{expected}, but it was released or never loaded"
         by = self.schedule.last_release(group, phase)
-        when = f"it should have been released {by}" if by else "it is never loaded"
+        when = f"it should have been released {by}" if by else "no phase of the schedule releases it"
         return f"schedule {self.schedule.name!r} does not have it on the device in this phase; {when}"
 
 
 def _bytes_text(size_bytes: int | None) -> str:
-    return "some" if size_bytes is None else f"{size_bytes:,}"
+    return "more than 0" if size_bytes is None else f"{size_bytes:,}"
 
 
 def process_memory_meter(device_type: str) -> Callable[[], dict[str, int]]:

@@ -44,8 +44,9 @@ def restore_memory(
             moved.append(name)
     if moved:
         raise RecipeError(
-            f"reshard: rank {rank}: load_weights gives {', '.join(moved[:3])} other memory instead of copying into it, "
-            "which cannot be traced: use verl's path, recipe.patches=[-reshard.*]"
+            f"reshard: rank {rank}: expected load_weights to copy into the memory of the model's tensors, found new "
+            f"memory for {', '.join(moved[:3])}: the weight sync cannot find where to write; use verl's own sync, "
+            "recipe.patches=[-reshard.*]"
         )
 
 

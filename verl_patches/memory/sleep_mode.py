@@ -64,8 +64,8 @@ class SleepMode:
         """Raise RecipeError if a tag is asleep, or the weights have not been written since sleep freed them."""
         if self._asleep:
             raise RecipeError(
-                f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep: call LLM.wake_up "
-                "before generate()"
+                f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep (freed by sleep()): "
+                "call LLM.wake_up() before generate()"
             )
         if self._weights_invalid:
             raise RecipeError(
@@ -100,7 +100,7 @@ class ResizeSleepMode(SleepMode):
             tensors = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
                 if name not in tensors:
-                    raise RecipeError(f"rollout: {name}: expected this tensor, as at sleep(), found none")
+                    raise RecipeError(f"rollout: wake_up(): {name}: expected the tensor that sleep() freed, found none")
                 storage.check(tensors[name])
             for storage in dict.fromkeys(self._asleep[tag].values()):
                 storage.allocate()
@@ -112,7 +112,7 @@ class ResizeSleepMode(SleepMode):
         engine = self._llm.llm_engine  # both methods exist in engines V0 and V1
         if unfinished := engine.get_num_unfinished_requests():
             raise RecipeError(
-                f"rollout: sleep() with {unfinished} unfinished requests, whose blocks would be lost; expected 0: "
+                f"rollout: sleep() with {unfinished} unfinished requests, expected 0: their KV cache would be lost; "
                 "finish or abort them first"
             )
         done = engine.reset_prefix_cache()
@@ -121,8 +121,8 @@ class ResizeSleepMode(SleepMode):
             done = pool.num_gpu_blocks - pool.get_num_free_blocks() == 1  # only the null block is in use
         if not done:
             raise RecipeError(
-                "rollout: vLLM cannot reset its prefix cache before sleep: some blocks are in use, expected none "
-                "after the last request"
+                "rollout: sleep(): vLLM cannot reset its prefix cache: expected no block in use after the last "
+                "request, found some; finish or abort all requests first"
             )
 
     def _free_tag(self, tag: str) -> None:
@@ -136,7 +136,9 @@ class ResizeSleepMode(SleepMode):
     def _tensors(self, tag: str) -> Tensors:
         if tag == CACHE:
             if not (caches := kv_caches(self._llm)):
-                raise RecipeError("rollout: expected the engine's KV cache in its model runner or worker, found none")
+                raise RecipeError(
+                    "rollout: sleep(): expected a KV cache in the engine's model runner or worker, found none"
+                )
             return {f"kv_cache[{i}]": tensor for i, tensor in enumerate(tensors_in(caches))}
         return freeable_weights(vllm_worker(self._llm).model_runner.model)
 
@@ -249,8 +251,8 @@ def _allocator() -> Any:
     allocator = getattr(getattr(sys.modules.get(_ALLOCATOR_MODULE), "CaMemAllocator", None), "instance", None)
     if allocator is None:
         raise RecipeError(
-            f"rollout: sleep() needs CaMemAllocator of {_ALLOCATOR_MODULE}, vLLM's sleep mode, found none: "
-            "switch the row off, recipe.patches=[-memory.sleep_mode]"
+            f"rollout: sleep(): expected an instance of {_ALLOCATOR_MODULE}.CaMemAllocator, which vLLM's sleep mode "
+            "uses, found none: set recipe.patches=[-memory.sleep_mode]"
         )
     return allocator
 
@@ -274,8 +276,8 @@ def require_freed_memory(device: Any, held_bytes: Callable[[], dict[str, int]], 
     todo = "set recipe.rollout.ascend.vllm_sleep_mode=false: vLLM's sleep mode may free nothing on several nodes"
     if not by_vllm:
         todo = (
-            f"expected PYTORCH_NPU_ALLOC_CONF=expandable_segments:True, found {conf}: without them tensors that stay "
-            "keep whole segments of torch's allocator; or another process took memory of this device meanwhile"
+            f"expected PYTORCH_NPU_ALLOC_CONF=expandable_segments:True, found {conf}: without expandable segments, "
+            "tensors that stay keep whole segments of torch's allocator; or end other processes that use this device"
         )
     raise RecipeError(
         f"rollout, rank {torch.distributed.get_rank()}: expected {expected:,} bytes more free memory on the device "

@@ -39,7 +39,7 @@ RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's ro
 HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA_NAME = "recipe_schema"
 LAYERS_KEY = "recipe.num_hidden_layers"
-_EXPORT_HINT = "remove it, and export it as a variable of the shell, which the run inherits"
+_EXPORT_HINT = "remove it, and export the secret as a variable of the shell, which the run inherits"
 _PATH_KEYS = (  # keys of files and folders that a run reads, some of them in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
     "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
@@ -80,8 +80,8 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run_config(path)]
     if name not in runs:
         raise ConfigError(
-            f"no config of a run in {CONFIGS_DIR} has the name {config_name}; there is: {', '.join(runs) or 'none'}; "
-            "the defaults of a run end with `algo: NAME`"
+            f"config {config_name}: expected one of {', '.join(runs) or 'none'}, found no such run in {CONFIGS_DIR}; a "
+            "file of a run has `algo: NAME` at the end of its defaults"
         )
     _check_overrides(overrides)
     upstream = verl_config_dir(verl_path)
@@ -170,7 +170,7 @@ def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
             if isinstance(one, dict):
                 _refuse_secrets(leaves(one, f"{key}."))
             elif is_secret(key.rpartition(".")[2], one):
-                raise ConfigError(f"{key} looks like a secret, and a configuration is written to files: {_EXPORT_HINT}")
+                raise ConfigError(f"{key} looks like a secret, but configurations are written to files: {_EXPORT_HINT}")
 
 
 def output_root(given: str | None = None) -> Path:
@@ -188,8 +188,8 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
     if isinstance(error, RecursionError):
-        fault = "defaults lead back to one of their own files, or an override has hundreds of brackets"
-        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: its {fault}"
+        causes = "its defaults include the file itself, or an override has hundreds of brackets"
+        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: {causes}"
     if isinstance(error, UnicodeDecodeError):
         for file in CONFIGS_DIR.rglob("*.yaml"):
             read_yaml(file)  # raises a ConfigError that names the file
@@ -203,7 +203,7 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     key = override[1] if override else missing[2] if missing else ""
     if override or key.startswith("recipe"):
         if any(load_pins().may_be_added(key, line) for line in LINES):
-            return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
+            return f"{key} is not in verl's config file, although verl reads it: add it as +{key}=..."
         return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_leaf_keys(base)), "verl has no such key")
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
     quoted = any("token recognition error" in text or "mismatched input" in text for text in texts)
@@ -224,13 +224,13 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     """
     free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_leaf_keys(base)), []
-    hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
+    hint = "verl's config file has no such key; list a key that your own code reads in recipe.added_keys=[KEY]"
     for key in _leaf_keys(config):
         above = any(other.startswith(f"{key}.") for other in known)
         own = any(fnmatchcase(key, name) or key.startswith(f"{name}.") for name in config.recipe.added_keys)
         allowed = own or key.startswith(free) or pins.may_be_added(key, line)
         if key not in known and not above and not allowed:
-            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, known, hint)}")
+            faults.append(refusal_of(config, key) or f"nothing reads this key: {unknown_key(key, known, hint)}")
     if faults:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 
@@ -245,8 +245,8 @@ def check_dtype(config: DictConfig) -> None:
     expected, found = VLLM_DTYPES[config.recipe.dtype], config.actor_rollout_ref.rollout.dtype
     if expected != found:
         raise ConfigError(
-            f"recipe.dtype={config.recipe.dtype} trains in {expected}, but actor_rollout_ref.rollout.dtype is {found}: "
-            "the weights could not be compared; set recipe.dtype only, the rollout follows it"
+            f"actor_rollout_ref.rollout.dtype: expected {expected}, as recipe.dtype={config.recipe.dtype} trains, "
+            f"found {found}: weights of two dtypes cannot be compared; set recipe.dtype only, the rollout's follows it"
         )
 
 
@@ -264,12 +264,12 @@ def _write_layer_count(config: DictConfig) -> None:
     dense, most = whole.first_k_dense_replace, whole.num_hidden_layers
     if not dense + chunks <= layers <= most:
         raise ConfigError(
-            f"{LAYERS_KEY} is {layers}; expected {dense + chunks} to {most}: the {dense} dense layers, one with "
-            f"experts for each of {chunks} pipeline stages, and at most those of {config.recipe.model_shape}"
+            f"{LAYERS_KEY} is {layers}; expected {dense + chunks} to {most}: at least the {dense} dense layers and one "
+            f"MoE layer for each of {chunks} pipeline stages, at most the layers of {config.recipe.model_shape}"
         )
     for place in _LAYER_COUNT_KEYS:
         if OmegaConf.select(config, place) not in (None, layers):
-            raise ConfigError(f"{place} is given; expected none beside {LAYERS_KEY}={layers}, which is written there")
+            raise ConfigError(f"{place} is set; expected none, as {LAYERS_KEY}={layers} is copied there; remove it")
         OmegaConf.update(config, place, layers, force_add=True)
     stages = config.recipe.train.layers_per_stage
     balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1

@@ -47,8 +47,8 @@ def check_engine_options(config: DictConfig, overrides: Collection[str], given: 
     for name in _GRAPH_DECIDED_KEYS:
         if f"{ROLLOUT_KEY}.{name}" in overrides:
             raise ConfigError(
-                f"{ROLLOUT_KEY}.{name} is given on platform {config.recipe.platform}, expected only "
-                f"{ASCEND_KEY}.graphs, which decides it: remove the override"
+                f"{ROLLOUT_KEY}.{name}: expected no override on platform {config.recipe.platform}, where "
+                f"{ASCEND_KEY}.graphs decides it: remove this override and set that key"
             )
     options = OmegaConf.select(given, OPTIONS_KEY) or OmegaConf.create()
     places = {
@@ -56,8 +56,8 @@ def check_engine_options(config: DictConfig, overrides: Collection[str], given: 
         for key, place in OPTION_PATHS.items()
         if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT
     }
-    if twice := [f"{place} (set {ASCEND_KEY}.{key})" for key, place in places.items()]:
-        raise ConfigError(f"{OPTIONS_KEY} holds {', '.join(twice)}; expected these keys of {ASCEND_KEY} only")
+    if twice := [f"{place} (set {ASCEND_KEY}.{key} instead)" for key, place in places.items()]:
+        raise ConfigError(f"{OPTIONS_KEY}: expected no option that {ASCEND_KEY} sets, found {', '.join(twice)}")
 
 
 def rewrite_engine_options(config: DictConfig) -> None:

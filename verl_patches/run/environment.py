@@ -51,7 +51,7 @@ def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Var
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
     """
     variables: dict[str, tuple[str, ...]] = {
-        VARIABLE: (run.process_switches.text(), "line, platform and rows of the patch catalogue"),
+        VARIABLE: (run.process_switches.text(), "line, platform and ids of the patches that are on"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
         "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),
@@ -124,7 +124,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm
-        else "less fragmentation, and memory that sleep frees is the device's again; vLLM's sleep mode is off"
+        else "less fragmentation, and memory that sleep frees returns to the device; vLLM's sleep mode is off"
     )
     return {
         "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
@@ -142,7 +142,10 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **_socket_variables(run),
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "CPU_AFFINITY_CONF": ("0", "counts the dies that a process sees, one with Ray; row update.bind_cores instead"),
+        "CPU_AFFINITY_CONF": (
+            "0",
+            "torch_npu's binding counts one die a process under Ray; patch update.bind_cores binds instead",
+        ),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 

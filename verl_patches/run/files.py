@@ -58,8 +58,8 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
     path = run.model_folder / "config.json"
     if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
         text = (
-            f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
-            "config.json is not read, and null ends rank 0, where verl prints it "
+            f"actor_rollout_ref.model.override_config.model_config: expected no {QUANTIZATION}, found one; remove it: "
+            "that of config.json is ignored, and null makes rank 0 fail when verl prints the configuration "
             "(transformers.configuration_utils.PretrainedConfig.to_diff_dict)"
         )
         yield Check("model folder", False, text)
@@ -68,7 +68,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation
-    fault = f"{path} is not of recipe.model_shape {run.recipe.model_shape}: {differences(held, model)}"
+    fault = f"{path}: expected the sizes of recipe.model_shape {run.recipe.model_shape}: {differences(held, model)}"
     yield either("model shape", held == model, "same model", fault)
     if run.reads_weights:
         yield _weights_check(run, path.parent)
@@ -78,7 +78,7 @@ def _weights_check(run: RunSpec, folder: Path) -> Check:
     """Check that the folder's files are whole, hold every tensor once, and suit each framework that reads them."""
     name, load_format = "model weights", run.verl.actor_rollout_ref.rollout.load_format
     if not weight_files(folder) and not (folder / TRACKER).exists():
-        return Check(name, True, f"{folder} has no file of weights: they were not checked", note=True)
+        return Check(name, True, f"{folder} has no weight files, so none were checked", note=True)
     try:
         source = open_source(folder, expert_split=run.recipe.train.expert_split)
     except ConfigError as error:
@@ -90,7 +90,7 @@ def _weights_check(run: RunSpec, folder: Path) -> Check:
     )
     fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
     fits = load_format.startswith("dummy") or how == "a HF folder"
-    return either(name, fits, f"whole files: {how}", fault)
+    return either(name, fits, f"complete files: {how}", fault)
 
 
 def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
@@ -107,13 +107,13 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
             yield Check("reward model", False, f"{key}: {error}")
             continue
         unlike = value_model_differences(run, source.inventory.model, folder)
-        faults = [f"another model than the actor's: {unlike}"] if unlike else []
+        faults = [f"the model differs from the actor's: {unlike}"] if unlike else []
         if SCORE not in source.tensors:
             faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")
         if source.kind == "checkpoint":
             settings = read_manifest(folder).facts.get("settings", {})
             if (trained := settings.get("recipe.objective.name", "an unknown objective")) != "rm":
-                faults.append(f"a checkpoint of {trained}, which trains no score of a response; expected one of rm")
+                faults.append(f"expected a checkpoint of algo=rm, found one of {trained}, which trains no reward head")
         if fault := _tokenizer_fault(folder, run.model_folder):
             faults.append(fault)
         text = f"{key}: {folder}: {'; '.join(faults)}"
@@ -124,11 +124,11 @@ def _tokenizer_fault(folder: Path, actors: Path) -> str:
     """Return why the actor's token ids may differ from those of a reward model; empty where they are the same."""
     name = "tokenizer.json"
     if not any(folder.glob("tokenizer*")):
-        return "no tokenizer; copy those files from actor_rollout_ref.model.path, whose token ids are scored"
+        return "no tokenizer; copy the files from actor_rollout_ref.model.path, whose token ids this model scores"
     files = [path / name for path in (folder, actors) if (path / name).is_file()]
     vocabularies = [read_json_object(file).get("model") for file in files]
     if len(files) == 2 and vocabularies[0] != vocabularies[1]:
-        return f"another vocabulary in {name} than in actor_rollout_ref.model.path, whose token ids are scored"
+        return f"the vocabulary in {name} differs from that of actor_rollout_ref.model.path, whose token ids it scores"
     return ""
 
 
@@ -188,15 +188,15 @@ def _row_count(file: str, run: RunSpec) -> int:
             if rows:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
+        raise ConfigError(f"{file} is not a complete parquet file ({error}); write it again") from error
     if not run.samples:  # step/objectives/dataset.py reads the values
         columns = dict.fromkeys(columns_of(run.recipe.objective.name, schema.names), lambda kind: True)
     faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
     if faults:
         raise ConfigError(
-            f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
-            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts; of fixed data data.val_files has "
-            "the same)"
+            f"{file}: column {' or '.join(faults)} is missing or of another type; expected the columns "
+            "of docs/own-data-and-reward.md (data.prompt_key names that of the prompts; for fixed data, data.val_files "
+            "needs the same columns)"
         )
     return rows
 
@@ -279,7 +279,7 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
         if unchecked:
             yield Check("hooks", True, f"{what} was not checked: {unchecked} ({hook.key})", note=True)
         else:
-            text = f"{hook.key}: expected {what}, which can be imported; found {fault}. Correct it, or the key"
+            text = f"{hook.key}: expected {what} to be importable; found {fault}. Correct the code or the key"
             yield either("hooks", not fault, what, text)
 
 
@@ -300,7 +300,7 @@ def _try_import(
         except subprocess.TimeoutExpired:
             return None, f"its import took more than {IMPORT_S} s"
         if not answer.exists():
-            return f"the process that imports {where} ended without an answer", None
+            return f"the process exited while it imported {where}", None
         fault, missing, elsewhere = json.loads(answer.read_text())
     pins = load_pins().line(line)
     of_line = {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
@@ -353,7 +353,7 @@ def disk_needs(run: RunSpec) -> list[DiskNeed]:
         most = max(kept + 1 - run.start.held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _count_text(count, "checkpoint")
-        text += f", {size_text(size)} each (modelled), one of them while it is written"
+        text += f", {size_text(size)} each (modelled), including the one that is being written"
         keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
         keys += f" (now {'null: all' if kept is None else kept})"
         needs.append(DiskNeed("checkpoints", start_checkpoints(run), size * (count or 2), text, keys))
@@ -372,7 +372,7 @@ def recorded_bytes(run: RunSpec) -> int:
 
 def _count_text(count: int | None, what: str) -> str:
     if count is None:
-        return f"one {what} (their number is not known)"
+        return f"at least one {what}"
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

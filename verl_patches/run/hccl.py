@@ -73,7 +73,7 @@ def check_machine(run: RunSpec) -> Check:
     if dies > most or half < dies < most:
         sizes = f"at most {half} or {most}" if half < most else f"at most {most}"
         todo = f"trainer.nnodes={math.ceil(run.world_size / most)} trainer.n_gpus_per_node={most}"
-        faults.append(f"trainer.n_gpus_per_node is {dies}, expected {sizes}: take {todo}")
+        faults.append(f"trainer.n_gpus_per_node is {dies}, expected {sizes}: set {todo}")
     if mode not in machine.expansion_modes:
         modes = " or ".join(machine.expansion_modes)
         faults.append(f"recipe.hccl.expansion_mode is {mode}, expected {modes} for training")
@@ -81,11 +81,15 @@ def check_machine(run: RunSpec) -> Check:
         ep, local, tokens = _expert_exchange(run)
         if ep not in machine.mc2_ranks:
             sizes = ", ".join(map(str, machine.mc2_ranks))
-            faults.append(f"a rollout instance has {ep} ranks, MC2 takes {sizes}: change recipe.rollout.dp")
+            faults.append(f"a rollout instance has {ep} ranks, expected {sizes} for MC2: change recipe.rollout.dp")
         if tokens > machine.mc2_tokens:
-            faults.append(f"a rank decodes {tokens} tokens, MC2 takes {machine.mc2_tokens}: lower max_num_seqs")
+            faults.append(
+                f"a rank decodes {tokens} tokens, expected at most {machine.mc2_tokens} for MC2: lower max_num_seqs"
+            )
         if local > machine.mc2_experts:
-            faults.append(f"a rank has {local} experts, MC2 takes {machine.mc2_experts}: raise recipe.rollout.dp")
+            faults.append(
+                f"a rank has {local} experts, expected at most {machine.mc2_experts} for MC2: raise recipe.rollout.dp"
+            )
     held = f"{machine.title}: {dies} dies of a node of {most}"
     return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
 
@@ -201,7 +205,7 @@ def check_timeouts(run: RunSpec) -> Check:
     given = exec_timeout_s(run)
     fault = (
         f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
-        f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
+        f"{AIV_EXEC_TIMEOUT_S // 60}: with HCCL_OP_EXPANSION_MODE=AIV, HCCL caps it at {AIV_EXEC_TIMEOUT_S} s; "
         "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
     )
     fits = run.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S

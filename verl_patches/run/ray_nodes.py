@@ -129,7 +129,7 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         output, error = done.stdout, done.stderr.strip().splitlines() or ["no message"]
     except subprocess.TimeoutExpired:
-        output, error = "", [f"no answer of all nodes within {limit_s:g} s: look at Ray's logs on its head"]
+        output, error = "", [f"not all nodes answered within {limit_s:g} s: see Ray's logs on the head node"]
     line = next((line for line in output.splitlines() if line.startswith(ANSWER_PREFIX)), None)
     if line is None:
         raise RecipeError(f"{request['address']}: {error[-1]}")
@@ -249,8 +249,8 @@ def _find_address(given: str) -> tuple[str, str, str]:
     running, latest = services.find_gcs_addresses(), services.find_bootstrap_address(None)
     others = {address for address in running if not address.startswith(("127.", "[::1]:", "localhost:"))}
     if running and not others:
-        found = f"each Ray on this machine is a run's own ({', '.join(sorted(running))}), which no other joins"
-        raise ConfigError(f"{found}. {start} end that run")
+        found = f"each Ray on this machine ({', '.join(sorted(running))}) is private to the run that started it"
+        raise ConfigError(f"recipe.ray_address is auto, but {found}. {start} end that run")
     if latest and (latest in others or not running):
         return latest, f"the file {file}", f"{start} remove that file, which a Ray that has ended left behind"
     if others:

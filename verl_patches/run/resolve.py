@@ -173,11 +173,11 @@ def _rollout_layout(section: DictConfig, recipe: Recipe, world: int) -> Parallel
         raise ConfigError(
             f"{instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
             f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.dp or "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size, or give `smoke` layout=tp2ep2, of 4 ranks"
+            "actor_rollout_ref.rollout.tensor_model_parallel_size, or use layout=tp2ep2, which has 4 ranks"
         )
     if rollout.dp > 1 and not rollout.expert_parallel:
         raise ConfigError(
-            f"recipe.rollout.dp={rollout.dp} shares experts inside an instance, which needs "
-            "recipe.rollout.expert_parallel=true; replicas that share nothing are instances (dp=1)"
+            f"recipe.rollout.dp={rollout.dp} splits experts over the dp ranks of an instance, which needs "
+            "recipe.rollout.expert_parallel=true, found false; set it, or dp=1 for replicas that share no experts"
         )
     return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)

@@ -20,7 +20,7 @@ from verl_patches.trainer.record import Progress
 from verl_patches.weights.run_folders import take_start
 
 _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-_WRITABLE_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
+_WRITABLE_FOLDER = "expected a writable folder (recipe.output_root, recipe.run)"
 
 
 def require_output_folder(run: RunSpec) -> None:
@@ -29,7 +29,7 @@ def require_output_folder(run: RunSpec) -> None:
     try:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise OSError(f"{existing} is no folder that can be written to")
+            raise OSError(f"{existing} is not a writable folder")
     except OSError as error:
         raise ConfigError(f"{folder}: {_WRITABLE_FOLDER}, found: {error}") from error
 
@@ -53,9 +53,9 @@ def require_lasting_folders(run: RunSpec) -> None:
         own = ("/proc", "/sys", "/dev", "/etc", "/run", "/usr", "/var")
         folders = [str(place) for place in mounts if place != root and not str(place).startswith(own)]
         raise ConfigError(
-            f"{'; '.join(inside)} would be deleted with this container; expected folders of the host, mounted here: "
-            f"{', '.join(folders) or 'none is'}. Mount one there (volumes of the job file, or VOLUMES of "
-            "scripts/start_container.sh), or give a path in one that is"
+            f"{'; '.join(inside)} would be deleted with this container; expected paths in folders that are mounted "
+            f"from the host: {', '.join(folders) or 'none is here'}. Give a path in one of these, or mount another "
+            "(volumes of the job file, or VOLUMES of scripts/start_container.sh)"
         )
 
 

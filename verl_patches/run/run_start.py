@@ -64,8 +64,9 @@ def next_start(run: RunSpec) -> NextStart:
     for home in run_homes(run):
         if (home / "summary.json").exists():
             raise ConfigError(
-                f"{home} holds summary.json of an earlier version, in which all starts of a run shared one folder; "
-                "expected folders 0001, 0002, ...: give another name; resume_path takes its checkpoints"
+                f"{home}: expected folders 0001, 0002, ..., found summary.json of an earlier version of this recipe, "
+                "in which all starts of a run shared one folder: give the run another name (recipe.run); to resume "
+                "from its checkpoints, set trainer.resume_mode=resume_path"
             )
     if not recipe_saves_checkpoints(run):
         return NextStart()
@@ -117,11 +118,11 @@ def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None)
     other = saved[-1] if saved else source
     if other is None:
         return
-    whose = "another start of this name has" if saved else "that start went on from"
+    owner = "another start of this name has" if saved else "it was resumed from"
     raise ConfigError(
-        f"trainer.resume_mode=auto: the newest start of {run.recipe.run}, {[*chains][-1]}, and those that it came "
-        f"from have no complete checkpoint, but {whose} {other}; nothing was started. To go on from that: "
-        f"{resume_from(other)}; to begin anew: trainer.resume_mode=disable"
+        f"trainer.resume_mode=auto: expected a complete checkpoint of {[*chains][-1]}, the newest start of "
+        f"{run.recipe.run}, or of the starts that it resumed, found none, but {owner} {other}; nothing was started. To "
+        f"resume from that: {resume_from(other)}; to start at step 1: trainer.resume_mode=disable"
     )
 
 
@@ -131,7 +132,7 @@ def _others_text(run: RunSpec, chain: Chain) -> str:
         return ""
     return (
         f"{run_checkpoints_home(run)}: other starts ({', '.join(sizes)}) hold {size_text(sum(sizes.values()))} of "
-        "checkpoints that this run does not count; nothing removes them"
+        "checkpoints, which this run neither uses nor removes"
     )
 
 

@@ -237,7 +237,7 @@ def _deleted_key_faults(config: Mapping[str, Any], base: Mapping[str, Any]) -> l
         return [f"{key} is {'null' if left[key] is None else left[key]}; expected a section" for key in values]
     if gone := [key for key in required if not any(f"{each}.".startswith(f"{key}.") for each in left)]:
         keys = ", ".join(gone[:3])
-        return [f"{keys} is missing; expected verl's own key, which an override ~key, or of its section, removes"]
+        return [f"{keys} is missing; expected all keys of verl's config: remove the override ~KEY or of its section"]
     return []
 
 
@@ -277,7 +277,7 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     faults = []
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":
-        faults.append(f"recipe.platform=npu_emulated is for recipe.line=a3, found {line}")
+        faults.append(f"recipe.platform=npu_emulated needs recipe.line=a3, found {line}")
     if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
         joins = "recipe.ray_address joins one; remove one of them"
         faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
@@ -291,10 +291,11 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         if value != item.default and key.startswith(_NPU_KEYS) and platform is not None and not as_npu(platform):
             faults.append(f"{key} is for NPUs: it needs recipe.platform=npu, found {platform}")
         if value != item.default and key in _GRAPH_KEYS and not given.get(f"{_ASCEND_PREFIX}graphs"):
-            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND_PREFIX}graphs=true")
+            faults.append(f"{key} is {value}: it has an effect in graph mode only; set {_ASCEND_PREFIX}graphs=true")
     if given.get(f"{_ASCEND_PREFIX}kv_nz"):
         faults.append(
-            f"{_ASCEND_PREFIX}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a "
-            "second time, in the other format (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066)"
+            f"{_ASCEND_PREFIX}kv_nz is True; expected false: vllm-ascend at the pin writes new prompts to the KV "
+            "cache twice, the second time in the other format (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; "
+            "vllm-ascend PR 3066)"
         )
     return faults

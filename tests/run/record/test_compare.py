@@ -82,7 +82,7 @@ def test_a_loss_of_a_policy_is_judged_only_where_it_is_named():
     a, b = curves(loss=[0.0]), curves(loss=[0.0])
     assert limits_for(curve_errors(a, b)) == {"loss": 0.02}  # control
     a.names["loss"] = min(LOSSES_OF_POLICY)
-    with pytest.raises(ConfigError, match="name what is judged: --limit"):
+    with pytest.raises(ConfigError, match="name a metric to judge: --limit"):
         limits_for(curve_errors(a, b))
     assert limit_checks(curve_errors(a, b), {"loss": 0.02})[0].ok
 
@@ -90,7 +90,7 @@ def test_a_loss_of_a_policy_is_judged_only_where_it_is_named():
 def test_a_run_that_ended_before_its_reference_fails():
     short, whole = curves(reward=[0.5]), curves(reward=[0.5] * 200)
     (check,) = limit_checks(curve_errors(short, whole), {"reward": 0.04})
-    assert not check.ok and check.detail.endswith("expected step 200, found a's end at 1")
+    assert not check.ok and check.detail.endswith("expected a to reach step 200, found its end at 1")
     assert limit_checks(curve_errors(whole, short), {"reward": 0.04})[0].ok  # a longer one has all that is compared
 
 

@@ -61,7 +61,7 @@ def test_a_row_that_makes_the_gradient_must_be_on():
 
 
 def test_a_key_of_data_that_nothing_reads_is_refused_as_with_verls_own_dataset():
-    with pytest.raises(ConfigError, match="nothing would act on .*data.max_respons_length"):
+    with pytest.raises(ConfigError, match="nothing reads this key: .*data.max_respons_length"):
         composed(TINY, ["algo=sft", "+data.max_respons_length=4"])
 
 

@@ -95,7 +95,7 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
         return find(run, run.parents[1], *overrides).run.verl.actor_rollout_ref.rollout
 
     assert rollout("recipe.dtype=bf16").dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="the rollout follows it"):
+    with pytest.raises(ConfigError, match="the rollout's follows it"):
         find(run, run.parents[1], "actor_rollout_ref.rollout.dtype=bfloat16")
     with pytest.raises(ConfigError, match="rollout.dtype is float16"):
         find(run, run.parents[1], "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")

@@ -94,8 +94,8 @@ def limits_for(errors: Sequence[Error]) -> dict[str, float]:
         if metric in found and not {*found[metric]} & {*LOSSES_OF_POLICY}:
             return {metric: LIMITS[metric]}
     raise ConfigError(
-        f"compare: expected {' or '.join(JUDGED_METRICS)} in both at common steps, found {', '.join(found)}, of which "
-        "a policy's loss says nothing; name what is judged: --limit METRIC=VALUE"
+        f"compare: expected {' or '.join(JUDGED_METRICS)} in both at common steps, found {', '.join(found)} (the loss "
+        "of a policy is not judged); name a metric to judge: --limit METRIC=VALUE"
     )
 
 
@@ -117,7 +117,9 @@ def _limit_check(error: Error, limit: float, formula: str) -> Check:
     value = error.relative if formula == "relative" else error.absolute
     over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
     if error.ends[0] < error.ends[1]:
-        return Check(error.metric, False, f"{over}: expected step {error.ends[1]}, found a's end at {error.ends[0]}")
+        return Check(
+            error.metric, False, f"{over}: expected a to reach step {error.ends[1]}, found its end at {error.ends[0]}"
+        )
     if error.not_finite is not None:
         return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
     assert value is not None  # all values are finite, so there is a mean

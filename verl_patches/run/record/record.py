@@ -43,8 +43,8 @@ def _read_own_summary(folder: Path) -> dict[str, Any]:
     whole = isinstance(reason, str) and isinstance(steps, list)
     if not whole or not all(isinstance(step, dict) and isinstance(step.get("step"), int) for step in steps):
         raise ConfigError(
-            f"{folder / SUMMARY_FILE}: expected the record of a run, exit as text and steps as objects with a whole "
-            "step; found another program's, or an edited one; see driver.log beside it"
+            f"{folder / SUMMARY_FILE}: expected the record of a run (exit: text; steps: objects with a whole-number "
+            "step), found something else: another program wrote it, or it was edited; see driver.log beside it"
         )
     if reason:
         found["exit"] = printable(reason, keep="\n\t")  # it may hold the message of any library
