@@ -61,9 +61,8 @@ def note_host_allocation(size_bytes: int) -> None:
 
 def note_empty_cache() -> None:
     """Record a call of empty_cache: a move without a memory group and without bytes."""
-    _counters.value.moves.append(
-        {"verb": "empty_cache", "group": "", **vars(MovedBytes()), **dict.fromkeys(TALLY_NAMES, 0)}
-    )
+    counts = dict.fromkeys(("bytes", *TALLY_NAMES), 0)
+    _counters.value.moves.append({"verb": "empty_cache", "group": "", **counts})
 
 
 def take_moves() -> list[dict[str, Any]]:

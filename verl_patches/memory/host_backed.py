@@ -106,7 +106,7 @@ class HostBackedStorage:
 
 def offload_storages(storages: Iterable[HostBackedStorage], copy: bool = True) -> int:
     """Offload the storages that are on the device and return their bytes; a first offload always copies."""
-    here, fresh = _storages_on_device(storages)
+    here, fresh = _device_storages(storages)
     with torch.no_grad():
         for storage in here:
             storage.offload(copy or storage in fresh)
@@ -124,16 +124,14 @@ def load_storages(storages: Iterable[HostBackedStorage]) -> int:
 
 def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
     """Update the host copies of the storages that are on the device and return their bytes."""
-    here, _ = _storages_on_device(storages)
+    here, _ = _device_storages(storages)
     with torch.no_grad():
         for storage in here:
             storage.copy_to_host()
     return sum(storage.size_bytes for storage in here)
 
 
-def _storages_on_device(
-    storages: Iterable[HostBackedStorage],
-) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
+def _device_storages(storages: Iterable[HostBackedStorage]) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
     """Return (storages on the device, those of them that had no host memory); gives host memory to the latter."""
     here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
     fresh = [storage for storage in here if not storage.host]
@@ -168,11 +166,9 @@ def _make_host_memory(storages: list[HostBackedStorage]) -> None:
                 piece, used = _allocate(min(PIECE_BYTES, wanted if on_cpu else left), storage.device), 0
             taken = min(wanted, piece.numel() - used)
             storage.host.append(piece[used : used + taken])
-            used, left, wanted = (
-                min(used + _aligned_bytes(taken), piece.numel()),
-                left - _aligned_bytes(taken),
-                wanted - taken,
-            )
+            used = min(used + _aligned_bytes(taken), piece.numel())
+            left -= _aligned_bytes(taken)
+            wanted -= taken
 
 
 def _aligned_bytes(size_bytes: int) -> int:
@@ -341,9 +337,7 @@ class OptimizerOffloadState:
         return self.storages[name]
 
     def _all_storages(self) -> list[HostBackedStorage]:
-        return [
-            storage for name, parameter in self.parameters() for storage in self.parameter_storages(name, parameter)
-        ]
+        return [storage for pair in self.parameters() for storage in self.parameter_storages(*pair)]
 
     @property
     def offloaded(self) -> bool:

@@ -116,7 +116,8 @@ class Ledger:
             entry.full_bytes = held
         entry.partial_at_first = entry.partial_at_first and held != entry.full_bytes
         wanted = entry.full_bytes if there else 0
-        if held == wanted or (there and entry.partial_at_first and (wanted is None or held < wanted)):
+        may_hold_less = there and entry.partial_at_first
+        if held == wanted or (may_hold_less and (wanted is None or held < wanted)):
             return ""
         self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
         text = (

@@ -114,14 +114,20 @@ class Schedule:
         values, update = (Phase(name, _parse_moves(enter), _parse_moves(leave)) for name, enter, leave in rows)
         phases = []
         for row in self.phases:
-            phases += [update, row] if row.name == "update" else [row, values] if row.name == "ref" else [row]
+            if row.name == "update":
+                phases.append(update)
+            phases.append(row)
+            if row.name == "ref":
+                phases.append(values)
         return Schedule(f"{self.name}, with a critic", tuple(phases))
 
     def with_reward_models(self) -> Schedule:
         """Return the schedule with reward models, which has phase rm_scores before the reward, once for each model."""
-        leave = "free reward_params" if not self.name.startswith("verl") else "offload reward_params, empty_cache"
+        leave = "offload reward_params, empty_cache" if self.name.startswith("verl") else "free reward_params"
         scores = Phase("rm_scores", _parse_moves("load reward_params"), _parse_moves(leave))
-        phases = [each for row in self.phases for each in ((scores, row) if row.name == "reward" else (row,))]
+        phases: list[Phase] = []
+        for row in self.phases:
+            phases += [scores, row] if row.name == "reward" else [row]
         return Schedule(f"{self.name}, with reward models", tuple(phases))
 
     def releases(self, group: str, phase: str) -> bool:
@@ -320,8 +326,8 @@ def vllm_sleep_schedule(copied: bool) -> Schedule:
         return tuple(each for move in moves for each in changed.get(move, (move,)))
 
     phases = tuple(Phase(row.name, replaced(row.enter), replaced(row.leave)) for row in SCHEDULE.phases)
-    how = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
-    return Schedule(f"{SCHEDULE.name}, {how}", phases)
+    mode_text = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
+    return Schedule(f"{SCHEDULE.name}, {mode_text}", phases)
 
 
 def uses_vllm_sleep(rollout: Any, recipe: Recipe) -> bool:

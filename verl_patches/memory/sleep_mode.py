@@ -163,9 +163,8 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     weights = dict(model.named_parameters())
     for layer, module in model.named_modules():
         impl = vars(module).get("impl")
-        weights |= {
-            f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED_PROJECTIONS if impl and key in vars(impl)
-        }
+        derived = [key for key in ABSORBED_PROJECTIONS if impl and key in vars(impl)]
+        weights |= {f"{layer}.impl.{key}": vars(impl)[key] for key in derived}
     return weights
 
 
@@ -198,7 +197,10 @@ class CumemSleepMode(SleepMode):
             return
         self.wake_up()
         drop = not self._keep_weights
-        pieces, addresses = (_allocator().pointer_to_data, self._weight_segments()) if drop else ({}, ())
+        pieces: Mapping[int, Any] = {}
+        addresses: Collection[int] = ()
+        if drop:
+            pieces, addresses = _allocator().pointer_to_data, self._weight_segments()
         self._asleep, self._weights_invalid = set(TAGS), drop  # set before: after an error the contents are unknown
         with skip_copies(pieces, addresses):
             self._sleep(1)
@@ -248,7 +250,8 @@ def _memory_snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
 
 
 def _allocator() -> Any:
-    allocator = getattr(getattr(sys.modules.get(_ALLOCATOR_MODULE), "CaMemAllocator", None), "instance", None)
+    allocator_class = getattr(sys.modules.get(_ALLOCATOR_MODULE), "CaMemAllocator", None)
+    allocator = getattr(allocator_class, "instance", None)
     if allocator is None:
         raise RecipeError(
             f"rollout: sleep(): expected an instance of {_ALLOCATOR_MODULE}.CaMemAllocator, which vLLM's sleep mode "
@@ -269,7 +272,8 @@ def require_freed_memory(device: Any, held_bytes: Callable[[], dict[str, int]], 
     yield
     after, (free_after, _) = held_bytes(), device.mem_get_info()
     given_up = {group: held - after[group] for group, held in before.items() if held > after[group]}
-    freed, expected = sum(given_up.values()), sum(given_up.values()) + max(0, cached - _cached_bytes(device))
+    freed = sum(given_up.values())
+    expected = freed + max(0, cached - _cached_bytes(device))
     if not freed or free_after - free_before >= expected - MISSING_SHARE * freed:
         return
     conf = os.environ.get("PYTORCH_NPU_ALLOC_CONF")

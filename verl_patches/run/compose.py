@@ -200,7 +200,9 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
         cause = cause.__cause__ or cause.__context__
     override = re.search(r"Could not override '([^']+)'", texts[0])
     missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
-    key = override[1] if override else missing[2] if missing else ""
+    key = missing[2] if missing else ""
+    if override:
+        key = override[1]
     if override or key.startswith("recipe"):
         if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is not in verl's config file, although verl reads it: add it as +{key}=..."

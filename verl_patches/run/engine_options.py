@@ -51,13 +51,12 @@ def check_engine_options(config: DictConfig, overrides: Collection[str], given: 
                 f"{ASCEND_KEY}.graphs decides it: remove this override and set that key"
             )
     options = OmegaConf.select(given, OPTIONS_KEY) or OmegaConf.create()
-    places = {
-        key: place
-        for key, place in OPTION_PATHS.items()
-        if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT
-    }
-    if twice := [f"{place} (set {ASCEND_KEY}.{key} instead)" for key, place in places.items()]:
-        raise ConfigError(f"{OPTIONS_KEY}: expected no option that {ASCEND_KEY} sets, found {', '.join(twice)}")
+    duplicates = []
+    for key, place in OPTION_PATHS.items():
+        if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT:
+            duplicates.append(f"{place} (set {ASCEND_KEY}.{key} instead)")
+    if duplicates:
+        raise ConfigError(f"{OPTIONS_KEY}: expected no option that {ASCEND_KEY} sets, found {', '.join(duplicates)}")
 
 
 def rewrite_engine_options(config: DictConfig) -> None:

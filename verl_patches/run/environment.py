@@ -142,10 +142,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **_socket_variables(run),
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "CPU_AFFINITY_CONF": (
-            "0",
-            "torch_npu's binding counts one die a process under Ray; patch update.bind_cores binds instead",
-        ),
+        "CPU_AFFINITY_CONF": ("0", "it counts one die a process with Ray; patch update.bind_cores binds instead"),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
@@ -190,10 +187,8 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
 
 def environment_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
-    decided = {
-        *DROPPED_VARIABLES,
-        *(variable.name for variable in environment_variables(run) if variable.where != "node"),
-    }
+    own = {variable.name for variable in environment_variables(run) if variable.where != "node"}
+    decided = own | {*DROPPED_VARIABLES}
     for finding in shell_findings(run.line, decided=decided):
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"

@@ -83,19 +83,21 @@ def _weights_check(run: RunSpec, folder: Path) -> Check:
         source = open_source(folder, expert_split=run.recipe.train.expert_split)
     except ConfigError as error:
         return Check(name, False, str(error))
-    how = {"hf": "a HF folder", "megatron": "a Megatron folder", "checkpoint": "a checkpoint"}[source.kind]
-    how += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
+    source_text = {"hf": "a HF folder", "megatron": "a Megatron folder", "checkpoint": "a checkpoint"}[source.kind]
+    source_text += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
     fault = (
-        f"actor_rollout_ref.rollout.load_format is {load_format}, with which vLLM would read {folder}, {how}; expected "
+        f"actor_rollout_ref.rollout.load_format is {load_format}, with which vLLM would read {folder}, {source_text}; "
+        "expected dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
     )
-    fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
-    fits = load_format.startswith("dummy") or how == "a HF folder"
-    return either(name, fits, f"complete files: {how}", fault)
+    fits = load_format.startswith("dummy") or source_text == "a HF folder"
+    return either(name, fits, f"complete files: {source_text}", fault)
 
 
 def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
     """Check that each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
-    for part in (part for part in run.rewards if part.entry.name == "reward_model"):
+    for part in run.rewards:
+        if part.entry.name != "reward_model":
+            continue
         folder, key = value_model_in(part.path), f"{part.where}.path"
         if not folder.exists():
             here = {"recipe.rewards", _MODEL_KEY} <= run.given  # otherwise this is a plan for another machine
@@ -270,8 +272,8 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
     for hook in user_hooks(run):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
         if hook.key.startswith(_FILE_HOOK_KEYS) and not file.is_file():
-            expected = not {f"{hook.key}.path", hook.key.partition("[")[0]}.isdisjoint(run.given)
-            yield _absent_check("hooks", [file], f"{hook.key}.path", expected, "a Python file")
+            must_exist = bool({f"{hook.key}.path", hook.key.partition("[")[0]} & run.given)
+            yield _absent_check("hooks", [file], f"{hook.key}.path", must_exist, "a Python file")
             continue
         environment = process_environment(environment_variables(run, tempfile.gettempdir()), os.environ)
         stamp = file.stat().st_mtime_ns if file.is_file() else 0

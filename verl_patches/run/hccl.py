@@ -81,15 +81,11 @@ def check_machine(run: RunSpec) -> Check:
         ep, local, tokens = _expert_exchange(run)
         if ep not in machine.mc2_ranks:
             sizes = ", ".join(map(str, machine.mc2_ranks))
-            faults.append(f"a rollout instance has {ep} ranks, expected {sizes} for MC2: change recipe.rollout.dp")
+            faults.append(f"a rollout instance has {ep} ranks, MC2 allows {sizes}: change recipe.rollout.dp")
         if tokens > machine.mc2_tokens:
-            faults.append(
-                f"a rank decodes {tokens} tokens, expected at most {machine.mc2_tokens} for MC2: lower max_num_seqs"
-            )
+            faults.append(f"a rank decodes {tokens} tokens, MC2 allows {machine.mc2_tokens}: lower max_num_seqs")
         if local > machine.mc2_experts:
-            faults.append(
-                f"a rank has {local} experts, expected at most {machine.mc2_experts} for MC2: raise recipe.rollout.dp"
-            )
+            faults.append(f"a rank has {local} experts, MC2 allows {machine.mc2_experts}: raise recipe.rollout.dp")
     held = f"{machine.title}: {dies} dies of a node of {most}"
     return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
 
@@ -145,20 +141,21 @@ def hccl_groups(run: RunSpec) -> list[Group]:
         )
     split = cp > 1  # then the gradients of experts have groups of their own
     training = [
-        *(("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True)),
-        *(("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True)),  # mp: gradient norm
-        *(("embd", min(pp, 2), False), ("tp_dp_cp", tp * dp * cp, False), ("tp_dp", tp * dp, False)),
-        *(("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp, False)),
+        ("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True),
+        ("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True),  # mp: gradient norm
+        ("embd", min(pp, 2), False), ("tp_dp_cp", tp * dp * cp, False), ("tp_dp", tp * dp, False),
+        ("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp, False),
         *([("dp_modulo_exp_cp", dp * cp, False)] if split else []),
         # the expert groups, after those that Megatron makes as if experts were not split
-        *(("mp_exp", tp * ep * pp, False), ("tp_exp", tp * ep, True), ("exp", ep, False)),
+        ("mp_exp", tp * ep * pp, False), ("tp_exp", tp * ep, True), ("exp", ep, False),
         ("dp_modulo_exp", dp * cp // ep, not split),
         *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
         ("pp_new_stream", pp, False),
-    ]
+    ]  # fmt: skip
     instance, mc2 = rollout.tp * run.recipe.rollout.dp, decodes_by_mc2(run)
     engine = [
-        *(("tp", rollout.tp, True), ("dp", run.recipe.rollout.dp, True)),
+        ("tp", rollout.tp, True),
+        ("dp", run.recipe.rollout.dp, True),
         (EXPERTS_IN_ROLLOUT, instance, run.recipe.rollout.expert_parallel),
         *([("mc2", instance, True)] if mc2 else []),  # row rollout.ascend_mc2_groups
     ]
@@ -226,18 +223,18 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
     ip_local_reserved_ports (those of them that are not given out).
     """
     first, last = node_ports(run)["all"]
-    name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
+    name, ports_text = "HCCL ports", f"HCCL listens on ports {first} to {last}"
     try:
         low, high = map(int, (proc / "ip_local_port_range").read_text().split())
         reserved = _parse_ports((proc / "ip_local_reserved_ports").read_text().strip())
     except FileNotFoundError as error:
-        text = f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
+        text = f"{ports_text}; not compared with ephemeral ports, as this machine has no {error.filename}"
         return Check(name, True, text)
     ephemeral = [port for port in range(max(first, low), min(last, high) + 1) if port not in reserved]
     todo = "change recipe.hccl.base_port"
     if ephemeral:
         text = (
-            f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
+            f"{ports_text}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
             f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
         )
         return Check(name, False, text)
@@ -247,8 +244,8 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
     taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]
     if taken:
         names = ", ".join(f"{name} {a} to {b}" if b > a else f"{name} {a}" for name, a, b in taken)
-        return Check(name, False, f"{said}, which overlap those of {names}; {todo}")
-    return Check(name, True, f"{said}, outside this machine's ephemeral ports {low} to {high}")
+        return Check(name, False, f"{ports_text}, which overlap those of {names}; {todo}")
+    return Check(name, True, f"{ports_text}, outside this machine's ephemeral ports {low} to {high}")
 
 
 def _parse_ports(text: str) -> set[int]:

@@ -371,9 +371,11 @@ def _run_probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping
         own["interface"] = _interface(node["answer"]["output"])
         calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
     for (node, _), result in zip(answered, _command_results(calls, limit_s), strict=True):
-        if result is None or result["code"]:
-            fault = "no answer" if result is None else (result["error"].strip().splitlines() or ["no message"])[-1]
-            return {"error": f"{node['address']}: {fault}"}
+        if result is None:
+            return {"error": f"{node['address']}: no answer"}
+        if result["code"]:
+            lines = result["error"].strip().splitlines() or ["no message"]
+            return {"error": f"{node['address']}: {lines[-1]}"}
         if node is first[0]:
             measured = json.loads(result["output"].strip().splitlines()[-1])
     return {"measured": measured, "world": world}

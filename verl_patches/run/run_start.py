@@ -114,7 +114,8 @@ def driver_run(run: RunSpec, start: NextStart, name: str) -> RunSpec:
 
 def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None) -> None:
     """Refuse `auto` where the newest start's chain has no checkpoint, but another start has one to resume from."""
-    saved = [found[max(found)] for chain in chains.values() if (found := chain.checkpoints())]
+    checkpoints = [found for found in (chain.checkpoints() for chain in chains.values()) if found]
+    saved = [found[max(found)] for found in checkpoints]
     other = saved[-1] if saved else source
     if other is None:
         return

@@ -90,8 +90,8 @@ def test_a_loss_of_a_policy_is_judged_only_where_it_is_named():
 def test_a_run_that_ended_before_its_reference_fails():
     short, whole = curves(reward=[0.5]), curves(reward=[0.5] * 200)
     (check,) = limit_checks(curve_errors(short, whole), {"reward": 0.04})
-    assert not check.ok and check.detail.endswith("expected a to reach step 200, found its end at 1")
-    assert limit_checks(curve_errors(whole, short), {"reward": 0.04})[0].ok  # a longer one has all that is compared
+    assert not check.ok and check.detail.endswith("expected a to reach step 200, found 1")
+    assert limit_checks(curve_errors(whole, short), {"reward": 0.04})[0].ok  # a longer curve has all compared steps
 
 
 def test_a_value_that_is_not_finite_fails():
@@ -122,7 +122,8 @@ def test_a_baseline_is_read_as_it_was(tmp_path):
     write_baseline(tmp_path / "new" / "b.json", made)
     found = read_curves(tmp_path / "new" / "b.json", tmp_path, {m: (f"x/{m}",) for m in made.values})
     assert (found.values, found.names) == (made.values, made.names)
-    assert str(tmp_path) not in (tmp_path / "new" / "b.json").read_text()  # a repository keeps no path of a machine
+    # a baseline in a repository must not hold paths of a machine
+    assert str(tmp_path) not in (tmp_path / "new" / "b.json").read_text()
     with pytest.raises(RecipeError, match="grad_norm is nan at step 2"):
         write_baseline(tmp_path / "b.json", curves(reward=[1.0, 2.0], grad_norm=[1.0, math.nan]))
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
@@ -162,7 +163,7 @@ def test_a_baseline_is_written_once_and_compared_with(call, sources):
     before = (sources / "nightly.json").read_bytes()
     assert call(["compare", str(sources / "far.log"), "--baseline", file])[0] == 1
     assert (sources / "nightly.json").read_bytes() == before
-    assert call(["compare", str(sources / "run"), file])[0] == 0  # it is a source as any other
+    assert call(["compare", str(sources / "run"), file])[0] == 0  # a baseline is read like any other source
 
 
 @pytest.mark.parametrize("options", [[], ["{near}", "--limit", "reward=nan"], ["{gone}"]])

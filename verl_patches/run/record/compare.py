@@ -57,13 +57,15 @@ class Error:
 
 def curve_errors(a: Curves, b: Curves) -> list[Error]:
     """Return the errors of each metric that both have at common steps; raise ConfigError where there is none."""
-    common = {metric: sorted(of.keys() & b.values.get(metric, {}).keys()) for metric, of in a.values.items()}
+    common = {metric: sorted(of_a.keys() & b.values.get(metric, {}).keys()) for metric, of_a in a.values.items()}
     found = [_metric_error(metric, steps, a, b) for metric, steps in common.items() if steps]
     if not found:
-        ranges = ((of.name, f"{m} at steps {min(c)} to {max(c)}") for of in (a, b) for m, c in of.values.items())
-        has = "; ".join(f"{name}: {text}" for name, text in ranges)
+        ranges = []
+        for curves in (a, b):
+            for metric, values in curves.values.items():
+                ranges.append(f"{curves.name}: {metric} at steps {min(values)} to {max(values)}")
         raise ConfigError(
-            f"compare: expected a metric that both have at the same steps, found {has}; give other sources"
+            f"compare: expected a metric that both have at common steps, found {'; '.join(ranges)}; give other sources"
         )
     return found
 
@@ -72,12 +74,28 @@ def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
     of_a, of_b = a.values[metric], b.values[metric]
     finite = [step for step in steps if math.isfinite(of_a[step]) and math.isfinite(of_b[step])]
     errors = {step: abs(of_a[step] - of_b[step]) for step in finite}
-    relative = [e and (e / abs(of_b[step]) if of_b[step] else math.inf) for step, e in errors.items()]
+    relative = [_relative_error(error, of_b[step]) for step, error in errors.items()]
     at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
     not_finite = next((step for step in steps if step not in errors), None)
-    span, means = (len(steps), steps[0], steps[-1]), (_mean([*errors.values()]), _mean(relative))
-    ends = (max(of_a), max(of_b))
-    return Error(metric, (a.names[metric], b.names[metric]), *span, *means, largest, at, not_finite, ends)
+    return Error(
+        metric=metric,
+        names=(a.names[metric], b.names[metric]),
+        steps=len(steps),
+        first=steps[0],
+        last=steps[-1],
+        absolute=_mean([*errors.values()]),
+        relative=_mean(relative),
+        largest=largest,
+        at=at,
+        not_finite=not_finite,
+        ends=(max(of_a), max(of_b)),
+    )
+
+
+def _relative_error(error: float, reference: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / abs(reference) if reference else math.inf
 
 
 def _mean(values: list[float]) -> float | None:
@@ -117,9 +135,7 @@ def _limit_check(error: Error, limit: float, formula: str) -> Check:
     value = error.relative if formula == "relative" else error.absolute
     over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
     if error.ends[0] < error.ends[1]:
-        return Check(
-            error.metric, False, f"{over}: expected a to reach step {error.ends[1]}, found its end at {error.ends[0]}"
-        )
+        return Check(error.metric, False, f"{over}: expected a to reach step {error.ends[1]}, found {error.ends[0]}")
     if error.not_finite is not None:
         return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
     assert value is not None  # all values are finite, so there is a mean
@@ -137,8 +153,8 @@ def percent(value: float | None) -> str:
 def write_baseline(path: Path, curves: Curves) -> None:
     """Write curves as JSON lines, one a step; raise RecipeError for a value that is not finite, and for a full disk."""
     rows: dict[int, dict[str, float]] = {}
-    for metric, of in curves.values.items():
-        for step, value in of.items():
+    for metric, values in curves.values.items():
+        for step, value in values.items():
             if not math.isfinite(value):
                 raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
             rows.setdefault(step, {"step": step})[curves.names[metric]] = value

@@ -75,7 +75,8 @@ def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = 
             for name, value in pairs:
                 if value not in (None, ""):
                     found.setdefault(name.strip().removeprefix("train/"), {})[number if step is None else step] = value
-    names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
+    first = {metric: next(filter(found.get, sources), None) for metric, sources in metrics.items()}
+    names = {metric: name for metric, name in first.items() if name}
     if names.get("loss") == FIXED_DATA_LOSS:
         names.pop("reward", None)
     if not names:
@@ -87,9 +88,8 @@ def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = 
     values = {metric: _numbers(found[name], f"{given}: {name}") for metric, name in names.items()}
     if kind == RUN_KIND:  # metrics.jsonl omits values that are not finite
         steps = set().union(*values.values())
-        values |= {
-            metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED_METRICS if metric in values
-        }
+        for metric in values.keys() & {*JUDGED_METRICS}:
+            values[metric] = dict.fromkeys(steps, math.nan) | values[metric]
     return Curves(str(given), kind, values, names)
 
 

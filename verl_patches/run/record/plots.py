@@ -71,7 +71,8 @@ def _label_steps(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def _values(steps: Iterable[Mapping[str, Any]], name: str, lacking: float = NAN) -> list[float]:
     """Return the value that `step_value` has for `name` in each step, `lacking` where there is none."""
-    return [lacking if (value := step_value(step, name)) is None else value for step in steps]
+    values = [step_value(step, name) for step in steps]
+    return [lacking if value is None else value for value in values]
 
 
 def run_figure(summary: Mapping[str, Any]) -> Figure:
@@ -99,8 +100,9 @@ def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str) -> None:
     """Draw `name` of every step, and its validations as a dashed line of the same colour."""
     numbers = [step["step"] for step in summary["steps"]]
     (line,) = axes.plot(numbers, _values(summary["steps"], name), marker=".", label=name)
-    if scores := [(step, NAN if val["score"] is None else val["score"]) for step, val in validations(summary)]:
-        axes.plot(*zip(*scores, strict=True), "s--", color=line.get_color(), markersize=3, label="validation")
+    if found := validations(summary):
+        scores = [NAN if val["score"] is None else val["score"] for _, val in found]
+        axes.plot([step for step, _ in found], scores, "s--", color=line.get_color(), markersize=3, label="validation")
     axes.grid(alpha=0.3)
 
 
@@ -141,8 +143,8 @@ def _draw_moments(
 ) -> None:
     """Draw stacked areas of the groups' bytes, with peaks and measured lines over them; a moment of None is a gap."""
 
-    def sizes(of: Callable[..., float]) -> list[float]:
-        return [NAN if moment is None else of(moment) / scale for moment in moments]
+    def sizes(measure: Callable[..., float]) -> list[float]:
+        return [NAN if moment is None else measure(moment) / scale for moment in moments]
 
     _stack(axes, edges, {group: sizes(lambda moment, group=group: moment["bytes"].get(group, 0)) for group in groups})
     axes.stairs(sizes(_peak), edges, baseline=None, color="black", linewidth=1.2, label="held (peak)")

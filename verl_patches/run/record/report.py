@@ -57,21 +57,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not summary.get("steps"):
         ended = summary.get("exit", "running")
         todo = "see driver.log there" if ended != "running" else f"see `python -m verl_patches status {folder}`"
-        raise RecipeError(
-            f"{folder}: {SUMMARY_FILE} has no finished step, so there is nothing to report ({ended}); {todo}"
-        )
+        raise RecipeError(f"{folder}: {SUMMARY_FILE} has no finished step to report (exit: {ended}); {todo}")
     return summary
 
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts of a run that a reader needs before its figures."""
     steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
-    slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
-    last = [
-        f"{name} {_figure_text(value)}"
-        for _, val in validations(summary)[-1:]
-        for name, value in val["metrics"].items()
-    ]
+    slowest = [f"{part} {times['max_s']:.1f} s" for part, times in start.items() if times.get("max_s") is not None]
+    last: list[str] = []
+    for _, val in validations(summary)[-1:]:
+        last = [f"{name} {_figure_text(value)}" for name, value in val["metrics"].items()]
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
@@ -159,11 +155,10 @@ def compare_figures(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     fixed data.
     """
     rows, runs = [], [figures(summary) for summary in summaries]
+    optional = ("MFU", "val", *END_METRICS[1:], *CRITIC_PHASES)
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        if any(value is not None for value in values) or not name.startswith(
-            ("MFU", "val", *END_METRICS[1:], *CRITIC_PHASES)
-        ):
+        if any(value is not None for value in values) or not name.startswith(optional):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows
