@@ -71,14 +71,14 @@ def test_a_process_that_has_died_is_gone(start, tmp_path):
     os.kill(start(1, "waits").pid, signal.SIGKILL)
     wait_until(lambda: single_process(tmp_path).state == "gone")
     assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and close(tmp_path, failed=True) == []
-    assert state_of(os.getpid(), started_at(os.getpid()) + 1) == "gone"  # another process of the same pid
+    assert state_of(os.getpid(), started_at(os.getpid()) + 1) == "gone"  # the pid belongs to another process now
 
 
 def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
     first, second, other = start(0, "waits"), start(1, "waits"), start(2, "waits")
     os.kill(second.pid, signal.SIGSTOP)
     wait_until(lambda: "T" in [seen.state for seen in read_processes(tmp_path)])
-    (tmp_path / "rank_2.beat").unlink()  # as that of a process of another run, which has its beat elsewhere
+    (tmp_path / "rank_2.beat").unlink()  # its process counts as one of another run
     assert close(tmp_path, failed=True) == ["rank 0", "rank 1"]
     assert {first.wait(HANG_S), second.wait(HANG_S)} == {-signal.SIGKILL} and other.poll() is None
     assert not tmp_path.exists()
@@ -107,7 +107,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from verl_patches.heartbeat import heartbeat
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # of a file: allocation fails as on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a limit on file sizes: allocation fails as on a full disk
 heartbeat.current_heartbeat().start(Path(sys.argv[1]), "rank 8", 8)
 with heartbeat.current_heartbeat().in_call("update_actor"):
     print("goes on")
@@ -129,13 +129,13 @@ def test_a_damaged_record_is_none(tmp_path, monkeypatch):
     file.write_bytes(data.replace(b'"pid"', b'"pie"'))
     assert read_beat(file) is None and read_beat(tmp_path / "none") is None
     monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: file.write_bytes(data))
-    assert isinstance(read_beat(file), Beat)  # its writer needed some time more
-    assert file.stat().st_size == heartbeat.FILE_BYTES  # its blocks are there before the disk fills
+    assert isinstance(read_beat(file), Beat)  # the writer finished during the retry
+    assert file.stat().st_size == heartbeat.FILE_BYTES  # all blocks are allocated at the start
 
 
 @pytest.mark.parametrize(("method", "meta", "place"), [
     ("generate_sequences", {"validate": True}, "validate"),
-    ("generate_sequences", {"do_sample": False}, "generate_sequences"),  # a greedy baseline, as long as a rollout
+    ("generate_sequences", {"do_sample": False}, "generate_sequences"),  # a greedy baseline takes as long as a rollout
     ("update_actor", {"validate": True}, "update_actor"),
 ])  # fmt: skip
 def test_a_rank_that_validates_is_in_a_place_of_its_own(tmp_path, method, meta, place):

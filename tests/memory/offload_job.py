@@ -123,7 +123,7 @@ def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
         moved = steps[2]["moves"]
         assert moved["load optimizer"]["bytes"] == moved["offload optimizer"]["bytes"] > 0
         assert moved["free grads"] == {**moved["alloc grads"], "copied_bytes": 0}
-    with Counted() as seen:  # the control: a copy that nothing records
+    with Counted() as seen:  # control: a copy that nothing records
         _ = [buffer.grad_data.cpu() for each in offloaded[0] for buffer in each.buffers]
         offload(*offloaded)
     assert seen.copied_bytes > sum(move["copied_bytes"] for move in counters.take_moves()) and seen.host_bytes > 0
@@ -219,7 +219,7 @@ def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
             parameter.data.mul_(2)
 
     worker.save, worker.load = save, double
-    assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl moves nothing
+    assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
     take_move_names()
     worker.memory.built(chunks, optimizer)
     assert take_move_names() == ["free grads"] * 2 + offloads
@@ -234,7 +234,7 @@ def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
         take_move_names()
         worker.save = lambda: None
         worker.save_checkpoint("here")
-        assert take_move_names() == []  # all is on the device
+        assert take_move_names() == []  # everything is on the device already
 
 
 def states_that_a_resume_makes_are_offloaded_too():
@@ -297,7 +297,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
         weight_moves = [move for move in take_move_names() if "actor_params" in move]
         assert weight_moves == ["free actor_params"] * 2 + ["load actor_params"] * 2
         step(chunks, optimizer, 2)
-        assert as_before()  # while the update runs
+        assert as_before()  # the host copies are unchanged while the update runs
         scheduler.end()
         assert not as_before()
 

@@ -102,7 +102,7 @@ def test_a_group_that_varies_may_stay_until_the_schedule_releases_it():
         held["now"] = int(size)
         ledger.enter(phase)
     held["now"] = 3
-    for phase in ("wake_kv", "update"):  # left by the step before
+    for phase in ("wake_kv", "update"):  # the step before has left these bytes
         with pytest.raises(MemoryLedgerError, match=r"tensor_cache .* holds 3 bytes, expected 0"):
             ledger.enter(phase)
 

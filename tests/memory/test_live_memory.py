@@ -59,12 +59,12 @@ def test_tensors_that_share_a_storage_are_told_apart():
     a, b = flat[:4], flat[4:]
     assert write_faults({"a": a, "b": b}, [("x", a), ("y", b)]) == []
     assert write_faults({"a": a, "b": b}, [("x", flat)]) == []
-    assert write_faults({"b": b}, [("x", a), ("y", flat[2:])]) == []  # both reach a, one of them b
+    assert write_faults({"b": b}, [("x", a), ("y", flat[2:])]) == []  # both writes reach a, one of them reaches b
     (missing,) = write_faults({"a": a, "b": b}, [("x", flat[:6])])
     assert missing == "b: expected each of its 6 elements to be written once, found 4 not written, the first at [2]"
     (doubled,) = write_faults({"a": a, "b": b}, [("x", flat), ("y", flat[8:])])
     assert doubled == "b: expected each of its 6 elements to be written once, found [4] written by x and by y"
-    (doubled,) = write_faults({"b": b}, [("x", flat), ("y", flat[3:])])  # what they share begins outside
+    (doubled,) = write_faults({"b": b}, [("x", flat), ("y", flat[3:])])  # the overlap begins before b
     assert "found [0] written by x and by y" in doubled
     (missing,) = write_faults({"a": a}, [])
     assert "found 4 not written, the first at [0]" in missing

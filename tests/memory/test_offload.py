@@ -37,7 +37,7 @@ def failures(run_ranks, a3_sources):
     @functools.cache
     def run(line):
         env = {"PYTHONPATH": os.pathsep.join(map(str, a3_sources("verl", "Megatron-LM")))} if line == "a3" else None
-        off = ("-update.engine_start", "-update.grad_overlap") if line == "a3" else ()  # no MindSpeed on this path
+        off = ("-update.engine_start", "-update.grad_overlap") if line == "a3" else ()  # no MindSpeed here
         patches = ",".join((f"line={line},platform=cpu", *off))
         return run_ranks("tests.memory.offload_job:failures", CASES, size=1, patches=patches, env=env)[0]
 
@@ -68,7 +68,7 @@ def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
     stored = place.clone()
     storages = [HostBackedStorage(str(number), tensor) for number, tensor in enumerate(tensors)]
     for each in storages:
-        each.device = torch.device("meta")  # no CPU: pieces are shared
+        each.device = torch.device("meta")  # on a device, storages share pieces
     host_backed._make_host_memory(storages)
     assert made == [0, 1024, 1024, 1024, 1024, 512]
     spans = sorted((piece.data_ptr(), piece.numel()) for each in storages for piece in each.host)

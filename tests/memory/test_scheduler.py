@@ -30,7 +30,7 @@ def test_every_step_makes_the_moves_of_the_table_as_simulated(make_scheduler):
     assert [move["verb"] for move in counters.take_moves()] == ["empty_cache", "empty_cache"]
     simulated = simulate(SCHEDULE, SIZES)
     moments = simulated.values()
-    assert log[0] == "alloc rollout_weights"  # weights stayed since the update
+    assert log[0] == "alloc rollout_weights"  # the weights are on the device since the update
     loads, offloads = (sum(SIZES[w.split()[1]] for w in log if w.startswith(verb)) for verb in ("load", "offload"))
     assert loads == sum(m.to_device_bytes for m in moments) and offloads == sum(m.to_host_bytes for m in moments)
     assert log.count("empty_cache") == sum(m.empty_cache_calls for m in moments) == 2
@@ -42,7 +42,8 @@ def test_every_step_makes_the_moves_of_the_table_as_simulated(make_scheduler):
     assert records["wake_kv"]["bytes"]["kv_cache"] == 1000
     assert scheduler.ledger.take() == {"records": [], "violations": []}
     handlers["optimizer"].load()
-    assert torch.equal(handlers["optimizer"].device, torch.arange(2400).to(torch.uint8))  # to the host and back
+    # the contents were copied to the host and back
+    assert torch.equal(handlers["optimizer"].device, torch.arange(2400).to(torch.uint8))
 
 
 def test_a_phase_that_only_some_steps_have_leaves_nothing_behind(make_scheduler):
@@ -105,7 +106,7 @@ def test_vllms_calls_take_the_place_of_its_moves(make_scheduler):
     with pytest.raises(MemoryError):
         scheduler.begin("wake_kv", fail)
     log.clear()
-    scheduler.begin("reshard", lambda: None)  # nothing is left of the wake that failed
+    scheduler.begin("reshard", lambda: None)  # the failed wake-up leaves nothing behind
     assert log == ["load actor_params", "alloc reshard_buffers"]
 
 

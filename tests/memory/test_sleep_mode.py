@@ -115,7 +115,7 @@ def test_a_cache_in_use_is_not_freed_and_the_prefix_cache_is_reset_once():
     core.get_num_unfinished_requests, core.reset_prefix_cache = lambda: 0, lambda: False
     with pytest.raises(RecipeError, match="cannot reset its prefix cache"):
         mode.sleep()
-    core.reset_prefix_cache = lambda: resets.append(1)  # as in V1: no answer
+    core.reset_prefix_cache = lambda: resets.append(1)  # engine V1 returns None
     pool = SimpleNamespace(num_gpu_blocks=8, get_num_free_blocks=lambda: 6)
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
     core.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
@@ -198,7 +198,7 @@ def test_weights_that_no_sync_proves_to_write_are_not_freed(rows, load_format, s
     ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
     ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
     ({"enable_sleep_mode": True, "additional_config": {"vllm_sleep_mode": False}}, False, ResizeSleepMode),
-    ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
+    ({"enforce_eager": True}, None, type(None)),  # sleep mode is off
 ])  # fmt: skip
 def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arguments, passed, kind, build):
     """Test rows memory.sleep_mode and rollout.engine."""
@@ -241,7 +241,7 @@ def test_memory_that_sleep_frees_must_be_the_devices_again(monkeypatch, by_vllm,
         with require_freed_memory(device, held, by_vllm):
             state.update(free=60, cached=0, kv_cache=0)
     with require_freed_memory(device, held, by_vllm):
-        pass  # it slept already
+        pass  # the engine sleeps already
 
 
 @pytest.mark.parametrize(("platform", "ledger", "checked"), [
@@ -304,7 +304,7 @@ def test_a_segment_is_dropped_where_all_its_blocks_in_use_are_weights():
     blocks = [
         {0: lives, 8: lives, 16: free},
         {32: lives, 40: lives},  # an expert map is at 40
-        {64: lives, 72: waits},  # for a stream
+        {64: lives, 72: waits},  # the block at 72 waits for a stream
         {96: free},
     ]
     states = [[{"address": at, "state": state} for at, state in each.items()] for each in blocks]

@@ -66,7 +66,7 @@ def test_a_validation_of_several_responses_a_prompt_samples_them(overrides, mess
     for when in ("trainer.test_freq=5", "trainer.val_before_train=true"):
         found = failed_checks(estimator_checks, TINY, when, *overrides).get("validation")
         assert (found is None) if message is None else message in found
-    assert failed_checks(estimator_checks, TINY, *overrides) == {}  # without one
+    assert failed_checks(estimator_checks, TINY, *overrides) == {}  # the same overrides without validation pass
 
 
 def test_graphs_hold_a_validation_which_may_have_more_responses_than_a_step():

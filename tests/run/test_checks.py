@@ -70,7 +70,7 @@ REFUSED = [
      ["layers: .*63.*61", "multiple of tp 4; found 1 and 2", "actor = ref: .*8 != 4"]),
     (rules.train_checks, TINY, ["algo=ppo", "critic.megatron.expert_model_parallel_size=1"],
      ["actor = critic: .*2 != 1"]),
-    (rules.train_checks, LARGE, [STAGES("3,11")], ["stage 0 has no layer with experts"]),  # its update hangs
+    (rules.train_checks, LARGE, [STAGES("3,11")], ["stage 0 has no layer with experts"]),  # it would hang
     (rules.expert_checks, TINY, [TP2, ALONE], ["expected ep > 1 or etp = tp at tp 2"]),
     (rules.recomputation_checks, TINY, recomputed("uniform"), ["_ref.model: .*num_layers=0 needs .*method=block"]),
     (rules.engine_checks, LARGE, ["actor_rollout_ref.actor.megatron.use_dist_checkpointing=true"], ["stacked experts"]),
@@ -138,12 +138,12 @@ REFUSED = [
     (rules.hccl_checks, LARGE, ["recipe.hccl.buffer_mib=200", "recipe.hccl.base_port=6300"],
      ["HCCL buffer: ", "HCCL ports: "]),
 ]  # fmt: skip
-# close to a refusal; the configs of this repository pass all rules
+# cases close to a refusal that pass; the configs of this repository pass all rules
 ACCEPTED = [
     (rules.train_checks, LARGE, [STAGES("4,10")]),
-    (rules.train_checks, TINY, [*TINY_STAGES, ALONE]),  # one optimizer, one reduction
+    (rules.train_checks, TINY, [*TINY_STAGES, ALONE]),  # one optimizer makes one reduction
     (rules.recomputation_checks, TINY, recomputed("block")),
-    (rules.recomputation_checks, TINY, recomputed("uniform")[1:]),  # off
+    (rules.recomputation_checks, TINY, recomputed("uniform")[1:]),  # recomputation is off
     (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS, NO_PREFIX]),
     (rules.ascend_checks, LARGE, [WHOLE_PROMPTS, IN_CHUNKS]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
@@ -151,10 +151,10 @@ ACCEPTED = [
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.dp=1", "recipe.rollout.instances=4",
                                   "recipe.rollout.expert_parallel=false"]),
-    (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # there is no reference
+    (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # the run has no reference model
                                 "actor_rollout_ref.actor.use_kl_loss=false"]),
     (rules.batch_checks, TINY, [f"{LOG_PROB}=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]),
-    (rules.critic_checks, TINY, ["critic.use_dynamic_bsz=true", "critic.load_weight=false"]),  # there is none
+    (rules.critic_checks, TINY, ["critic.use_dynamic_bsz=true", "critic.load_weight=false"]),  # the run has no critic
     (rules.routing_replay_checks, TINY, [REPLAY]),
     (rules.sync_checks, LARGE, [SMALL_BUCKETS, OFF("reshard.*")]),  # the feature is off
     (rules.checkpoint_checks, TINY, [SAVE]),
@@ -229,7 +229,7 @@ def test_fp8_and_sharded_weights_are_refused_only_where_vllm_would_read_them(fol
             assert ok is (name == "plain")
             assert ok or re.search(f"load_format is auto, .*{words}; expected dummy_megatron", detail), detail
     checks = folder_checks(composed(TINY, [*folders["fp8"], init]))
-    assert "model weights" not in {c.name for c in checks}  # random init reads none
+    assert "model weights" not in {c.name for c in checks}  # a run with random init reads no weights
     file = tmp_path / "fp8" / "model-2.safetensors"  # other faults of a folder: tests/weights/test_convert.py
     file.write_bytes(file.read_bytes()[:-1])
     assert "model-2.safetensors: not a whole safetensors file" in weights_check(*folders["fp8"])[1]
@@ -240,7 +240,7 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
     (tmp_path / "config.json").write_text(PUBLIC.read_text())
     run = composed(LARGE, [f"actor_rollout_ref.model.path={tmp_path}"])
     found = {c.name: (c.ok, c.note) for c in folder_checks(run)}
-    assert found == {"model shape": (True, False), "model weights": (True, True)}  # there are none
+    assert found == {"model shape": (True, False), "model weights": (True, True)}  # the folder has no weights
     assert "quantization_config" not in run.hf_config
     fault, *_ = failed_checks(folder_checks, composed(LARGE, [f"+{MODEL_CONFIG}.quantization_config=null"]))
     assert "expected no quantization_config" in fault
@@ -278,7 +278,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     assert faults() == {}
     nowhere = dict.fromkeys(given, "/nowhere") | {"recipe.rewards": "[{name: python, path: /nowhere}]"}
     assert faults(**nowhere).keys() == {"model folder", "data", "hooks"}
-    assert faults(lambda run: replace(run, given=frozenset()), **nowhere) == {}  # they may be on another machine
+    assert faults(lambda run: replace(run, given=frozenset()), **nowhere) == {}  # plan for another machine
     tables = {
         "column prompt or data_source or reward_model is missing": {"question": ["a"] * 4},
         "column prompt is missing or of another type": {**rows, "prompt": ["a"] * 4},

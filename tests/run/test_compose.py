@@ -41,7 +41,7 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     config = compose_config(TINY, [*own, files, *(f"{key}=a/b" for key in PATH_KEYS)])
     assert [OmegaConf.select(config, key) for key in PATH_KEYS] == [str(tmp_path / "a/b")] * len(PATH_KEYS)
     assert config.data.train_files == [f"{tmp_path}/a/1.parquet", "/b/2.parquet", "s3://c/3.parquet", "~/4.parquet"]
-    assert "=a/b" not in OmegaConf.to_yaml(config).replace(": ", "=")  # of verl's own keys that follow the model's
+    assert "=a/b" not in OmegaConf.to_yaml(config).replace(": ", "=")  # also in verl's keys
     rewards = "[{name: python, path: a.py, function: f}, {name: reward_model, path: b}, {name: maths}]"
     config = compose_config(TINY, [f"recipe.line={line}", f"recipe.rewards={rewards}"])
     assert [entry.get("path") for entry in config.recipe.rewards] == [f"{tmp_path}/a.py", f"{tmp_path}/b", None]
@@ -72,7 +72,8 @@ MODEL = "actor_rollout_ref.model.override_config.model_config.num_hidden_layers"
 @pytest.mark.parametrize(
     ("name", "overrides", "layers", "stages"),
     [
-        (BIG, ["recipe.num_hidden_layers=16"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),  # 3 dense layers, and one with experts
+        # the first stage has the 3 dense layers and one with experts
+        (BIG, ["recipe.num_hidden_layers=16"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),
         (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=[9,1,1,1,1,1,1,1]"], 16, [9, *[1] * 7]),
         (TINY, ["recipe.num_hidden_layers=3"], 3, None),
         ("deepseekv3_64die", ["recipe.num_hidden_layers=16"], 16, [5, 4, 4, 3]),
@@ -138,7 +139,7 @@ RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "al
 ALGORITHMS = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", ["deepseekv3_256die", "grpo_deepseekv2", "upstream"])  # a base; the pin file
+@pytest.mark.parametrize("name", ["deepseekv3_256die", "grpo_deepseekv2", "upstream"])  # a base file, and the pin file
 def test_a_name_of_no_run_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match=f"{name}: expected one of {', '.join(RUNS)}, "):
         compose_config(name)
@@ -159,7 +160,7 @@ SECRET = "s3cretvalue"
         f"+data.x={{api_key: {SECRET}}}",
         f"+data.x=hf_{SECRET}{SECRET}",
         f"+data.x=https://me:{SECRET}@host/path",
-        f"+data.wandb_api_key={SECRET}]",  # no word of Hydra's grammar either
+        f"+data.wandb_api_key={SECRET}]",  # nor does it quote Hydra's grammar
     ],
 )
 def test_a_secret_is_refused_by_its_key_or_form_and_is_not_printed(override):

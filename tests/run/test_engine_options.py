@@ -59,7 +59,7 @@ def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
     for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):
         assert worker_environment(composed(LARGE, overrides))[name] == "expandable_segments:False"
     assert worker_environment(composed(LARGE))[name] == "expandable_segments:True"
-    assert worker_environment(composed(TINY, NPU))[name] == "expandable_segments:True"  # eager
+    assert worker_environment(composed(TINY, NPU))[name] == "expandable_segments:True"  # the tiny config is eager
 
 
 @pytest.mark.parametrize(("override", "words"), [

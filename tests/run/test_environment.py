@@ -59,7 +59,7 @@ def misplaced(line, roots, read=symbol_source):
 def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
     roots = {name: installed_root(name) for name in "verl megatron vllm ray torch huggingface_hub".split()}
     assert misplaced("pypi", roots) == (17, [])
-    # the controls: a module that names TENSORBOARD_DIR alone, and symbols that are not there
+    # controls: a module that names TENSORBOARD_DIR alone, and symbols that are not there
     other = symbol_source("verl.utils.tracking", roots["verl"])
     assert len(misplaced("pypi", roots, lambda symbol, root: other)[1]) == 16
     assert len(misplaced("pypi", roots, lambda symbol, root: symbol_source(f"{symbol}.absent", root))[1]) == 17
@@ -76,7 +76,7 @@ def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfi
     names = [*pins.read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
     searches = {name: [subprocess.run(["git", "grep", "-q", name], cwd=c).returncode for c in clones] for name in names}
     found = [name for name, codes in searches.items() if 0 in codes]
-    assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # no source names the others
+    assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # no source names the other variables
 
 
 def test_switches_and_routing_follow_the_recipe():
@@ -84,7 +84,7 @@ def test_switches_and_routing_follow_the_recipe():
     own, rows = patched.split(",rows=")
     assert own == "line=pypi,platform=cpu,+model.config,-reshard.*"
     assert "model.config" in rows.split(":") and not re.search(r"reshard\.", rows)
-    for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # nor by the shell
+    for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # the shell does not decide
         found = process_environment(environment_variables(composed_run(WEIGHTS), "/x"), shell)
         assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "1")
     assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(composed_run(WEIGHTS)))

@@ -83,7 +83,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
     assert "no tokenizer" in fault_detail(model)
     run = composed(TINY, [f"recipe.rewards=[{{name: reward_model, path: {tmp_path / 'absent'}}}]"])
     (check,) = files.reward_folder_checks(run)
-    assert check.ok and check.note  # of another machine: the control
+    assert check.ok and check.note  # control: a plan for another machine
 
 
 def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_columns(tmp_path):
@@ -109,7 +109,8 @@ def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samp
     pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
     given = [f"data.train_files={tmp_path / 'rows.parquet'}", f"{STEPS}=null", "trainer.total_epochs=2"]
     own = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own"]
-    assert files.total_steps(composed(TINY, [*given, "data.train_batch_size=4"])) == 32  # verl's class: the control
+    # control: verl's own dataset class
+    assert files.total_steps(composed(TINY, [*given, "data.train_batch_size=4"])) == 32
     assert files.total_steps(composed(TINY, [*given, *own])) is None
 
 
@@ -118,7 +119,7 @@ def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samp
     ([f"{STEPS}=5", f"{SAVE}=1", f"{KEEP}=2"], 3),  # 2 that are kept, and one that is written
     ([f"{STEPS}=5", f"{SAVE}=5", f"{KEEP}=3"], 1),
     ([f"{STEPS}=5", f"{SAVE}=-1"], 0),
-    ([f"{STEPS}=null", f"{SAVE}=1"], 2),  # the tiny config's data is not there: the steps are not known
+    ([f"{STEPS}=null", f"{SAVE}=1"], 2),  # the tiny config's data is absent, so the steps are unknown
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overrides, count, dtype):
@@ -137,7 +138,7 @@ def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_pa
         run = composed(TINY, [*given, f"trainer.resume_mode={mode}"])
         found = {need.name: need.size_bytes for need in files.disk_needs(run)}
         counts.append(found["checkpoints"] / checkpoint_bytes(run, 12))
-    assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
+    assert counts == [1, 3, 3, 5]  # keeping all, auto writes steps 6, 8 and 9; disable also 2 and 4
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_file_systems_are_looked_at_one_by_one(make_run, tmp_path):
 def test_the_commands_refuse_with_code_1_before_anything_is_written(make_run, tmp_path, command, monkeypatch):
     make_run({tmp_path.stat().st_dev: 1000})
     words = ["smoke"] if command == "smoke" else ["train", "--config-name", TINY]
-    monkeypatch.setattr("verl_patches.cli.run._file_checks", lambda _: [])  # no data is there
+    monkeypatch.setattr("verl_patches.cli.run._file_checks", lambda _: [])  # this machine has no data files
     done = CliRunner().invoke(app, [*words, f"recipe.output_root={tmp_path / 'new'}"])
     assert done.exit_code == 1 and "disk: expected " in done.output and not (tmp_path / "new").exists()
     dry = CliRunner().invoke(app, ["train", "--config-name", TINY, "--dry-run", f"recipe.output_root={tmp_path}"])

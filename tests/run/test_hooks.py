@@ -12,7 +12,7 @@ from verl_patches.spec import Trees
 
 NONE, TINY = Trees(), "deepseekv3_tiny_cpu"
 PATH, NAME = "custom_reward_function.path", "custom_reward_function.name"
-NO_PARTS = "recipe.rewards=null"  # of the config, beside the short form
+NO_PARTS = "recipe.rewards=null"  # removes the config's rewards; the tests use the short form
 WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.external_lib"
 
 
@@ -76,7 +76,7 @@ def test_hooks_by_dotted_name_are_imported_from_the_trees_of_the_run(tmp_path):
         run = composed(TINY, [NO_PARTS, *override.split()], trees)
         (check,) = [check for check in files.hook_checks(run) if not check.ok]
         assert re.search(words, check.detail), check
-    assert not last_hook(f"{WORKER}=mine.set_up")[0]  # without that tree
+    assert not last_hook(f"{WORKER}=mine.set_up")[0]  # the module is not found without its tree
     with pytest.raises(ConfigError, match="worker_process_setup_hook is 'set_up'; expected package.module.function"):
         composed(TINY, [f"{WORKER}=set_up"])
 
@@ -88,7 +88,8 @@ def test_what_this_machine_lacks_is_a_note(tmp_path):
     ok, detail, note = last_hook("recipe.line=a3", *overrides)
     assert ok and note and "this machine has no mindspeed" in detail
     (tmp_path / "r.py").write_text("import not_installed_here\ndef score(): ...\n")
-    ok, detail, note = last_hook(*overrides, "recipe.platform=npu", "recipe.line=a3")  # whose prelude may provide it
+    # the prelude of another platform may provide the module
+    ok, detail, note = last_hook(*overrides, "recipe.platform=npu", "recipe.line=a3")
     assert ok and note and "not_installed_here" in detail
     ok, detail, note = last_hook(f"{PATH}=/nowhere.py")
     assert ok and note and "not on this machine" in detail
@@ -98,7 +99,7 @@ def test_what_this_machine_lacks_is_a_note(tmp_path):
 def test_this_process_imports_no_hook_and_a_search_runs_none(tmp_path):
     (tmp_path / "r.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('x')\ndef score(): ...\n")
     run = composed(TINY, [NO_PARTS, f"{PATH}={tmp_path}/r.py", f"{NAME}=score"])
-    for rule in SIZES:  # what a search applies
+    for rule in SIZES:  # the rules that a layout search applies
         list(rule(run))
     assert not (tmp_path / "ran").exists()
     for _ in range(2):

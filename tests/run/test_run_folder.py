@@ -88,7 +88,7 @@ def test_a_new_run_of_that_name_leaves_all_as_it_is_and_says_its_bytes(make_run,
     assert start.resumed is record.parent is None and folder_contents(tmp_path / "t/0001") == before
     assert "other starts (0001) hold" in start.others and "neither uses nor removes" in start.others
     assert start.others in (tmp_path / "t/0002/progress.log").read_text()
-    with pytest.raises(ConfigError) as caught:  # the newest chain has none
+    with pytest.raises(ConfigError) as caught:  # the newest chain has no checkpoint
         require_next_start(make_run())
     newest = tmp_path / "t/0001/checkpoints/global_step_8"
     assert f"resume_from_path={newest}" in str(caught.value) and "nothing was started" in str(caught.value)
@@ -132,7 +132,7 @@ def test_a_name_that_another_start_holds_is_refused(make_run, tmp_path):
         (tmp_path / held).mkdir(parents=True, exist_ok=True)
         with lock_file(tmp_path / held / LOCK), pytest.raises(ConfigError, match=key), lock_run(run):
             pass
-    with lock_run(run):  # the control: the locks are free
+    with lock_run(run):  # control: the locks are free
         pass
 
 
@@ -148,7 +148,7 @@ def test_a_file_system_without_locks_is_named(make_run, monkeypatch):
 @pytest.mark.parametrize(("trainer", "facts", "words"), [
     ({"total_training_steps": 8}, {}, r"step 8 is complete.*total of 8 \(trainer.total_training_steps\)"),
     ({"total_epochs": 2}, {"steps_per_epoch": 4}, r"8 \(4 steps an epoch x .*trainer.total_training_steps"),
-    ({"total_epochs": 2}, {"steps_per_epoch": 4, "settings": {"data.train_batch_size": 1}}, None),  # other steps
+    ({"total_epochs": 2}, {"steps_per_epoch": 4, "settings": {"data.train_batch_size": 1}}, None),  # another batch size
 ])  # fmt: skip
 def test_a_run_that_has_reached_its_total_does_not_go_on(make_run, tmp_path, trainer, facts, words):
     make_checkpoint(make_start(tmp_path / "t") / "checkpoints", 8, **facts)

@@ -61,7 +61,7 @@ def test_tensorboard_with_mindspeeds_prefix(tmp_path):
     for given in (tmp_path / "tb", events):
         assert curves_in(given).values == {"reward": REWARD} and curves_in(given).kind == "TensorBoard"
     content = events.read_bytes()
-    events.write_bytes(content[:-40])  # cut within its last record: what is whole is read
+    events.write_bytes(content[:-40])  # the last record is cut off: the complete ones are read
     assert curves_in(events).values["reward"] == {1: 0.25, 2: 0.5}
 
 
@@ -81,7 +81,7 @@ def test_jsonl_takes_a_rows_step_or_its_number(tmp_path):
     assert curves_in(path).values == {"loss": LOSS, "reward": REWARD}
     path = write_rows(path, [{"loss": LOSS[n], "rewards": 1.0} for n in LOSS])
     assert curves_in(path).values == {"loss": LOSS}
-    path.write_text(path.read_text() + '{"loss": 0.')  # being written
+    path.write_text(path.read_text() + '{"loss": 0.')  # the last line is being written
     assert curves_in(path).values == {"loss": LOSS}
 
 
@@ -93,7 +93,8 @@ def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
     write_rows(start / "metrics.jsonl", [{"step": 0, "val-core/x": 1.0}, *made])
     found = curves_in(tmp_path).values
     assert found["loss"] == LOSS and found["reward"].keys() == REWARD.keys() and math.isnan(found["reward"][2])
-    assert curves_in(start / "metrics.jsonl").values["reward"].keys() == {1, 3}  # control: other files may be sparse
+    # control: other files than those of a run may lack values
+    assert curves_in(start / "metrics.jsonl").values["reward"].keys() == {1, 3}
 
 
 def test_a_run_on_fixed_data_has_no_reward(tmp_path):

@@ -38,9 +38,10 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     assert found["rollout s"] == ([0] * 3, [1] * 3, 3.5, 6.5) and found["update s"][:2] == ([1] * 3, [3] * 3)
     assert "step s" not in found and right.get_legend() and left.get_legend() is None
     saved = imread(save_figure(figure, tmp_path / "new" / "a.png"))
-    assert np.array_equal(imread(save_figure(figure, tmp_path / "plain"), format="png"), saved)  # under that name
+    # a name without a suffix gets a PNG of exactly that name
+    assert np.array_equal(imread(save_figure(figure, tmp_path / "plain"), format="png"), saved)
     other = imread(save_figure(run_figure(run_summary(0, 0.5, 1)), tmp_path / "b.png"))
-    assert saved.shape != other.shape or not np.array_equal(saved, other)  # the control
+    assert saved.shape != other.shape or not np.array_equal(saved, other)  # control: another run
     with pytest.raises(ConfigError, match="new cannot be written"):
         save_figure(figure, tmp_path / "new")
 
@@ -52,7 +53,7 @@ def test_each_of_several_parts_of_the_reward_has_a_line():
     assert [line.get_label() for line in left.lines[1:]] == ["maths", "length"] and left.get_legend()
     assert np.array_equal(left.lines[2].get_ydata(), [-0.25, np.nan, np.nan], equal_nan=True)
     del run["steps"][0]["rewards"]["length"]
-    assert len(run_figure(run).axes[0].lines) == 1  # one part is the reward
+    assert len(run_figure(run).axes[0].lines) == 1  # the only part equals the reward, so it is not drawn
 
 
 def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
@@ -133,7 +134,8 @@ def test_a_group_has_the_colour_of_its_name_whatever_else_is_drawn():
     for run in (both, alone):
         for axes in memory_figure(run).axes:
             colours = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in axes.patches}
-            assert colours["grads"] == GROUP_COLOURS["grads"] and "optimizer" not in colours  # always empty
+            # a group that is always empty is left out
+            assert colours["grads"] == GROUP_COLOURS["grads"] and "optimizer" not in colours
     legend = [text.get_text() for text in memory_figure(both).legends[0].get_texts()]
     assert legend == ["actor_params", "grads", "held (peak)"]
 
@@ -142,6 +144,6 @@ def test_what_is_measured_on_the_device_is_a_line_and_rss_is_none():
     for axes in memory_figure(memory_run(1, 2, used=14, rss=900)).axes:
         found = areas(axes)
         assert found["measured used"][1][-1] == 14 and found["measured used"][0] is None
-        assert not any("rss" in label for label in found) and axes.get_ylim()[1] < 20  # RSS is on no axis
+        assert not any("rss" in label for label in found) and axes.get_ylim()[1] < 20  # RSS is not drawn
     figure = memory_figure(memory_run(1, rss=900))
     assert not any("measured" in label for axes in figure.axes for label in areas(axes))

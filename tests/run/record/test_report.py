@@ -12,7 +12,7 @@ from verl_patches.run.record import report
 from verl_patches.run.record.curves import read_curves
 from verl_patches.weights.run_folders import take_start
 
-FIRST = {"rollout": 90.0, "update": 40.0, "step": 150.0}  # with start-up, left out of medians
+FIRST = {"rollout": 90.0, "update": 40.0, "step": 150.0}  # the first step includes the start; medians leave it out
 
 
 def step(number, rollout, update, whole, total=1200.0):
@@ -52,7 +52,7 @@ def test_medians_leave_the_first_step_out_and_rates_are_by_rank():
     found = values(run_summary())
     assert (found["rollout s"], found["update s"], found["step s"]) == (5.0, 2.0, 10.0)
     assert found["other s"] == 3.0 and found["reshard s"] is None
-    assert found["tokens/s/rank", "median"] == 1200 / 10 / 4  # of the rates 37.5, 30, 3.03
+    assert found["tokens/s/rank", "median"] == 1200 / 10 / 4  # the median of the rates 37.5, 30 and 3.03
     assert found["reward", report.LAST_MEAN] == pytest.approx(0.25) and found["held MB", "largest"] == 5.0
     assert found["|dlogp|", "mean"] == 1e-7 and found["|dlogp|", "largest of a token"] == 3e-7
     alone = run_summary() | {"steps": run_summary()["steps"][:1]}
