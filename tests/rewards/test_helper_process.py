@@ -24,41 +24,41 @@ def helper():
         helper._process.communicate()
 
 
-def pid(helper):
+def helper_pid(helper):
     return helper.call("__import__('os').getpid()", cpu_limit_s=NO_LIMIT_S)
 
 
 def test_one_process_makes_all_calls_and_hands_errors_on(helper):
-    first = pid(helper)
+    first = helper_pid(helper)
     assert helper.call("print('no reply') or [1 + 1]", cpu_limit_s=NO_LIMIT_S) == [2]
     with pytest.raises(CallError, match="ZeroDivisionError"):
         helper.call("1 / 0", cpu_limit_s=NO_LIMIT_S)
-    assert pid(helper) == first != os.getpid()
+    assert helper_pid(helper) == first != os.getpid()
 
 
 @pytest.mark.parametrize("call", ["10**10**10", "__import__('time').sleep(10**6)"])
 def test_a_function_that_never_returns_is_ended_at_its_limit(helper, call):
     """Run one function that needs the limit of CPU time to end, and one that needs the limit of wall-clock time."""
-    first = pid(helper)
+    first = helper_pid(helper)
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)  # the limits do not depend on the caller's signals
     try:
         with pytest.raises(CallError, match="0.1 s of CPU time"):
             helper.call(call, cpu_limit_s=0.1)
     finally:
         signal.signal(signal.SIGPROF, before)
-    assert pid(helper) != first
+    assert helper_pid(helper) != first
 
 
 def test_a_call_that_needs_more_memory_than_the_limit_fails(helper):
-    first = pid(helper)
+    first = helper_pid(helper)
     assert helper.call(f"len(bytearray({MEMORY_BYTES // 2}))", cpu_limit_s=NO_LIMIT_S) == MEMORY_BYTES // 2
     with pytest.raises(CallError, match="MemoryError"):
         helper.call(f"len(bytearray({2 * MEMORY_BYTES}))", cpu_limit_s=NO_LIMIT_S)
-    assert pid(helper) == first
+    assert helper_pid(helper) == first
 
 
 def test_a_process_that_dies_is_replaced_once(helper):
-    os.kill(pid(helper), signal.SIGKILL)
+    os.kill(helper_pid(helper), signal.SIGKILL)
     assert helper.call("1 + 1", cpu_limit_s=NO_LIMIT_S) == 2
     with pytest.raises(CallError, match="ended twice, the last time with exit code 7"):
         helper.call("__import__('os')._exit(7)", cpu_limit_s=NO_LIMIT_S)
@@ -81,7 +81,7 @@ def test_a_caller_that_is_interrupted_leaves_no_reply_for_the_next_one(helper):
     def interrupt(*_):
         raise InterruptedError
 
-    pid(helper)
+    helper_pid(helper)
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
@@ -110,16 +110,16 @@ def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
 def test_a_process_has_one_helper_and_its_fork_another(run_python):
     code = """
 import os
-from verl_patches.rewards.maths import _helper_of, compute_score
+from verl_patches.rewards.maths import _process_helper, compute_score
 assert compute_score("d", r"\\boxed{2/2}", "1", cpu_limit_s=60.0)["acc"]
-first = _helper_of(os.getpid())._process.pid
+first = _process_helper(os.getpid())._process.pid
 child = os.fork()
 if child == 0:
     good = compute_score("d", r"\\boxed{3/3}", "1", cpu_limit_s=60.0)["acc"]
-    os._exit(0 if good and _helper_of(os.getpid())._process.pid != first else 1)
+    os._exit(0 if good and _process_helper(os.getpid())._process.pid != first else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert compute_score("d", r"\\boxed{4/4}", "1", cpu_limit_s=60.0)["acc"]
-assert _helper_of(os.getpid())._process.pid == first
+assert _process_helper(os.getpid())._process.pid == first
 """
     run_python(code).check()
 

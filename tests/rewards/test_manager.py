@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from verl import DataProto
-from verl.trainer.ppo import reward as verls
+from verl.trainer.ppo import reward as verl_reward
 from verl.workers.reward_manager import NaiveRewardManager
 
 from verl_patches.rewards import manager
@@ -16,7 +16,7 @@ from verl_patches.rewards.manager import RewardError, load_parts
 from verl_patches.rewards.parts import part_means
 
 LENGTHS = (4, 8, 2)  # of at most 8 tokens
-NOTHING = object()
+NO_GOLDS = object()
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +33,16 @@ class Tokenizer:
         return "".join(chr(number) for number in ids.tolist() if number < 128 or not skip_special_tokens)
 
 
-def config_of(*entries, **more):
+def reward_config(*entries, **more):
     section = {"data": {"reward_fn_key": "data_source", "max_response_length": 8}}
     section["recipe"] = {"rewards": None if entries == (None,) else list(entries)}
     return OmegaConf.create({**section, "reward_model": {"reward_manager": "naive"}, **more})
 
 
-def manager_of(*entries, validates=0, **more):
-    return load_parts(verls.load_reward_manager)(config_of(*entries, **more), Tokenizer(), num_examine=validates)
+def make_manager(*entries, validates=0, **more):
+    return load_parts(verl_reward.load_reward_manager)(
+        reward_config(*entries, **more), Tokenizer(), num_examine=validates
+    )
 
 
 def batch(golds=("1", "1", "1"), texts=("\\boxed{1}", "\\boxed{2}", "1"), rm_scores=None, width=16, **columns):
@@ -52,16 +54,16 @@ def batch(golds=("1", "1", "1"), texts=("\\boxed{1}", "\\boxed{2}", "1"), rm_sco
         mask[row, 2 : 2 + len(text)] = 1
     tensors = {"responses": responses, "prompts": torch.ones(len(texts), 2, dtype=torch.long), "attention_mask": mask}
     tensors |= {} if rm_scores is None else {"rm_scores": rm_scores}
-    if golds is not NOTHING:
+    if golds is not NO_GOLDS:
         columns |= {"reward_model": [{"ground_truth": gold} for gold in golds]}
     return DataProto.from_dict(tensors=tensors, non_tensors={"data_source": ["d"] * len(texts), **columns})
 
 
-def of_lengths(*lengths, width=8, **more):
-    return batch(golds=NOTHING, texts=["x" * length for length in lengths], width=width, **more)
+def length_batch(*lengths, width=8, **more):
+    return batch(golds=NO_GOLDS, texts=["x" * length for length in lengths], width=width, **more)
 
 
-def python(tmp_path, code, **keys):
+def python_entry(tmp_path, code, **keys):
     (tmp_path / "own.py").write_text(code)
     return {"name": "python", "path": str(tmp_path / "own.py"), **keys}
 
@@ -70,11 +72,11 @@ def test_one_part_gives_what_verls_manager_gives(tmp_path):
     """Compare the last token's reward and the function's columns; the short form is the entry of name python."""
     code = "def compute_score(data_source, solution_str, ground_truth, extra_info, by=1):\n"
     code += "    return {'score': by * len(solution_str), 'acc': float(solution_str == ground_truth)}\n"
-    entry = python(tmp_path, code, kwargs={"by": 0.3})
+    entry = python_entry(tmp_path, code, kwargs={"by": 0.3})
     short = {"path": entry["path"], "name": "compute_score", "reward_kwargs": {"by": 0.3}}
-    given = config_of(None, custom_reward_function=short)
-    expected = NaiveRewardManager(Tokenizer(), 0, verls.get_custom_reward_fn(given))(batch(), return_dict=True)
-    for made in (manager_of(entry), manager_of(None, custom_reward_function=short)):
+    given = reward_config(None, custom_reward_function=short)
+    expected = NaiveRewardManager(Tokenizer(), 0, verl_reward.get_custom_reward_fn(given))(batch(), return_dict=True)
+    for made in (make_manager(entry), make_manager(None, custom_reward_function=short)):
         found = made(batch(), return_dict=True)
         assert torch.equal(found["reward_tensor"], expected["reward_tensor"])
         columns = found["reward_extra_info"]
@@ -87,7 +89,7 @@ def test_one_part_gives_what_verls_manager_gives(tmp_path):
 
 def test_parts_add_up_with_their_weights_and_keep_their_own_means():
     data = batch()
-    found = manager_of({"name": "maths", "format_weight": 0.0}, {"name": "format", "weight": 0.25})(data, True)
+    found = make_manager({"name": "maths", "format_weight": 0.0}, {"name": "format", "weight": 0.25})(data, True)
     assert found["reward_tensor"].sum(-1).tolist() == [1.25, 0.25, 0.0]
     assert found["reward_tensor"].nonzero().tolist() == [[0, 8], [1, 8]]  # the last tokens
     columns = found["reward_extra_info"]
@@ -98,16 +100,16 @@ def test_parts_add_up_with_their_weights_and_keep_their_own_means():
 
 
 def test_the_length_part_needs_no_gold_answer():
-    made = manager_of({"name": "length", "buffer_tokens": 4, "weight": 0.5})
-    assert made(of_lengths(4, 5, 8)).sum(-1).tolist() == [0.0, -0.125, -0.5]
+    made = make_manager({"name": "length", "buffer_tokens": 4, "weight": 0.5})
+    assert made(length_batch(4, 5, 8)).sum(-1).tolist() == [0.0, -0.125, -0.5]
 
 
 def test_scores_of_reward_models_are_added_and_not_taken_alone():
     scores = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
-    data = of_lengths(*LENGTHS, rm_scores=scores)
+    data = length_batch(*LENGTHS, rm_scores=scores)
     models = [{"name": "reward_model", "path": name, "weight": weight} for name, weight in (("a", 0.5), ("b", 0.25))]
     entries = [models[0], {"name": "length", "buffer_tokens": 4}, models[1]]
-    found = manager_of(*entries)(data, return_dict=True)
+    found = make_manager(*entries)(data, return_dict=True)
     assert torch.equal(found["reward_tensor"].sum(-1), torch.tensor([3.0, 5.0, 9.0]))
     assert found["reward_tensor"][0, 3] == 3.0
     columns = found["reward_extra_info"]
@@ -118,20 +120,20 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     whole = torch.zeros(3, 8)  # [B, S_response], as verl's own worker gives them
     for more, words in (({}, "found none"), ({"rm_scores": whole}, r"found \[3, 8\]")):
         with pytest.raises(RewardError, match=rf"recipe.rewards\[0\] \(reward_model\): .*\[3, 2\], {words}"):
-            manager_of(*entries)(of_lengths(*LENGTHS, **more))
+            make_manager(*entries)(length_batch(*LENGTHS, **more))
     bad = scores.clone()
     bad[1, 1] = float("nan")
     with pytest.raises(RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*finite score, found nan"):
-        manager_of(*entries)(of_lengths(*LENGTHS, rm_scores=bad))
-    validation = manager_of(*entries, validates=1)(of_lengths(*LENGTHS), return_dict=True)  # runs no reward model
+        make_manager(*entries)(length_batch(*LENGTHS, rm_scores=bad))
+    validation = make_manager(*entries, validates=1)(length_batch(*LENGTHS), return_dict=True)  # runs no reward model
     assert list(validation["reward_extra_info"]) == ["reward/length"]
 
 
 def test_verls_own_scores_are_a_part(monkeypatch):
     default = "default_compute_score"
-    monkeypatch.setattr(verls, default, lambda data_source, solution_str, ground_truth, extra_info=None: 0.5)
+    monkeypatch.setattr(verl_reward, default, lambda data_source, solution_str, ground_truth, extra_info=None: 0.5)
     for entry in (None, {"name": "data_source"}):
-        assert manager_of(entry)(batch()).sum(-1).tolist() == [0.5] * 3
+        assert make_manager(entry)(batch()).sum(-1).tolist() == [0.5] * 3
 
 
 FLAKY = """
@@ -149,28 +151,28 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_an_error_names_part_sample_and_line_and_verl_does_not_swallow_it(tmp_path):
     """Fail once, for the second sample; verl's compute_reward prints that and calls again, which would succeed."""
-    made = manager_of({"name": "format"}, python(tmp_path, FLAKY))
+    made = make_manager({"name": "format"}, python_entry(tmp_path, FLAKY))
     with pytest.raises(RewardError) as raised:
-        verls.compute_reward(batch(uid=["u0", "u1", "u2"]), made)
+        verl_reward.compute_reward(batch(uid=["u0", "u1", "u2"]), made)
     text = f"recipe.rewards[1] (python), sample 1 of the batch (data_source 'd', uid u1): {tmp_path}/own.py:7: KeyError"
     assert str(raised.value).startswith(text) and isinstance(raised.value.__cause__, KeyError)
     with pytest.raises(RewardError):
         made(batch())
     (tmp_path / "own.calls").unlink()  # the control
-    given = config_of(None, custom_reward_function={"path": str(tmp_path / "own.py"), "name": "compute_score"})
-    rewards, extra = verls.compute_reward(
-        batch(), NaiveRewardManager(Tokenizer(), 0, verls.get_custom_reward_fn(given))
+    given = reward_config(None, custom_reward_function={"path": str(tmp_path / "own.py"), "name": "compute_score"})
+    rewards, extra = verl_reward.compute_reward(
+        batch(), NaiveRewardManager(Tokenizer(), 0, verl_reward.get_custom_reward_fn(given))
     )
     assert rewards.sum() == 3 and extra == {}
 
 
 def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(verls, "load_reward_manager", load_parts(verls.load_reward_manager))
-    task = verls.compute_reward_async._function
-    rewards, columns = task(batch(), config_of({"name": "format"}), Tokenizer())
+    monkeypatch.setattr(verl_reward, "load_reward_manager", load_parts(verl_reward.load_reward_manager))
+    task = verl_reward.compute_reward_async._function
+    rewards, columns = task(batch(), reward_config({"name": "format"}), Tokenizer())
     assert rewards.sum() == 2 and columns["reward/format"] == [1.0, 1.0, 0.0]
     with pytest.raises(RewardError, match="sample 1 of the batch"):
-        task(batch(), config_of(python(tmp_path, FLAKY)), Tokenizer())
+        task(batch(), reward_config(python_entry(tmp_path, FLAKY)), Tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -182,8 +184,8 @@ def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp
     ],
 )
 def test_what_is_no_score_is_refused(tmp_path, code, words):
-    made = manager_of(
-        python(tmp_path, f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {code}\n")
+    made = make_manager(
+        python_entry(tmp_path, f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {code}\n")
     )
     with pytest.raises(RewardError, match=words):
         made(batch(golds=(None, None, None)))
@@ -191,19 +193,19 @@ def test_what_is_no_score_is_refused(tmp_path, code, words):
 
 def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
     with pytest.raises(RewardError, match=r"\(python\), while it is loaded: .*own.py:3: RuntimeError: Error loading"):
-        manager_of(python(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
+        make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
 
 
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypatch, absolute):
-    entry = python(tmp_path, "import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
+    entry = python_entry(tmp_path, "import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     path = entry["path"] if absolute else "own.py"
-    part = manager_of(entry | {"function": "score", "path": path}).parts[0][0]
+    part = make_manager(entry | {"function": "score", "path": path}).parts[0][0]
     import own
 
     with pytest.raises(ValueError) as raised, ProcessPoolExecutor(1) as pool:
         pool.submit(own.score, "x").result()
     del sys.modules["own"]
-    assert f"here: {path}:5: JSONDecodeError" in str(manager.failed(part, raised.value, "here"))
+    assert f"here: {path}:5: JSONDecodeError" in str(manager.part_error(part, raised.value, "here"))

@@ -33,10 +33,10 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
         )
     if models and run.verl.algorithm.adv_estimator == "remax":
         faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
-    held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
+    summary = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
     yield from (Check("rewards", False, fault) for fault in faults)
     if not faults:
-        yield Check("rewards", True, held)
+        yield Check("rewards", True, summary)
 
 
 def reward_model_checks(run: RunSpec) -> Iterator[Check]:

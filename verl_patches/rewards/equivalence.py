@@ -23,9 +23,11 @@ POINTS, FEWEST_POINTS = 24, 4  # random points of functions; variables are posit
 
 _HAN = "\u4e00-\u9fff"  # Chinese characters
 _FUNCTIONS = "arcsin|arccos|arctan|arccot|arcsec|arccsc|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp"
-_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
-_BARE = rf"(\\sqrt{_GROUP}|\\(?!(?:frac|binom|sqrt|text)\b)[A-Za-z]+|[0-9A-Za-z])"
-_SYNONYMS = r"""
+# text in braces, nested up to four deep; a command or character that is an argument without braces
+_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
+_BARE_TOKEN = rf"(\\sqrt{_BRACES}|\\(?!(?:frac|binom|sqrt|text)\b)[A-Za-z]+|[0-9A-Za-z])"
+# each entry: the spelling that comparisons use, then those that it replaces ("_" stands for a space)
+_SYNONYM_TABLE = r"""
 \le ≤ ≦ ⩽ <= \leq \leqslant   \ge ≥ ≧ ⩾ >= \geq \geqslant   \ne ≠ != \neq   < \lt   > \gt   = ∈ \in   \notin ∉
 ( \langle   ) \rangle   \{ ｛ \lbrace   \} ｝ \rbrace   | \mid \vert \lvert \rvert   \cup ∪ \lor ∨ \vee 或   \land ∧
 \pm ± +/-   \mp ∓   \times ×   \cdot ·   - − –   / ∕   : ∶   , 、 和 与 及 且   . 。   ... … \ldots   ' ’ \prime
@@ -33,11 +35,11 @@ _SYNONYMS = r"""
 \frac \dfrac \tfrac \cfrac   \binom \dbinom \tbinom   _ \quad \qquad \, \; \: \! ~   \approx ≈
 \text \mathrm \mathbf \textrm \textbf \textit \mbox \operatorname \boldsymbol \underline
 """
-_SPELLING = dict.fromkeys(map("\\{}".format, "left right big bigl bigr Big Bigl Bigr displaystyle limits".split()), "")
-for _first, *_others in map(str.split, re.split(" {3}|\n", _SYNONYMS.strip())):
-    _SPELLING |= dict.fromkeys(_others, _first.replace("_", " ") + " " * _first[-1].isalpha())
-_AMOUNT = r"(\.?[0-9](?:[0-9.,]*[0-9])?)"
-_RULES = (
+_SPELLINGS = dict.fromkeys(map("\\{}".format, "left right big bigl bigr Big Bigl Bigr displaystyle limits".split()), "")
+for _first, *_others in map(str.split, re.split(" {3}|\n", _SYNONYM_TABLE.strip())):
+    _SPELLINGS |= dict.fromkeys(_others, _first.replace("_", " ") + " " * _first[-1].isalpha())
+_MONEY_AMOUNT = r"(\.?[0-9](?:[0-9.,]*[0-9])?)"
+_REWRITE_RULES = (  # (pattern, replacement), applied in this order: later rules read what earlier ones wrote
     ("([⁰ⁱ¹²³⁴-ⁿ]+)", r"^{\1}"),
     ("([₀-₎]+)", r"_{\1}"),
     ("([¼-¾⅐-⅞])", r" \1"),
@@ -46,11 +48,11 @@ _RULES = (
     (r"([√∛∜])\s*([0-9.]+)", r"\1{\2}"),
     (r"(?<=[0-9])(?:\\,|\\!|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))", ""),  # marks of thousands
     (r"(?<!\\)\\ |\\hspace\*?\{[^{}]*\}", " "),
-    (r"\\[A-Za-z]+|\\.|[<>!]=|\+/-|.", lambda m: _SPELLING.get(m[0], m[0])),
+    (r"\\[A-Za-z]+|\\.|[<>!]=|\+/-|.", lambda m: _SPELLINGS.get(m[0], m[0])),
     # money: the sign moves behind the amount, as a unit
     (r"(?:^|(?<=[ ,;=<>(-]))(?:US ?)?\\?\$(?= ?\.?[0-9])|(?<=[0-9])\$$", r"\\$"),
-    (rf"(\\\$|[£€¥])\s*{_AMOUNT}\s*((?:thousand|[mb]illion)?)", r"\2\\text{\3 \1}"),
-    (rf"{_AMOUNT}\s*(\\\$|[£€¥])(?!\}})", r"\1\\text{\2}"),
+    (rf"(\\\$|[£€¥])\s*{_MONEY_AMOUNT}\s*((?:thousand|[mb]illion)?)", r"\2\\text{\3 \1}"),
+    (rf"{_MONEY_AMOUNT}\s*(\\\$|[£€¥])(?!\}})", r"\1\\text{\2}"),
     # text, and words that stand for a sign
     (r"\\text\s*\{\s*", r"\\text{"),
     (rf"\\text\{{({_FUNCTIONS})\s*\}}", r"\\\1 "),
@@ -83,56 +85,58 @@ _RULES = (
     (r"^([^:{}]+):([^:{}]+):([^:{}]+)$", r"((\1)/(\2),(\2)/(\3))"),
     (r"(?<![0-9,.(\[{])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,)\]}])", lambda m: m[0].replace(",", "")),
 )
-_ARGUMENTS = (  # arguments without braces -> with them
+_BRACE_RULES = (  # arguments without braces -> with them
     (r"([\^_]|\\(?:sqrt|frac|binom))\s+", r"\1"),
-    (rf"\\sqrt(\[[^\]]*\])?\s*(?:{_BARE}|\(([^()]*)\))", r"\\sqrt\1{\2\3}"),
-    (rf"\\(frac|binom)({_GROUP})?\s*{_BARE}", r"\\\1\2{\3}"),
+    (rf"\\sqrt(\[[^\]]*\])?\s*(?:{_BARE_TOKEN}|\(([^()]*)\))", r"\\sqrt\1{\2\3}"),
+    (rf"\\(frac|binom)({_BRACES})?\s*{_BARE_TOKEN}", r"\\\1\2{\3}"),
     (rf"\\({_FUNCTIONS})\s*([\^_])([0-9A-Za-z])", r"\\\1\2{\3}"),
-    (rf"([\^_])(\\frac{_GROUP}{_GROUP}|-?[0-9]+(?:\.[0-9]+)?|-?{_BARE}|-?\([^()]*\))", r"\1{\2}"),
+    (rf"([\^_])(\\frac{_BRACES}{_BRACES}|-?[0-9]+(?:\.[0-9]+)?|-?{_BARE_TOKEN}|-?\([^()]*\))", r"\1{\2}"),
 )
-_WORD = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}|([A-Za-z][A-Za-z .'-]{3,}|[A-Z]{2,}|\(?[A-Z]\)|[Yy]es|[Nn]o)")
+_PLAIN_WORD = re.compile(
+    r"\\text\{([^{}]*[A-Za-z][^{}]*)\}|([A-Za-z][A-Za-z .'-]{3,}|[A-Z]{2,}|\(?[A-Z]\)|[Yy]es|[Nn]o)"
+)
 
 
 def _normalise(answer: str) -> str:
     """Return the answer in one spelling, without formula delimiters, meaningless spaces and a final full stop."""
     while match := re.fullmatch(r"\s*(?:\$\$?|\\\(|\\\[)((?:\\\$|[^$])*?)(?:\$\$?|\\\)|\\\])\s*", answer):
         answer = match[1]
-    for pattern, spelling in _RULES:
+    for pattern, spelling in _REWRITE_RULES:
         answer = re.sub(pattern, spelling, " ".join(answer.split()))
-    for pattern, spelling in _ARGUMENTS * 4:  # arguments nest
+    for pattern, spelling in _BRACE_RULES * 4:  # arguments nest
         answer = re.sub(pattern, spelling, answer)
     answer = re.sub("(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])", "", " ".join(answer.split()).removesuffix("."))
-    if word := _WORD.fullmatch(answer):
+    if word := _PLAIN_WORD.fullmatch(answer):
         answer = (word[1] or word[2]).strip(" .()")
         answer = answer.lower() if len(answer) > 3 or answer in ("Yes", "No") else answer
         return answer if len(answer) == 1 else rf"\text{{{answer}}}"
-    return answer[1:-1] if re.fullmatch(_GROUP, answer) else answer
+    return answer[1:-1] if re.fullmatch(_BRACES, answer) else answer
 
 
 _GREEK = (
     "alpha beta delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
     "varphi chi psi omega Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega"
 )
-_NAMED = re.compile(
+_NAMED_VALUE = re.compile(
     rf"((?:[A-Za-z]|\\(?:{_GREEK.replace(' ', '|')}|max|min)|[fgh]\^\{{-1\}})(?:_\{{\w+\}})?'*(?:\(-?\w+(?:,-?\w+)*\))?"
     r"|\([a-z](?:,[a-z])+\)|[A-Z]{2,3}|\|[a-wz]\||m?\\angle [A-Z]{1,3}|\[[A-Z]{3,}\]"
     r"|\\text\{(?![^{}]*\b(?:not|no|never)\b)[^{}]*\})=(.+)"
 )
-_ITEM = re.compile(r"(?P<item>[,;]|\\cup(?![A-Za-z]))|[(\[{]|[)\]}]")
+_LIST_TOKEN = re.compile(r"(?P<item>[,;]|\\cup(?![A-Za-z]))|[(\[{]|[)\]}]")
 
 
 def equivalent(gold: str, answer: str) -> bool:
     """Return whether `answer` equals `gold`; both are LaTeX or plain text without a box around them."""
     gold, answer = _normalise(gold), _normalise(answer)
-    return bool(gold and answer) and _equal(gold, answer)
+    return bool(gold and answer) and _equal_lists(gold, answer)
 
 
-def _equal(gold: str, answer: str) -> bool:
+def _equal_lists(gold: str, answer: str) -> bool:
     """Return whether lists are equal, in any order.
 
     The order must be the same if only one side names its values (x = 1, y = 2).
     """
-    golds, answers = _items(gold), _items(answer)
+    golds, answers = _split_items(gold), _split_items(answer)
     if gold == answer or len(golds) != len(answers):
         return gold == answer
     if len(golds) == 1:
@@ -150,12 +154,12 @@ def _equal(gold: str, answer: str) -> bool:
     return True
 
 
-def _items(text: str) -> list[str]:
+def _split_items(text: str) -> list[str]:
     r"""Return the items of a list or of a set; one with a single \pm is two items."""
     if re.fullmatch(r"\\\{[^{}]*(?:,|\\pm)[^{}]*\\\}", text):
         text = text[2:-2]
     items, start, level = [], 0, 0
-    for match in _ITEM.finditer(text + ","):
+    for match in _LIST_TOKEN.finditer(text + ","):
         if match["item"] is None:
             level += 1 if match[0] in "([{" else -1
         elif level == 0:
@@ -168,17 +172,17 @@ def _items(text: str) -> list[str]:
 
 def _equal_named(gold: str, answer: str) -> bool:
     """Return whether two items are equal; x = 5 equals 5."""
-    name, other = _NAMED.fullmatch(gold), _NAMED.fullmatch(answer)
+    name, other = _NAMED_VALUE.fullmatch(gold), _NAMED_VALUE.fullmatch(answer)
     if name and other and name[1] != other[1]:
         return False
     if name or other:
-        return _equal(name[2] if name else gold, other[2] if other else answer)
+        return _equal_lists(name[2] if name else gold, other[2] if other else answer)
     return _equal_quantities(gold, answer)
 
 
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "千": 3, "万": 4, "亿": 8, "percent": -2, "%": -2, r"\%": -2}
-_SCALE = re.compile("|".join(map(re.escape, _SCALES)).replace("千", "千(?![米克])"))
-_TABLE = r"""
+_SCALE_WORD = re.compile("|".join(map(re.escape, _SCALES)).replace("千", "千(?![米克])"))
+_UNIT_TABLE = r"""
 m meter metre 米 = m; cm centimeter centimetre 厘米 = m/100; mm millimeter millimetre 毫米 = m/1000; dm 分米 = m/10
 km kilometer kilometre 千米 公里 = 1000*m; in inch inche 英寸 = 0.0254*m; ft foot feet 英尺 = 0.3048*m
 yd yard = 0.9144*m; mi mile 英里 = 1609.344*m; s sec second 秒 = s; min minute 分钟 = 60*s; h hr hour 小时 = 3600*s
@@ -191,32 +195,32 @@ apple = apple; unit way 个 只 = unit; 岁 = age; people person student child c
 """
 _UNITS = {
     name: sympy.sympify(value, rational=True)
-    for names, value in (entry.split(" = ") for entry in re.split("; |\n", _TABLE.strip()))
+    for names, value in (entry.split(" = ") for entry in re.split("; |\n", _UNIT_TABLE.strip()))
     for name in names.split()
 }
 _QUANTITY = re.compile(  # value and unit, which outside of \text{} must follow a number
     r"(?!.*\\(?:sin|cos|tan|cot|sec|csc)\b.*\\circ\}$)(.*[0-9)}]|.*\\pi)(\\text\{[^{}]*\}(?:\^\{[23]\})?|\^\{\\circ\}|\\?%)"
     r"|(-?[^A-Za-z+-]*[0-9)}]) ?([A-Za-z][A-Za-z/ .]*(?:\^\{[23]\}|[23])?)"
 )
-_POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "立方": 3}
-_PART = re.compile(rf"({'|'.join(_POWERS)}|)(\\?[A-Za-z$]+|[£€¥]|[{_HAN}]+)([23]?)")
+_UNIT_POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "立方": 3}
+_UNIT_PART = re.compile(rf"({'|'.join(_UNIT_POWERS)}|)(\\?[A-Za-z$]+|[£€¥]|[{_HAN}]+)([23]?)")
 
 
-def _quantity(text: str) -> tuple[str, Any]:
+def _split_quantity(text: str) -> tuple[str, Any]:
     """Return (value, unit) of an item, % and scale words in the value; (text, None) if it does not end in a unit."""
     match = _QUANTITY.fullmatch(text)
     if not match:
         return text, None
     value, names = match[1] or match[3], re.sub(r"\\text|[{}. ^]", "", match[2] or match[4])
-    if scale := _SCALE.match(names):
+    if scale := _SCALE_WORD.match(names):
         value, names = rf"({value})\cdot 10^{{{_SCALES[scale[0]]}}}", names[scale.end() :]
     unit = None
     for number, part in enumerate(re.split(r"/|每|(?<=[a-z])per(?=[a-z])", names) if names else ()):
-        found = _PART.fullmatch(part)
+        found = _UNIT_PART.fullmatch(part)
         known = found and (_UNITS.get(found[2]) or (len(found[2]) > 2 and _UNITS.get(found[2].removesuffix("s"))))
         if not found or not known or number > 1:
             return text, None
-        unit = (unit or 1) * known ** ((-1) ** number * int(found[3] or _POWERS.get(found[1], 1)))
+        unit = (unit or 1) * known ** ((-1) ** number * int(found[3] or _UNIT_POWERS.get(found[1], 1)))
     return value, unit
 
 
@@ -224,7 +228,7 @@ def _equal_quantities(gold: str, answer: str) -> bool:
     """Return whether two items are equal; a unit on one side is ignored; a response may leave out the sign of 65%."""
     if (percent := re.fullmatch(r"((?:[2-9]|1[0-9.])[0-9.]*)\\?%", gold)) and _equal_values(percent[1], answer):
         return True
-    (gold_value, gold_unit), (value, unit) = _quantity(gold), _quantity(answer)
+    (gold_value, gold_unit), (value, unit) = _split_quantity(gold), _split_quantity(answer)
     if gold_unit and unit:
         ratio = unit / gold_unit
         return bool(ratio.is_Rational) and _equal_values(gold_value, rf"({value})\cdot({ratio})")
@@ -234,7 +238,7 @@ def _equal_quantities(gold: str, answer: str) -> bool:
 
 
 def _equal_values(gold: str, answer: str) -> bool:
-    a, b = _parsed(gold), _parsed(answer)
+    a, b = _parse_value(gold), _parse_value(answer)
     if a is None or b is None or ("," in gold and "," in answer and (gold[0], gold[-1]) != (answer[0], answer[-1])):
         return False
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) and (a.free_symbols or b.free_symbols):
@@ -257,30 +261,32 @@ def _equal_functions(a: Any, b: Any) -> bool:
     return compared >= FEWEST_POINTS or a == b
 
 
-_READ = {*f"frac sqrt cdot times div pi infty binom le ge lfloor rfloor {_GREEK}".split(), *_FUNCTIONS.split("|")}
-_SCRIPTS = re.compile(rf"(\\(?:{_FUNCTIONS}))(?:[\^_]\{{-?\w+\}})+|((?<![A-Za-z])[A-Za-z]|\\[A-Za-z]+)_\{{\w+\}}")
-_MISREAD = re.compile(
+# commands that math-verify reads
+_COMMANDS = {*f"frac sqrt cdot times div pi infty binom le ge lfloor rfloor {_GREEK}".split(), *_FUNCTIONS.split("|")}
+# functions with a power or an index, and letters with an index: math-verify reads them
+_SCRIPTED_NAME = re.compile(rf"(\\(?:{_FUNCTIONS}))(?:[\^_]\{{-?\w+\}})+|((?<![A-Za-z])[A-Za-z]|\\[A-Za-z]+)_\{{\w+\}}")
+_MISREAD_TEXT = re.compile(
     r"[0-9.]\s+[.0-9]|[)}!|]\s*[0-9]|[0-9)!|]\{|\}\^|\.[0-9]*\.|!!"  # 5 6, (5)6, 5{6}, 2^3^2, 1.2.3, 5!!
     r"|(?<![0-9.])0\s*[A-Za-z]|\^\{T\}|[fghFGH]\^\{-1\}"  # 0x10, a transposed letter, an inverse function
     r"|\\frac\{d[^{}]*\}\{d|(?<![A-Za-z])d[A-Za-z]/d[A-Za-z]|(?<![A-Za-z\\])[A-Za-z]{4}"  # derivatives, a word
     r"|[^0-9A-Za-z.+*/()|!{},<>\[\]^\\\s-]|\\[^A-Za-z]|^\[[^,]*\]$"
 )
-_EXACT = (
+_EXACT_VALUE_RULES = (  # decimals become fractions, products get their sign
     (r"(?<![0-9.])([0-9]+)\s*(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)"),  # a mixed number
     (r"([0-9]*)\.([0-9]*)", lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})"),
-    (rf"([0-9)]|\\pi|\\(?:frac|binom){_GROUP}{_GROUP})\s*(?=\(|\\frac|\\binom)", r"\1\\cdot "),
+    (rf"([0-9)]|\\pi|\\(?:frac|binom){_BRACES}{_BRACES})\s*(?=\(|\\frac|\\binom)", r"\1\\cdot "),
 )
 
 
 @functools.lru_cache(maxsize=1024)  # a prompt's gold answer is parsed once per response
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Return the sympy object of the whole text, with i as the imaginary unit; None if math-verify misreads it."""
     text = re.sub(r"([0-9.]+)\^\{\\circ\}", r"(\\frac{\1\\pi}{180})", text)
     commands = re.findall(r"\\([A-Za-z]+)", text)
     odd_groups = text.count("}{") > commands.count("frac") + commands.count("binom") or text.count("|") % 2
-    if odd_groups or not _READ.issuperset(commands) or _MISREAD.search(_SCRIPTS.sub(r"\1\2 ", text)):
+    if odd_groups or not _COMMANDS.issuperset(commands) or _MISREAD_TEXT.search(_SCRIPTED_NAME.sub(r"\1\2 ", text)):
         return None
-    for pattern, spelling in _EXACT:
+    for pattern, spelling in _EXACT_VALUE_RULES:
         text = re.sub(pattern, spelling, text)
     config = ConversionConfig(lowercase_symbols=False)
     with contextlib.suppress(Exception):  # the parser raises the base class

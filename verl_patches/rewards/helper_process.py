@@ -21,7 +21,7 @@ from verl_patches.errors import ConfigError
 
 MEMORY_BYTES = 1 << 30  # limit of the helper's memory beyond its imports
 _WALL_FACTOR = 4.0  # a call's wall-clock limit over its CPU limit
-_START_S = 60.0  # CPU limit of the trial call
+_TRIAL_LIMIT_S = 60.0  # CPU limit of the trial call
 
 
 class CallError(Exception):
@@ -62,7 +62,7 @@ class HelperProcess:
         # The import path is that of this process, as a Ray worker finds this package where its driver put it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
-        result, error, _ = _reply(process, self._trial, _START_S) or (None, "no reply", "")
+        result, error, _ = _reply(process, self._trial, _TRIAL_LIMIT_S) or (None, "no reply", "")
         if not result:
             process.kill()
             raise ConfigError(

@@ -19,7 +19,7 @@ from verl import DataProto
 from verl_patches.errors import RecipeError, place_in
 from verl_patches.recipe import TAKES, Part
 from verl_patches.rewards import by_source, learnable, maths
-from verl_patches.rewards.parts import METRIC, RM_SCORES, length_penalty, reward_parts
+from verl_patches.rewards.parts import REWARD_PREFIX, RM_SCORES, length_penalty, reward_parts
 
 _FUNCTIONS = {
     "maths": maths.compute_score,
@@ -72,7 +72,7 @@ class RewardManager:
         rewards, columns = torch.zeros(responses.shape), dict[str, list[Any]]()
         totals = torch.zeros(len(responses), dtype=torch.float64)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
-        uids, models = data.non_tensor_batch.get("uid"), 0
+        uids, model_index = data.non_tensor_batch.get("uid"), 0
         scores, expected = data.batch.get(RM_SCORES, None), (sum(score is None for _, score in self.parts),)
         for part, score in self.parts:
             if score is not None:
@@ -84,12 +84,12 @@ class RewardManager:
                 found = "none" if scores is None else f"{list(scores.shape)}"
                 raise RewardError(f"{part}: expected {RM_SCORES} {[len(responses), *expected]}, found {found}")
             else:
-                values, models = scores[:, models].tolist(), models + 1
+                values, model_index = scores[:, model_index].tolist(), model_index + 1
                 for row, value in enumerate(values):
                     if not math.isfinite(value):
                         raise RewardError(f"{part}, sample {row} of the batch: expected a finite score, found {value}")
             totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
-            columns[f"{METRIC}{part.label}"] = values
+            columns[f"{REWARD_PREFIX}{part.label}"] = values
         rewards[torch.arange(len(responses)), lengths - 1] += totals.float()
         return rewards, columns
 
@@ -119,7 +119,7 @@ def _results(
             found = dict(result) if isinstance(result, Mapping) else {"score": result}
             values.append(float(found.pop("score")))
         except Exception as error:
-            raise failed(part, error, place) from error
+            raise part_error(part, error, place) from error
         if not math.isfinite(values[-1]) or (row and found.keys() != columns.keys()):
             expected = f"a finite score and the keys of the first response, {', '.join(columns) or 'none'}"
             raise RewardError(f"{part}, {place}: expected {expected}; found {result!r}")
@@ -128,7 +128,7 @@ def _results(
     return values, columns
 
 
-def failed(part: Part, error: Exception, place: str) -> RewardError:
+def part_error(part: Part, error: Exception, place: str) -> RewardError:
     """Return a part's error, with the last line of the user's file that led to it, in another process too."""
     line = place_in("".join(traceback.format_exception(error)), part.entry.path)
     return RewardError(f"{part}, {place}: {line}{type(error).__name__}: {error}")
@@ -143,14 +143,15 @@ def load_parts(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load(config: Any, tokenizer: Any, num_examine: int, **kwargs: Any) -> RewardManager:
-        verls = functools.partial(original, config, tokenizer, num_examine)
-        parts = [(part, _score_of(part, config.data.max_response_length, verls)) for part in reward_parts(config)]
+        longest = config.data.max_response_length
+        verls_manager = functools.partial(original, config, tokenizer, num_examine)
+        parts = [(part, _score_function(part, longest, verls_manager)) for part in reward_parts(config)]
         return RewardManager(parts, tokenizer, config.data.reward_fn_key, validates=num_examine > 0)
 
     return load
 
 
-def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
+def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
     from verl.trainer.ppo.reward import get_custom_reward_fn  # not at the top: this import applies our row
 
     entry, options = part.entry, {}
@@ -163,7 +164,7 @@ def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Sco
         try:
             function = get_custom_reward_fn({"custom_reward_function": named})
         except Exception as error:
-            raise failed(part, error, "while it is loaded") from error
+            raise part_error(part, error, "while it is loaded") from error
     elif entry.name == "data_source":
         function = verls_manager().compute_score
     else:

@@ -61,7 +61,7 @@ def compute_score(
 
 
 @functools.cache
-def _helper_of(process_id: int) -> HelperProcess:
+def _process_helper(process_id: int) -> HelperProcess:
     """Return the helper of one process, so that a fork never talks to its parent's helper."""
     return HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=(r"\frac{1}{2}", "0.5"))
 
@@ -69,7 +69,7 @@ def _helper_of(process_id: int) -> HelperProcess:
 def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:
     """Return whether answers are equal, by a helper process (equivalence.py); False if the comparison fails."""
     try:
-        return _helper_of(os.getpid()).call(gold, answer, cpu_limit_s=cpu_limit_s)
+        return _process_helper(os.getpid()).call(gold, answer, cpu_limit_s=cpu_limit_s)
     except CallError as why:
         _log.info("reward: an answer is wrong because comparing it failed: %s", why)
         return False

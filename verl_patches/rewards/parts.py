@@ -17,7 +17,8 @@ from verl_patches.recipe import TAKES, Part, Reward
 from verl_patches.values import types_of, unknown_key, value_faults
 
 SHORT_FORM = "custom_reward_function"
-METRIC = "reward/"  # METRIC + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
+# REWARD_PREFIX + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
+REWARD_PREFIX = "reward/"
 RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
 
 
@@ -28,14 +29,14 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     every fault of the entries, or if both name a reward.
     """
     read = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
-    given, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
+    listed, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
     short = short or {}
-    if given is None:
+    if listed is None:
         if not short.get("path"):
             return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
         kwargs, function = dict(short.get("reward_kwargs") or {}), short.get("name") or "compute_score"
         return (Part(SHORT_FORM, "python", Reward("python", path=short["path"], function=function, kwargs=kwargs)),)
-    entries = {f"recipe.rewards[{number}]": entry for number, entry in enumerate(given)}
+    entries = {f"recipe.rewards[{number}]": entry for number, entry in enumerate(listed)}
     faults = [fault for where, entry in entries.items() for fault in _faults(where, entry)]
     if short.get("path"):
         faults.append(
@@ -75,5 +76,5 @@ def length_penalty(tokens: int, longest: int, buffer: int) -> float:
 
 def part_means(columns: Mapping[str, Any]) -> dict[str, float]:
     """Return {label: mean score over the batch} of the parts, from verl's columns of a manager's extra information."""
-    found = {name.removeprefix(METRIC): values for name, values in columns.items() if name.startswith(METRIC)}
-    return {label: statistics.fmean(values) for label, values in found.items()}
+    named = {name: values for name, values in columns.items() if name.startswith(REWARD_PREFIX)}
+    return {name.removeprefix(REWARD_PREFIX): statistics.fmean(values) for name, values in named.items()}

@@ -16,7 +16,7 @@ from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.phases import STEP_PHASES, VALIDATE
 from verl_patches.memory.counters import offload_summary
 from verl_patches.memory.ledger import memory_summary, violation_text
-from verl_patches.rewards.parts import METRIC
+from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.on_policy import needs_old_log_probs
 from verl_patches.trainer.validation import validation_of
@@ -78,7 +78,7 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return {name: value} of the record's figures that verl's metrics do not have."""
     metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
     metrics |= _rates_by_name(record["rates"])
-    metrics |= {f"{METRIC}{label}": mean for label, mean in (record["rewards"] or {}).items()}
+    metrics |= {f"{REWARD_PREFIX}{label}": mean for label, mean in (record["rewards"] or {}).items()}
     loads = (record["expert_load"] or {}).items()
     metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
     if record["routing_replay"]:

@@ -29,7 +29,7 @@ from verl import DataProto
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.patching.engine import is_on
-from verl_patches.rewards.parts import METRIC, part_means
+from verl_patches.rewards.parts import REWARD_PREFIX, part_means
 from verl_patches.spec import run_of
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
@@ -270,7 +270,7 @@ class RecipeWorkerGroup:
     def _record_scores(self, batch: DataProto) -> None:
         """Save the scores of the recorded responses, once a step, as verl's trainer passes them to its update."""
         if self._scores_to is not None:
-            columns = {k: v for k, v in batch.non_tensor_batch.items() if k == "uid" or k.startswith(METRIC)}
+            columns = {k: v for k, v in batch.non_tensor_batch.items() if k == "uid" or k.startswith(REWARD_PREFIX)}
             scores = batch.batch["token_level_scores"].sum(-1)
             save_scores(self._scores_to, self.step, batch.batch[SAMPLE], scores, columns)
             self._scores_to = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import MEMORY_GROUPS
-from verl_patches.rewards.parts import METRIC
+from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.record.report import PHASES, step_value, validations
 from verl_patches.shared_files import replacing
 
@@ -85,7 +85,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     left.set(title=f"{name}: mean {trained}", ylabel=trained)
     parts = dict.fromkeys(label for step in steps for label in step.get("rewards") or {})
     for label in parts if len(parts) > 1 else ():
-        left.plot(numbers, _values(steps, f"{METRIC}{label}"), linewidth=1, label=_plain_name(label))
+        left.plot(numbers, _values(steps, f"{REWARD_PREFIX}{label}"), linewidth=1, label=_plain_name(label))
     _stack(right, _edges(numbers), {phase: _values(steps, phase, 0.0) for phase in PHASE_COLOURS})
     right.set(title="seconds per phase", ylabel="s", ylim=(0, None))
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_patches.errors import RecipeError
 from verl_patches.layout.phases import STEP_PHASES
-from verl_patches.rewards.parts import METRIC
+from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.record.record import SUMMARY_FILE, read_summary
 
 END_STEPS = 5  # number of steps, the first and the last of a run, over which means are taken
@@ -116,7 +116,7 @@ def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[st
 def step_value(step: Mapping[str, Any], name: str) -> float | None:
     """Return one step's value of a name of STEP_KEYS, or of reward/LABEL of a part; None where its record lacks it."""
     value: Any = step
-    for key in STEP_KEYS.get(name) or ("rewards", name.removeprefix(METRIC)):
+    for key in STEP_KEYS.get(name) or ("rewards", name.removeprefix(REWARD_PREFIX)):
         value = (value or {}).get(key)
     return _megabytes(value) if name.endswith(" MB") else value
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from verl_patches.errors import Check, divides, either
-from verl_patches.rewards.parts import METRIC
+from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import DYNAMIC, token_budget
 
@@ -163,8 +163,8 @@ def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
         (run.reward_models != (), "recipe.rewards has a reward model: no memory while the rollout engine is awake"),
     ]
     wrong = [text for is_wrong, text in faults if is_wrong]
-    labels = [f"{METRIC}{part.label}" for part in run.rewards]
-    if section.metric.startswith(METRIC) and section.metric not in labels:
+    labels = [f"{REWARD_PREFIX}{part.label}" for part in run.rewards]
+    if section.metric.startswith(REWARD_PREFIX) and section.metric not in labels:
         wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
     held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
     yield either(
