@@ -197,7 +197,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
-         "verl_patches.step.log_probs.of_rollout:keep_rollout_log_probs",
+         "verl_patches.step.log_probs.rollout_log_probs:keep_rollout_log_probs",
          "verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vLLMRollout.__init__) and drops them; the "
          "truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
          "sequences that are sampled for it while vLLM is awake.", role="observe"),
@@ -262,7 +262,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.model:initializers",
         "verl builds Megatron's attention; MLA is in mindspeed_llm.tasks.models.spec.deepseek_spec", exit=_VERL_HAS_IT),
     _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
-        "verl_patches.step.batches.packed_forward:forwards",
+        "verl_patches.step.batches.packed_forward:forward_registry",
         "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
         "(verl.models.mcore.util.preprocess_packed_seqs), and gathers log-probs without their gradient's factor.",
         exit="verl cuts for Ulysses"),
@@ -330,7 +330,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          "One place sees every step's metrics: phase table, summary.json and the log-prob check.",
          processes=_CONTROLLER, role="observe"),
     _row("logprob.truth_check", "wrap", "verl.trainer.ppo.metric_utils:compute_data_metrics",
-         "verl_patches.step.log_probs.rollout_correction:add_to_metrics",
+         "verl_patches.step.log_probs.rollout_correction:add_log_prob_metrics",
          "verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
          exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
          processes=_CONTROLLER, bindings=(f"{_TRAINER}:compute_data_metrics",), role="observe"),
@@ -377,7 +377,7 @@ LOG_PROB: tuple[PatchSpec, ...] = (
 
 ADVANTAGE: tuple[PatchSpec, ...] = (
     _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
-         "verl_patches.step.objectives.advantages:advantages_of_objective",
+         "verl_patches.step.objectives.advantages:objective_advantages",
          "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
          "gradient of each of them (docs/own-data-and-reward.md).", processes=_CONTROLLER, feature="fixed_data"),
 )  # fmt: skip
@@ -403,13 +403,13 @@ UPDATE: tuple[PatchSpec, ...] = (
               "(verl 3996)",
          needs=("update.recipe_worker", "update.loss_on_policy"), feature="on_policy"),
     _row("update.loss_on_policy", "wrap", "verl.trainer.ppo.core_algos:compute_policy_loss",
-         "verl_patches.step.log_probs.on_policy_update:loss_on_policy",
+         "verl_patches.step.log_probs.policy_update:replace_old_log_probs",
          "The only place where an update's own log-probs can take the place of old ones.",
          exit="as update.on_policy",
          bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                    "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
-         "verl_patches.step.replay.routing_replay:note_samples",
+         "verl_patches.step.replay.routing_replay:attach_micro_batch",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
          "is recomputed (megatron.core.transformer.transformer_block.TransformerBlock._checkpointed_forward).",
          exit="verl has routing replay for Megatron (0.6 and later has)",
@@ -443,26 +443,26 @@ UPDATE: tuple[PatchSpec, ...] = (
          exit="verl's stages leave their tensors on the workers for the next",
          needs=("update.sharding_manager", "update.recipe_worker"), feature="tensor_cache"),
     _a3("update.dynamic_batches", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
-        "verl_patches.step.batches.micro_batches:packing",
+        "verl_patches.step.batches.micro_batches:pack_micro_batches",
         "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only, and returns log-probs "
         "in their order.", feature="dynamic_batches",
         exit="the pins move to verl 0.4.0 or later", needs=("update.dynamic_split", "update.recipe_worker")),
     _a3("update.dynamic_split", "wrap", "verl.utils.torch_functional:split_dict_tensor_into_batches",
-        "verl_patches.step.batches.micro_batches:by_tokens",
+        "verl_patches.step.batches.micro_batches:split_by_tokens",
         "The actor's forward_backward_batch cuts a batch by it, into equal parts only.",
         exit="as update.dynamic_batches", feature="dynamic_batches",
         bindings=("verl.workers.actor.megatron_actor:split_dict_tensor_into_batches",
                   "verl.workers.critic.megatron_critic:split_dict_tensor_into_batches",
                   "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
     _row("update.mini_batches", "wrap", "verl.utils.megatron.pipeline_parallel:make_batch_generator",
-         "verl_patches.step.batches.micro_batches:in_mini_batch",
+         "verl_patches.step.batches.micro_batches:count_mini_batch",
          "The one place where the actor's forward_backward_batch has all micro batches of a mini batch.",
          exit="as update.sample_weights", needs=("update.recipe_worker",),
          bindings=("verl.workers.actor.megatron_actor:make_batch_generator",
                    "verl.workers.critic.megatron_critic:make_batch_generator",
                    "verl.workers.reward_model.megatron.reward_model:make_batch_generator")),
     _row("update.sample_weights", "wrap", "verl.trainer.ppo.core_algos:agg_loss",
-         "verl_patches.step.batches.micro_batches:by_mini_batch",
+         "verl_patches.step.batches.micro_batches:scale_micro_batch_loss",
          "The loss of each micro batch is an average of its own, and Megatron averages those "
          "(megatron.core.pipeline_parallel.schedules.forward_step): the gradient depends on the micro batches where "
          "they hold unequally many samples or, with token-mean, tokens.",
@@ -471,7 +471,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          bindings=("verl.workers.actor.megatron_actor:agg_loss", "verl.workers.actor.dp_actor:agg_loss",
                    f"{_TRAINER}:agg_loss")),
     _row("update.micro_batches_as_planned", "wrap", "verl.utils.seqlen_balancing:rearrange_micro_batches",
-         "verl_patches.step.batches.micro_batches:as_planned",
+         "verl_patches.step.batches.micro_batches:split_as_planned",
          "Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches of "
          "two replicas are not equally long.",
          exit="verl plans dynamic micro batches for all replicas together, within the budget", feature="tensor_cache",

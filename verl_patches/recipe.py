@@ -58,10 +58,10 @@ class Train:
     expert_split: how verl's expert sizes are read. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
     whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
-    left out. Refused unless the update is one mini batch and one epoch (step/log_probs/on_policy.py).
+    left out. Refused unless the update is one mini batch and one epoch (step/log_probs/ratio_settings.py).
     importance_ratio: the ratio that the update clips: token is the ratio of each token's new and old probability,
     sequence the geometric mean of these over the sequence (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean
-    (step/log_probs/on_policy.py).
+    (step/log_probs/ratio_settings.py).
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again (step/replay/routing_replay.py); null: each pass routes by itself.
     max_skipped_steps: end the run after this many optimizer steps in a row that were skipped because a gradient is NaN

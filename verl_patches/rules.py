@@ -19,11 +19,11 @@ from verl_patches.step.batches.checks import (
     batch_checks,
     keep_groups_checks,
     length_checks,
+    max_num_seqs_checks,
     micro_batch_checks,
-    seat_checks,
 )
-from verl_patches.step.log_probs.on_policy import on_policy_checks
-from verl_patches.step.log_probs.truth_check import truth_check_checks
+from verl_patches.step.log_probs.logprob_check import logprob_checks
+from verl_patches.step.log_probs.ratio_settings import ratio_checks
 from verl_patches.step.objectives.checks import critic_checks, estimator_checks, objective_checks
 from verl_patches.step.replay.checks import recording_checks, routing_replay_checks
 from verl_patches.trainer.checks import checkpoint_checks, profile_checks, restart_checks
@@ -43,13 +43,13 @@ SIZES: tuple[Rule, ...] = (
     ascend_checks,
     sleep_checks,
     length_checks,
-    seat_checks,
+    max_num_seqs_checks,
     keep_groups_checks,
     # reward, log-probs, advantage
     reward_checks,
     reward_model_checks,
-    on_policy_checks,
-    truth_check_checks,
+    ratio_checks,
+    logprob_checks,
     estimator_checks,
     objective_checks,
     # update
@@ -71,7 +71,7 @@ SIZES: tuple[Rule, ...] = (
 ALONE: frozenset[Rule] = frozenset(
     {
         *(expert_checks, recomputation_checks, keep_groups_checks, reward_checks, reward_model_checks),
-        *(on_policy_checks, truth_check_checks, objective_checks, critic_checks, micro_batch_checks, support_checks),
+        *(ratio_checks, logprob_checks, objective_checks, critic_checks, micro_batch_checks, support_checks),
     }
 )
 RULES = Rules(FILES, SIZES, (environment_checks, disk_checks, verl_checks), ALONE)

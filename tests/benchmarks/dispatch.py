@@ -40,8 +40,8 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from tests.runs import composed, config_of
 from tests.step.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
-from tests.step.batches.logical_group import group_of, serialised_sizes
-from verl_patches.step.batches.exchange import Ragged, model_inputs, packed_ids
+from tests.step.batches.logical_group import make_group, serialised_sizes
+from verl_patches.step.batches.exchange import RaggedTensor, model_inputs, packed_ids
 from verl_patches.step.batches.payloads import ExchangeReport, LogProbs, ResponseIds
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.dispatch import put_before_calling
@@ -77,7 +77,7 @@ class Host:
 
     def _ids(self, count, rank):
         lengths = [tuple(of[rank * count : (rank + 1) * count]) for of in self.lengths]
-        return [Ragged(torch.randint(VOCABULARY, (sum(of),), dtype=torch.int32), of) for of in lengths]
+        return [RaggedTensor(torch.randint(VOCABULARY, (sum(of),), dtype=torch.int32), of) for of in lengths]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts):
@@ -163,8 +163,8 @@ def lengths(samples: int) -> tuple[list[int], list[int]]:
 def prompts_of(count: int, of_sample: list[int]) -> DataProto:
     """Return the batch that fit() passes to generate_sequences."""
     lengths = tuple(of_sample[: count * EACH : EACH])
-    ids = Ragged(torch.randint(VOCABULARY, (sum(lengths),)), lengths)
-    tensors = model_inputs(ids, Ragged(torch.zeros(0), (0,) * count), PROMPT, 0, 0)
+    ids = RaggedTensor(torch.randint(VOCABULARY, (sum(lengths),)), lengths)
+    tensors = model_inputs(ids, RaggedTensor(torch.zeros(0), (0,) * count), PROMPT, 0, 0)
     raw = np.empty(count, dtype=object)
     raw[:] = [part.tolist() for part in ids.parts()]
     names = "input_ids", "attention_mask", "position_ids"
@@ -230,7 +230,7 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
     """Return the figures of a step of that many prompts."""
     samples = questions * EACH
     cluster(5 << 30)
-    group, actors = group_of(Host, 16, WORLD)
+    group, actors = make_group(Host, 16, WORLD)
     group.lay_out(tp=TP, dp=DP, pp=PP)
     prompts, responses = lengths(samples)
     found: dict[str, dict[str, int]] = {}

@@ -23,7 +23,7 @@ WORTH = [
 NOT_WORTH = [
     "verl_patches.errors.ConfigError: a worker process died of it",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
-    "verl_patches.step.log_probs.truth_check.WeightSyncError: step 3: differ",
+    "verl_patches.step.log_probs.logprob_check.WeightSyncError: step 3: differ",
     "torch.OutOfMemoryError: NPU out of memory. Tried to allocate 2.00 GiB",
 ]
 

@@ -15,7 +15,7 @@ from tests.model.value_job import samples
 from tests.runs import composed, section_of
 from verl_patches.spec import run_of
 from verl_patches.step.objectives import losses
-from verl_patches.step.objectives.advantages import PREFIX, ROLE, FixedData
+from verl_patches.step.objectives.advantages import METRIC_PREFIX, ROLE, FixedData
 from verl_patches.worker.context import context
 from verl_patches.worker.models import reference_weights
 
@@ -48,7 +48,7 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
         data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
         (norm,) = worker.update_actor(data).meta_info["metrics"]["actor/grad_norm"]
         of_update = losses.sft((log_probs.double() * mask).sum(1), lengths).item()
-        found[name] = fixed.metrics.get(f"{PREFIX}loss", of_update), norm
+        found[name] = fixed.metrics.get(f"{METRIC_PREFIX}loss", of_update), norm
     return found
 
 

@@ -157,10 +157,10 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """Return responses with the weights of `model`, with those of `other` after a sync, and with the first again."""
-    from verl_patches.step.replay.expert_load import of_rollout
+    from verl_patches.step.replay.expert_load import count_rollout_load
 
     config, made = start(model, TRUE_WEIGHT, overrides)
-    load = of_rollout(worker_of(made.inference_engine).model_runner.model)
+    load = count_rollout_load(worker_of(made.inference_engine).model_runner.model)
     prompts, seen, engine = prompts_for(config), batches_of(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {

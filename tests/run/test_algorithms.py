@@ -5,8 +5,8 @@ import pytest
 from tests.runs import composed
 from verl_patches.rules import RULES
 from verl_patches.run.resolve import CONFIGS_DIR
-from verl_patches.step.batches.checks import seat_checks
-from verl_patches.step.log_probs.on_policy import on_policy_checks
+from verl_patches.step.batches.checks import max_num_seqs_checks
+from verl_patches.step.log_probs.ratio_settings import ratio_checks
 from verl_patches.step.objectives.checks import estimator_checks
 
 TINY, LEARN, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_tiny_cpu_learn", "deepseekv3_256die_true_weight"
@@ -47,7 +47,7 @@ def test_kl_in_the_reward_makes_the_pass_for_old_log_probs_which_a_run_cannot_le
     run = composed(LARGE, [f"algo={algo}"])
     assert run.verl.algorithm.use_kl_in_reward and not run.verl.actor_rollout_ref.actor.use_kl_loss
     assert not run.recipe.train.skip_old_log_prob and composed(LARGE).recipe.train.skip_old_log_prob
-    found = failed_checks(on_policy_checks, LARGE, f"algo={algo}", "recipe.train.skip_old_log_prob=true")
+    found = failed_checks(ratio_checks, LARGE, f"algo={algo}", "recipe.train.skip_old_log_prob=true")
     assert "use_kl_in_reward needs old log-probs before the update" in found["on policy"]
 
 
@@ -72,5 +72,5 @@ def test_a_validation_of_several_responses_a_prompt_samples_them(overrides, mess
 def test_graphs_hold_a_validation_which_may_have_more_responses_than_a_step():
     key = "recipe.rollout.ascend.graph_batch_sizes=[32]"
     small = ["data.train_batch_size=256", f"{PPO}_mini_batch_size=256"]  # 32 responses a replica, 64 at once
-    assert failed_checks(seat_checks, LARGE, *small, key) == {}
-    assert "64 responses" in failed_checks(seat_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]
+    assert failed_checks(max_num_seqs_checks, LARGE, *small, key) == {}
+    assert "64 responses" in failed_checks(max_num_seqs_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]

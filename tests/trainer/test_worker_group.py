@@ -23,8 +23,8 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.heartbeat import read_beat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.run.resolve import changed_run
-from verl_patches.step.log_probs import truth_check
-from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+from verl_patches.step.log_probs import logprob_check
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.replay.recording import find_recording
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.weights.run_folders import take_start
@@ -251,7 +251,9 @@ def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
     ended, end_rollout = [], workers.end_rollout
     workers.end_rollout = lambda: ended.append(len(workers.generated)) or end_rollout()
     generate_sequences = group.kept_groups._generate
-    monkeypatch.setattr(group.kept_groups, "draw_kept", lambda batch: [generate_sequences(batch) for _ in range(2)][-1])
+    monkeypatch.setattr(
+        group.kept_groups, "draw_kept_groups", lambda batch: [generate_sequences(batch) for _ in range(2)][-1]
+    )
     generate(group, prompts())
     assert workers.asked == [(0, True, CheckRequest(1, seed=1))] and ended == [2]
 
@@ -265,5 +267,5 @@ def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
     run = changed_run(run_with(logprob_check={"every": 2, **check}), others)
-    faults = [found.detail for found in truth_check.truth_check_checks(run) if not found.ok]
+    faults = [found.detail for found in logprob_check.logprob_checks(run) if not found.ok]
     assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults

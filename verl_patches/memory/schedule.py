@@ -87,8 +87,8 @@ class Schedule:
     def with_rare_phase(self, name: str) -> Schedule:
         """Return the schedule with a phase made rare, as old_log_prob is with recipe.train.skip_old_log_prob.
 
-        Some steps may still have the phase, for the check of vLLM's log-probs (step/log_probs/truth_check.py). It frees
-        the groups that it loads when it ends, so that later phases are the same in steps without it.
+        Some steps may still have the phase, for the check of vLLM's log-probs (step/log_probs/logprob_check.py). It
+        frees the groups that it loads when it ends, so that later phases are the same in steps without it.
         """
         row = self.phase(name)
         frees = (Move("free", move.group) for move in row.enter if move.verb in LOAD_VERBS)

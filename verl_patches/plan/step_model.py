@@ -49,7 +49,7 @@ from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 from verl_patches.plan.activations import PerStage, of_stage
 from verl_patches.rollout.rebalance import Cost
-from verl_patches.step.batches.batch_plan import replicas_of_expert_group
+from verl_patches.step.batches.batch_plan import expert_group_replicas
 
 # Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The
 # last is not published: 25 GB/s is the lowest of the range 25, 40, 64.
@@ -322,7 +322,7 @@ def padded_length(run: StepInput, micro_batch: int) -> float:
     Micro batches run at their longest sample, and all replicas of an expert group at the longest of theirs, unless the
     tensor cache sorts samples by length.
     """
-    draws = 1 if run.tensor_cache and run.balanced_lengths else micro_batch * replicas_of_expert_group(run.train)
+    draws = 1 if run.tensor_cache and run.balanced_lengths else micro_batch * expert_group_replicas(run.train)
     return run.lengths.prompt + run.lengths.mean_of_longest(draws)
 
 

@@ -13,7 +13,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import has_dynamic_batches
-from verl_patches.step.log_probs.on_policy import has_correction
+from verl_patches.step.log_probs.ratio_settings import has_correction
 
 
 def feature_states(run: RunSpec) -> dict[str, bool]:

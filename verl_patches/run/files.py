@@ -28,7 +28,7 @@ from verl_patches.run.resolve import model_changes
 from verl_patches.run.run_start import start_checkpoints
 from verl_patches.shared_files import disk_folder, free_bytes
 from verl_patches.spec import RunSpec
-from verl_patches.step.objectives.settings import columns_of
+from verl_patches.step.objectives.settings import file_columns
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
@@ -192,7 +192,7 @@ def _row_count(file: str, run: RunSpec) -> int:
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a complete parquet file ({error}); write it again") from error
     if not run.samples:  # step/objectives/dataset.py reads the values
-        columns = dict.fromkeys(columns_of(run.recipe.objective.name, schema.names), lambda kind: True)
+        columns = dict.fromkeys(file_columns(run.recipe.objective.name, schema.names), lambda kind: True)
     faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
     if faults:
         raise ConfigError(

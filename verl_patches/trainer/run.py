@@ -29,8 +29,8 @@ from verl_patches.patching.handshake import (
 )
 from verl_patches.platform import emulation
 from verl_patches.spec import run_of
-from verl_patches.step.log_probs import rollout_correction, truth_check
-from verl_patches.step.log_probs.on_policy import correction_of
+from verl_patches.step.log_probs import logprob_check, rollout_correction
+from verl_patches.step.log_probs.ratio_settings import parse_correction
 from verl_patches.step.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
@@ -57,12 +57,12 @@ class Run:
     def __init__(self, trainer: Any):
         self.trainer, self.run = trainer, run_of(trainer.config)
         self.recipe, self.folder = self.run.recipe, self.run.folder if self.run.start.name else None
-        self.not_compared = truth_check.not_compared(self.run)
+        self.not_compared = logprob_check.unchecked_reason(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
             self.fixed_data is not None
             or self.recipe.train.skip_old_log_prob
-            or correction_of(self.recipe.rollout_correction) is not None
+            or parse_correction(self.recipe.rollout_correction) is not None
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
@@ -235,13 +235,13 @@ class Run:
         emulator = emulation(recipe.platform)
         self.emulated = None if emulator is None else emulator.summary([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
-            moments = [report["log_prob_moments"] for report in reports]
-            metrics = rollout_correction.with_workers_metrics(metrics, moments, recipe)
+            sums = [report["log_prob_sums"] for report in reports]
+            metrics = rollout_correction.add_worker_metrics(metrics, sums, recipe)
         if group.cache is not None:
-            metrics = group.cache.without_verls_partition(metrics)
+            metrics = group.cache.drop_partition_metrics(metrics)
         record = step_record.record_of(step, metrics, reports)
         if self.fixed_data is not None:
-            found = self.fixed_data.of_step(metrics)
+            found = self.fixed_data.step_metrics(metrics)
             metrics |= found
             absent = ("rollout", "reshard") if self.run.trains_actor else ("rollout", "reshard", "update")
             record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in absent}
@@ -273,7 +273,8 @@ class Run:
         alarms.check_skipped(record, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
         if check.action == "stop" and self._compared():
-            truth_check.check(record["step"], record["logprob_delta"], getattr(check, f"max_mean_{self.recipe.dtype}"))
+            limit = getattr(check, f"max_mean_{self.recipe.dtype}")
+            logprob_check.check_delta(record["step"], record["logprob_delta"], limit)
         alarms.check(record, self.recipe.alarms.action)
 
     def _delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
@@ -281,7 +282,7 @@ class Run:
         if self.group.sampled_check is not None:
             report = self.group.sampled_check.report
             return report and report["delta"]
-        return None if self.not_compared else truth_check.logprob_delta(metrics)
+        return None if self.not_compared else logprob_check.logprob_delta(metrics)
 
     def _compared(self) -> bool:
         """Return whether log-probs of this step had to be compared."""

@@ -18,7 +18,7 @@ from verl_patches.memory.counters import offload_summary
 from verl_patches.memory.ledger import memory_summary, violation_text
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.spec import RunSpec
-from verl_patches.step.log_probs.on_policy import needs_old_log_probs
+from verl_patches.step.log_probs.ratio_settings import needs_old_log_probs
 from verl_patches.trainer.validation import validation_of
 
 # columns of the step table after step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step

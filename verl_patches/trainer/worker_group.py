@@ -33,11 +33,11 @@ from verl_patches.rewards.parts import REWARD_PREFIX, part_means
 from verl_patches.spec import run_of
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
-from verl_patches.step.batches.keep_groups import KeptGroups
-from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+from verl_patches.step.batches.keep_groups import KeepGroupsLoader
+from verl_patches.step.log_probs.logprob_check import unchecked_reason
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
-from verl_patches.step.log_probs.truth_check import not_compared
-from verl_patches.step.objectives.advantages import given_responses
+from verl_patches.step.objectives.advantages import dataset_responses
 from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
 
 T = TypeVar("T")
@@ -148,12 +148,12 @@ class RecipeWorkerGroup:
         self._rollout_log_probs: torch.Tensor | None = None  # by sample, from the rollout to the update
         self.cache: CachedStep | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
-            self.cache = actor.cache if actor else CachedStep.of(trainer)
-        self.kept_groups: KeptGroups | None = None
+            self.cache = actor.cache if actor else CachedStep.from_trainer(trainer)
+        self.kept_groups: KeepGroupsLoader | None = None
         if recipe.keep_groups.metric is not None and actor is None:
-            self.kept_groups = KeptGroups(trainer, self._generate, lambda name: on_call(self.step, name))
+            self.kept_groups = KeepGroupsLoader(trainer, self._generate, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
-        if (every := recipe.logprob_check.every) is not None and not not_compared(run):
+        if (every := recipe.logprob_check.every) is not None and not unchecked_reason(run):
             self.sampled_check = SampledCheck(trainer, every)
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +178,7 @@ class RecipeWorkerGroup:
             self._calls.begin_profile(self.step, str(self._profile_to))
         if self._fixed_data is not None:
             width, pad_id = self._trainer.config.data.max_response_length, self._trainer.tokenizer.pad_token_id
-            tensors = given_responses(prompts, self._fixed_data, width, pad_id)
+            tensors = dataset_responses(prompts, self._fixed_data, width, pad_id)
             return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
         if self._replay_from is not None:
             tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
@@ -199,7 +199,7 @@ class RecipeWorkerGroup:
         if request is None and self.kept_groups is None:
             return self._generate(prompts)
         self._calls.begin_rollout(self.kept_groups is not None, request)
-        output = self._generate(prompts) if self.kept_groups is None else self.kept_groups.draw_kept(prompts)
+        output = self._generate(prompts) if self.kept_groups is None else self.kept_groups.draw_kept_groups(prompts)
         checked = self._calls.end_rollout()
         if self.sampled_check is not None and request is not None:
             self.sampled_check.compare(checked, self._calls.compute_log_prob)
@@ -217,7 +217,7 @@ class RecipeWorkerGroup:
         """Return old_log_probs and entropys [B, S_response]; only NaN entropys with recipe.train.skip_old_log_prob.
 
         The trainer then raises KeyError if it uses old_log_probs. verl's fit() needs entropys for one metric and drops
-        the tensor; with_workers_metrics (step/log_probs/rollout_correction.py) leaves that metric out of the step's.
+        the tensor; add_worker_metrics (step/log_probs/rollout_correction.py) leaves that metric out of the step's.
         """
         if self._skip_old_log_prob:
             return DataProto.from_dict(tensors={"entropys": torch.full(batch.batch["responses"].shape, math.nan)})

@@ -5,7 +5,7 @@
                               rollout_engine.py: vLLM generates and sleeps    rollout, sleep
     compute_log_prob          verl's own                                      old_log_prob
     compute_ref_log_prob      verl's own                                      ref
-    update_actor              OnPolicyUpdate around verl's own                update
+    update_actor              PolicyUpdate around verl's own                update
     save_checkpoint           checkpoint.py: a part of a checkpoint
     begin_profile             traces of the step, where recipe.profile names it
     take_report               counters of the step
@@ -49,11 +49,11 @@ from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
 from verl_patches.step.batches.exchange import is_metrics_rank
 from verl_patches.step.batches.limits import token_budget
-from verl_patches.step.batches.micro_batches import PlannedSplits, Stage, Update, in_stage
-from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
-from verl_patches.step.log_probs.on_policy_update import OnPolicyUpdate
-from verl_patches.step.log_probs.rollout_correction import moments
-from verl_patches.step.replay.expert_load import ExpertLoad, of_rollout, of_training
+from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSplits, Stage, in_stage
+from verl_patches.step.log_probs import rollout_correction
+from verl_patches.step.log_probs.policy_update import PolicyUpdate
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
+from verl_patches.step.replay.expert_load import ExpertLoad, count_rollout_load, count_training_load
 from verl_patches.step.replay.routing_replay import RoutingReplay
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
@@ -69,7 +69,7 @@ _OF_ENGINE = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.shard
 class RecipeWorker(TrainingWorker):
     """Override methods of ActorRolloutRefWorker. A feature that is off in this worker is None."""
 
-    log_prob_moments: Mapping[str, Any] | None = None
+    log_prob_sums: Mapping[str, Any] | None = None
     rebalancer: Rebalancer | None = None
     routing: RoutingReplay | None = None
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
@@ -116,7 +116,7 @@ class RecipeWorker(TrainingWorker):
             prepare_training(self.trained, self.memory)
         if self.recipe.expert_load and self._is_actor:
             layout = self.run.train
-            self.expert_loads = {"train": of_training(chunks, layout.ep), "rollout": None}
+            self.expert_loads = {"train": count_training_load(chunks, layout.ep), "rollout": None}
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
@@ -128,7 +128,7 @@ class RecipeWorker(TrainingWorker):
         if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
-            load = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
+            load = count_rollout_load(vllm_worker(rollout.inference_engine).model_runner.model)
             self.expert_loads = {**self.expert_loads, "rollout": load}
         if isinstance(manager, RecipeShardingManager):
             layouts = self.run.train, self.run.rollout
@@ -180,7 +180,7 @@ class RecipeWorker(TrainingWorker):
         """Put the engine to sleep; return this replica's samples for the check, on its first rank, else None."""
         if isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.end_rollout()
-        checked = self.rollout.__dict__.pop("checked", None)
+        checked = self.rollout.__dict__.pop("checked_samples", None)
         return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -202,22 +202,22 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """Update with verl in phase update; inside OnPolicyUpdate with recipe.train.skip_old_log_prob or a correction.
+        """Update with verl in phase update; inside PolicyUpdate with recipe.train.skip_old_log_prob or a correction.
 
         With recipe.train.routing_replay the update replays the recorded experts.
         """
-        on_policy = OnPolicyUpdate.of(self.run) if is_on("update.on_policy") else None
+        update = PolicyUpdate.from_run(self.run) if is_on("update.on_policy") else None
         self.wait_for_checkpoint()
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
-        around = nullcontext() if on_policy is None else on_policy.around(data.batch)
-        update = Update()
-        stage = Stage(self._token_budget("update"), planned, update)
+        around = nullcontext() if update is None else update.update_context(data.batch)
+        counts = MiniBatchCounts()
+        stage = Stage(self._token_budget("update"), planned, counts)
         with context().phase("update"), replaying, in_stage(stage), around:
             output = super().update_actor(data)
-            if update.micro_batches:  # only with row update.mini_batches on
-                update.report(output.meta_info["metrics"])
-        if on_policy is not None and (on_policy.skip or on_policy.correction):  # else an earlier pass has noted them
-            self.log_prob_moments = on_policy.moments()
+            if counts.micro_batches:  # only with row update.mini_batches on
+                counts.report(output.meta_info["metrics"])
+        if update is not None and (update.skip or update.correction):  # else an earlier pass has noted them
+            self.log_prob_sums = update.log_prob_sums()
         return output
 
     def _token_budget(self, stage: str) -> int | None:
@@ -252,9 +252,10 @@ class RecipeWorker(TrainingWorker):
         """Call compute_log_prob for this replica's samples, and note the difference from vLLM's for take_report."""
         batch = self._cached_batch()
         data, mask = batch.inputs()
-        found = self.compute_log_prob(data, planned=batch.splits(self.config, "log_prob"))
+        found = self.compute_log_prob(data, planned=batch.stage_splits(self.config, "log_prob"))
         if is_metrics_rank() and "rollout_log_probs" in batch.cache.names:
-            self.log_prob_moments = moments(batch.padded("rollout_log_probs"), found.batch["old_log_probs"], mask)
+            rollout, actor = batch.padded_responses("rollout_log_probs"), found.batch["old_log_probs"]
+            self.log_prob_sums = rollout_correction.log_prob_sums(rollout, actor, mask)
         return batch.keep_log_probs("old_log_probs", found, mask, send_back)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -262,14 +263,14 @@ class RecipeWorker(TrainingWorker):
         """Call compute_ref_log_prob for this replica's samples; keep the log-probs, return them with `send_back`."""
         batch = self._cached_batch()
         data, mask = batch.inputs()
-        found = self.compute_ref_log_prob(data, planned=batch.splits(self.config, "ref"))
+        found = self.compute_ref_log_prob(data, planned=batch.stage_splits(self.config, "ref"))
         return batch.keep_log_probs("ref_log_prob", found, mask, send_back)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_cached(self, advantages: payloads.Advantages) -> dict[str, Any] | None:
         """Call update_actor for this replica's samples; return verl's metrics on the replica's reporting rank."""
         batch = self._cached_batch()
-        output = self.update_actor(batch.update_batch(advantages), planned=batch.splits(self.config, "update"))
+        output = self.update_actor(batch.update_batch(advantages), planned=batch.stage_splits(self.config, "update"))
         return output.meta_info["metrics"] if is_metrics_rank() else None
 
     def _cached_batch(self) -> CachedBatch:
@@ -291,7 +292,7 @@ class RecipeWorker(TrainingWorker):
     def take_report(self) -> dict[str, Any]:
         """End a step: drop its cached tensors, if it had no update; return the counters since the last call.
 
-        seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
+        seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
         started, None on a real one; skipped: steps of actor and critic (step_guard.take_all); rebalance,
@@ -302,14 +303,14 @@ class RecipeWorker(TrainingWorker):
             self.checkpoint.check()
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
-        log_prob_moments, self.log_prob_moments = self.log_prob_moments, None
+        sums, self.log_prob_sums = self.log_prob_sums, None
         emulator = emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {
             "seconds": counters.take_seconds(),
             "sync": resharder.take_reports() if resharder else [],
-            "log_prob_moments": log_prob_moments,
+            "log_prob_sums": sums,
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "starts": take_starts(),

@@ -26,7 +26,7 @@ from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
 from verl_patches.spec import run_of
-from verl_patches.step.batches.micro_batches import Stage, Update, in_stage
+from verl_patches.step.batches.micro_batches import MiniBatchCounts, Stage, in_stage
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.worker import Upstream
 from verl_patches.worker.checkpoint import TrainingWorker
@@ -93,12 +93,12 @@ class RecipeCriticWorker(TrainingWorker):
         Row update.skip_bad_steps adds critic/grad_norm, which 54c9b736 lacks.
         """
         self.wait_for_checkpoint()
-        update = Update()
-        with context().phase("update_critic"), in_stage(Stage(update=update)):
+        counts = MiniBatchCounts()
+        with context().phase("update_critic"), in_stage(Stage(counts=counts)):
             output = super().update_critic(data)
             metrics = output.meta_info["metrics"]
-            if update.micro_batches:  # only with row update.mini_batches on
-                update.report(metrics)
+            if counts.micro_batches:  # only with row update.mini_batches on
+                counts.report(metrics)
         if self.step_guard is not None:
             metrics["critic/grad_norm"] = list(self.step_guard.norms)
         return output

@@ -8,7 +8,7 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from tests.step.batches.logical_group import group_of, serialised_sizes
+from tests.step.batches.logical_group import make_group, serialised_sizes
 from verl_patches import prelude_patch
 from verl_patches.trainer import dispatch, ray_start
 from verl_patches.trainer.dispatch import take_calls
@@ -102,7 +102,7 @@ def facts(group):
 def on_and_off():
     """Return {"on"|"off": {case: facts}}, and the starts that the workers recorded."""
     ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
-    group, actors = group_of(Echo, 2, 4)
+    group, actors = make_group(Echo, 2, 4)
     group.lay_out(tp=2, dp=2, pp=1)
     on = facts(group)
     starts = ray.get([actor.take_starts.remote() for actor in actors])

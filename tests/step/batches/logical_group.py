@@ -20,7 +20,7 @@ class LogicalGroup(RayWorkerGroup, MegatronWorkerGroup):
         return self
 
 
-def group_of(cls, actors, workers):
+def make_group(cls, actors, workers):
     """Return (group, actors) of `workers` logical workers of class `cls`, the n-th in actor n % actors."""
     made = [ray.remote(num_cpus=0)(cls).remote() for _ in range(actors)]
     group = LogicalGroup(

@@ -14,7 +14,7 @@ def steps(draw, worlds=ANY):
     samples = mini * draw(st.integers(1, 3))
     size = {"token_budget": 99 + draw(st.integers(0, 200))} if draw(st.booleans()) else {"micro_batch_size": micro}
     return dict(
-        replica_of=draw(st.permutations([rank % replicas for rank in range(world)])),
+        replica_by_rank=draw(st.permutations([rank % replicas for rank in range(world)])),
         lengths=draw(st.lists(st.integers(1, 99), min_size=samples, max_size=samples)),
         mini_batch_size=mini,
         balance=draw(st.booleans()),

@@ -15,7 +15,7 @@ from verl_patches.step.batches import cached_step, limits
 from verl_patches.step.batches.cached_batch import CachedBatch, padded_prompts
 from verl_patches.step.batches.cached_step import CachedStep
 from verl_patches.step.batches.checks import micro_batch_checks
-from verl_patches.step.batches.exchange import Ragged, mask_of, packed_ids, to_padded, unpacked_ids
+from verl_patches.step.batches.exchange import RaggedTensor, packed_ids, to_padded, unpacked_ids, value_mask
 from verl_patches.step.batches.payloads import Advantages, LogProbs, Placement, ResponseIds
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
@@ -66,7 +66,7 @@ def test_context_parallel_ranks_share_a_budget():
 VALUES = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1))  # per token, by sample
 
 
-def step_of(send_back=False):
+def placed_step(send_back=False):
     """Return a step whose responses have been placed."""
     return CachedStep(0, WIDTH, True, send_back, lengths=LENGTHS)
 
@@ -83,29 +83,29 @@ def answers():
 
 def rows(order, **tensors):
     """Return the trainer's batch, in its own order."""
-    mask = mask_of([LENGTHS[s] for s in order], WIDTH)
+    mask = value_mask([LENGTHS[s] for s in order], WIDTH)
     return DataProto.from_dict({"sample": torch.tensor(order), "response_mask": mask.long(), **tensors})
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_entropy_loss_is_that_of_all_tokens(mode):
     batch = rows(ORDER)
-    outputs, mask = step_of().log_probs(batch, answers()).batch, batch.batch["response_mask"]
+    outputs, mask = placed_step().log_probs(batch, answers()).batch, batch.batch["response_mask"]
     assert list(outputs.keys()) == ["entropys"]  # log-probs stay
     expected = agg_loss(VALUES[ORDER], mask, mode)
     torch.testing.assert_close(agg_loss(outputs["entropys"], mask, mode), expected)
 
 
 def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed():
-    step, batch = step_of(send_back=True), rows(ORDER)
+    step, batch = placed_step(send_back=True), rows(ORDER)
     expected = VALUES[ORDER] * batch.batch["response_mask"]
     assert torch.equal(step.log_probs(batch, answers()).batch["old_log_probs"], expected)
     assert torch.equal(step.ref_log_probs(batch, answers()).batch["ref_log_prob"], expected)
-    assert not step_of().ref_log_probs(batch, []).batch.keys()
+    assert not placed_step().ref_log_probs(batch, []).batch.keys()
 
 
 def test_an_outcome_reward_travels_as_one_advantage_a_sample():
-    step, batch, of_sample = step_of(), rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    step, batch, of_sample = placed_step(), rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
     batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
     sent = step.advantages(batch)
     assert (sent.values.tolist(), sent.per_token) == (of_sample.tolist(), False)
@@ -119,19 +119,19 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample():
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Check this on the worker too, where there are as many values as samples."""
-    values, per_token = cached_step._outcome_or_token_values(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
+    values, per_token = cached_step._outcome_or_token_values(RaggedTensor(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
     placement = Placement(np.array([1, 1]), np.array([0, 2]), (1, 2), 0, True)
-    here, mask = SimpleNamespace(placement=placement, samples=(1, 0)), mask_of([2, 0], 2)
+    here, mask = SimpleNamespace(placement=placement, samples=(1, 0)), value_mask([2, 0], 2)
     for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
         advantages = Advantages(values.numpy(), per_token, {})
-        assert CachedBatch._advantages(here, advantages, mask).tolist() == expected
+        assert CachedBatch._padded_advantages(here, advantages, mask).tolist() == expected
 
 
 def prompts(ids=(1, 2), **non_tensors):
     """Return two prompts of the trainer's, as verl's dataset has them; the first has one token more."""
-    ragged = Ragged(torch.tensor([*ids, 7]), (len(ids), 1))
-    mask = mask_of(ragged.lengths, 4, left=True).long()
+    ragged = RaggedTensor(torch.tensor([*ids, 7]), (len(ids), 1))
+    mask = value_mask(ragged.lengths, 4, left=True).long()
     batch = {"input_ids": to_padded(ragged, 4, left=True), "attention_mask": mask}
     return DataProto.from_dict(batch, {name: np.array(column, dtype=object) for name, column in non_tensors.items()})
 
@@ -191,7 +191,7 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert asked.ids.tolist() == [1, 2, 7]
     assert (placement.prompt_lengths.tolist(), placement.response_lengths.tolist()) == ([2, 2, 1, 1], [2, 3, 1, 3])
     assert {array.dtype for array in (placement.prompt_lengths, placement.response_lengths)} == {np.dtype(np.int32)}
-    assert (placement.widths, placement.pad_id, placement.balance) == ((4, WIDTH), 0, True)
+    assert (placement.widths, placement.pad_id, placement.balance_batch) == ((4, WIDTH), 0, True)
 
 
 @pytest.mark.parametrize(("more", "words"), [

@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.step.batches.micro_batches import Packing
+from verl_patches.step.batches.micro_batches import PackedPass
 from verl_patches.worker import recipe_worker
 
 PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  # the second is not its own inverse
@@ -13,12 +13,12 @@ PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  
 
 @pytest.mark.parametrize("rows", PACKINGS)
 def test_outputs_come_back_in_the_order_of_the_batch(rows):
-    now, whole = Packing(100), torch.arange(10.0).view(5, 2)
+    now, whole = PackedPass(100), torch.arange(10.0).view(5, 2)
     now.rows = rows
-    (found,) = now.in_order([{"log_probs": whole[part]} for part in rows])
-    ((both, entropy),) = now.in_order([[{"log_probs": whole[part]}, -whole[part]] for part in rows])
+    (found,) = now.restore_order([{"log_probs": whole[part]} for part in rows])
+    ((both, entropy),) = now.restore_order([[{"log_probs": whole[part]}, -whole[part]] for part in rows])
     assert found["log_probs"].equal(whole) and both["log_probs"].equal(whole) and entropy.equal(-whole)
-    assert now.in_order([]) == []  # not the last stage
+    assert now.restore_order([]) == []  # not the last stage
 
 
 @pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])

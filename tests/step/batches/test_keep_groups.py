@@ -14,7 +14,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.rules import RULES
-from verl_patches.step.batches.keep_groups import KeepGroupsError, KeptGroups
+from verl_patches.step.batches.keep_groups import KeepGroupsError, KeepGroupsLoader
 
 SIZE, N, PROMPTS = 2, 3, 10
 # scores of each prompt's responses: equal sixths and thirds have a standard deviation above 0 in floats
@@ -66,22 +66,22 @@ def reward_fn(data, return_dict):
 
 
 def kept_groups(metric="score", max_batches=4, state=None):
-    """Return (KeptGroups, its workers, calls), which trainer/run.py puts in place of the trainer's loader."""
+    """Return (KeepGroupsLoader, its workers, calls), which trainer/run.py puts in place of the trainer's loader."""
     config = OmegaConf.create({"recipe": {"keep_groups": {"metric": metric, "max_batches": max_batches}}})
     loader = StatefulDataLoader(Data(), SIZE, drop_last=True, collate_fn=collate_fn)
     if state is not None:
         loader.load_state_dict(state)
     workers, calls = Workers(), []
     trainer = SimpleNamespace(config=config, train_dataloader=loader, reward_fn=reward_fn)
-    return KeptGroups(trainer, workers.generate_sequences, calls.append), workers, calls
+    return KeepGroupsLoader(trainer, workers.generate_sequences, calls.append), workers, calls
 
 
-def step_of_fit(kept, batch_dict):
+def fit_step_batch(kept, batch_dict):
     """Return a step's batch by the lines of RayPPOTrainer.fit at both pins, as the reward gets it."""
     copied = {k: v if torch.is_tensor(v) else v.copy() for k, v in batch_dict.items()}  # as 54c9b736's from_dict does
     batch = DataProto.from_single_dict(copied)
     gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
-    output = kept.draw_kept(gen_batch)
+    output = kept.draw_kept_groups(gen_batch)
     batch.non_tensor_batch["uid"] = np.array([str(at) for at in range(len(batch.batch))], dtype=object)
     return batch.repeat(repeat_times=N, interleave=True).union(output)
 
@@ -90,7 +90,7 @@ def steps(kept, count):
     """Return [(prompts of the rows of a step's batch, its report)]."""
     found = []
     for batch_dict in kept:
-        batch = step_of_fit(kept, batch_dict)
+        batch = fit_step_batch(kept, batch_dict)
         prompts = batch.batch["responses"][:, 0].tolist()
         assert [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]] == prompts
         assert batch.non_tensor_batch["data_source"].tolist() == [f"of {at}" for at in prompts]

@@ -4,7 +4,13 @@ import torch
 import torch.distributed as dist
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.step.batches.micro_batches import Stage, Update, by_mini_batch, in_mini_batch, in_stage
+from verl_patches.step.batches.micro_batches import (
+    MiniBatchCounts,
+    Stage,
+    count_mini_batch,
+    in_stage,
+    scale_micro_batch_loss,
+)
 
 SAMPLES, WIDTH = 8, 6  # of all ranks; each has one half
 # how each rank's half is cut; the last has another number of micro batches on each rank
@@ -32,7 +38,7 @@ def expected(mode):
     return loss.detach(), *torch.autograd.grad(loss, losses)
 
 
-def of_micro_batches(micro_batches, aggregate, mode):
+def micro_batch_losses(micro_batches, aggregate, mode):
     """Return the loss that Megatron makes of a rank's micro batches."""
     losses = [aggregate(m["losses"], m["attention_mask"][:, -WIDTH:], mode) for m in micro_batches]
     return losses, sum(losses) / len(losses)
@@ -58,15 +64,15 @@ def measured():
                 micro_batches = [
                     TensorParts(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)
                 ]
-                aggregate = by_mini_batch(agg_loss)
-                update = Update() if ours else None
-                with in_stage(Stage(update=update)):
-                    assert list(in_mini_batch(iter_of)(micro_batches, 1)) == micro_batches
-                    each, loss = of_micro_batches(micro_batches, aggregate, mode)
+                aggregate = scale_micro_batch_loss(agg_loss)
+                counts = MiniBatchCounts() if ours else None
+                with in_stage(Stage(counts=counts)):
+                    assert list(count_mini_batch(batch_iterator)(micro_batches, 1)) == micro_batches
+                    each, loss = micro_batch_losses(micro_batches, aggregate, mode)
                 loss.backward()
                 metrics = {"actor/pg_loss": [[value.item()] for value in each], "actor/grad_norm": [1.0]}
                 if ours:
-                    update.report(metrics)
+                    counts.report(metrics)
                 dist.all_reduce(losses.grad)  # DDP averages
                 found[mode, cut, ours] = metrics["actor/pg_loss"], losses.grad / 2
     return found
@@ -79,7 +85,7 @@ class TensorParts(dict):
         return self["responses"].shape[0]
 
 
-def iter_of(batches, vpp_size):
+def batch_iterator(batches, vpp_size):
     """Stand in for verl's make_batch_generator without virtual stages."""
     return iter(batches)
 
@@ -100,4 +106,4 @@ def test_loss_and_gradient_are_those_of_the_whole_mini_batch(run_ranks):
 
 def test_outside_an_update_losses_are_verls():
     losses, mask = batch()
-    assert all(by_mini_batch(agg_loss)(losses, mask, mode) == agg_loss(losses, mask, mode) for mode in MODES)
+    assert all(scale_micro_batch_loss(agg_loss)(losses, mask, mode) == agg_loss(losses, mask, mode) for mode in MODES)

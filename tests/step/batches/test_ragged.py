@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from verl_patches.step.batches.exchange import Ragged, from_padded, mask_of, to_padded
+from verl_patches.step.batches.exchange import RaggedTensor, from_padded, to_padded, value_mask
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_padding_and_back(left):
-    ragged = Ragged(torch.arange(1, 6, dtype=torch.int32), (3, 0, 2))
-    padded, mask = to_padded(ragged, 4, pad=-1, left=left, dtype=torch.int64), mask_of(ragged.lengths, 4, left=left)
+    ragged = RaggedTensor(torch.arange(1, 6, dtype=torch.int32), (3, 0, 2))
+    padded, mask = to_padded(ragged, 4, pad=-1, left=left, dtype=torch.int64), value_mask(ragged.lengths, 4, left=left)
     assert torch.equal(padded == -1, ~mask)
     back = from_padded(padded, mask.long(), left=left, dtype=torch.int32)
     assert back.lengths == ragged.lengths and back.values.dtype == torch.int32

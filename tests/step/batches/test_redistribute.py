@@ -8,7 +8,9 @@ from tests.step.batches import cache_jobs
 from tests.step.batches.lengths import lognormal_lengths
 from tests.step.batches.strategies import steps
 
-STEP = dict(replica_of=[0, 1, 0, 1], lengths=lognormal_lengths(16, 0.7, seed=1), mini_batch_size=8, micro_batch_size=2)
+STEP = dict(
+    replica_by_rank=[0, 1, 0, 1], lengths=lognormal_lengths(16, 0.7, seed=1), mini_batch_size=8, micro_batch_size=2
+)
 
 
 @pytest.mark.slow
@@ -25,12 +27,12 @@ def test_a_wrong_order_would_be_seen(ranks4):
     assert not any(ranks4.run(cache_jobs.disordered, STEP))
 
 
-@pytest.mark.parametrize(("how", "words"), [
+@pytest.mark.parametrize(("fault", "words"), [
     ("nothing", "no error"),
     ("missing", "rank 2: CacheError: tensor cache: there is no responses of 4 samples, the first is 8; it has"),
     ("short", "rank 2: log_probs is torch.float32 of 4 samples, expected torch.float32 of 4; (sample, values, "),
     ("dtype", "rank 2: prompts is torch.int64 of "),
 ])  # fmt: skip
-def test_one_odd_rank_stops_all_and_none_waits(ranks4, how, words):
-    for error, names in ranks4.run(cache_jobs.spoilt, STEP, how, 2):
+def test_one_odd_rank_stops_all_and_none_waits(ranks4, fault, words):
+    for error, names in ranks4.run(cache_jobs.spoilt, STEP, fault, 2):
         assert words in error and names == ()

@@ -15,7 +15,7 @@ from verl_patches.plan.memory_plan import cached_bytes
 from verl_patches.step.batches import exchange
 from verl_patches.step.batches.batch_plan import plan_batch, train_replicas
 from verl_patches.step.batches.cache import TensorCache
-from verl_patches.step.batches.exchange import Ragged, TensorSpec, wire_bytes
+from verl_patches.step.batches.exchange import RaggedTensor, TensorSpec, wire_bytes
 
 SAMPLES, GROUP, SHORTER, WORLD = 512 * 16, 16, 8, 256  # lengths are an eighth, so that one process holds all ranks
 NAMES = ("prompts", "responses", "rollout_log_probs")
@@ -26,7 +26,7 @@ def run():
     return composed("deepseekv3_256die_true_weight")
 
 
-def step_of(run, prompts, responses):
+def plan_step(run, prompts, responses):
     """Return (plan, specs) of a step as stage place makes them."""
     lengths = [a + b for a, b in zip(prompts, responses, strict=True)]
     replicas = train_replicas(run.train)
@@ -35,12 +35,12 @@ def step_of(run, prompts, responses):
     return plan, specs | {"rollout_log_probs": TensorSpec(torch.float32, responses)}
 
 
-def ragged_of(name, samples, spec):
+def make_ragged(name, samples, spec):
     """Return values that follow from tensor, sample and place."""
     counts = torch.tensor([spec.lengths[sample] for sample in samples])
     place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     values = torch.tensor(samples).repeat_interleave(counts) * 4099 + place * 3 + NAMES.index(name)
-    return Ragged((values % (1 << 23)).to(spec.dtype), tuple(counts.tolist()))
+    return RaggedTensor((values % (1 << 23)).to(spec.dtype), tuple(counts.tolist()))
 
 
 class Hub:
@@ -67,51 +67,53 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
     tokens = lognormal_lengths(SAMPLES, 0.7, seed=1, group=GROUP)
     prompts = [-(-(1 + 97 * (sample // GROUP) % 199) // SHORTER) for sample in range(SAMPLES)]
     responses = [-(-max(1, n - 200) // SHORTER) for n in tokens]
-    (plan, specs), wrong, hub = step_of(run, prompts, responses), 4711, Hub()
+    (plan, specs), wrong, hub = plan_step(run, prompts, responses), 4711, Hub()
     monkeypatch.setattr(exchange, "dist", hub)
     monkeypatch.setattr(exchange, "raise_on_any_rank", lambda problems, *_: problems and pytest.fail(str(problems)))
 
     @functools.cache
-    def expected_of(replica, name):
+    def expected_values(replica, name):
         """Return the values of a tensor on a replica, and the sample of each."""
-        expected = ragged_of(name, plan.placed[replica], specs[name])
-        return expected.values, torch.tensor(plan.placed[replica]).repeat_interleave(torch.tensor(expected.lengths))
+        expected = make_ragged(name, plan.replica_samples[replica], specs[name])
+        return expected.values, torch.tensor(plan.replica_samples[replica]).repeat_interleave(
+            torch.tensor(expected.lengths)
+        )
 
-    def of_rank(rank):
+    def run_rank(rank):
         hub.thread.rank, cache = rank, TensorCache()
         try:
             for name in NAMES:
-                ragged = ragged_of(name, plan.held[rank], specs[name])
-                if wrong in plan.held[rank] and name == "prompts":
-                    ragged.parts()[plan.held[rank].index(wrong)].add_(1)
-                cache.put(name, plan.held[rank], ragged)
+                ragged = make_ragged(name, plan.rollout_samples[rank], specs[name])
+                if wrong in plan.rollout_samples[rank] and name == "prompts":
+                    ragged.parts()[plan.rollout_samples[rank].index(wrong)].add_(1)
+                cache.put(name, plan.rollout_samples[rank], ragged)
             cache.redistribute(plan, rank, specs)
         except BaseException:
             hub.barrier.abort()  # the others would wait
             raise
-        own, differ = plan.placed[plan.replica_of[rank]], set()
+        own, differ = plan.replica_samples[plan.replica_by_rank[rank]], set()
         for name in NAMES:
-            expected, of = expected_of(plan.replica_of[rank], name)
+            expected, of = expected_values(plan.replica_by_rank[rank], name)
             differ |= set(of[cache.get(name, own).values != expected].tolist())
         sent, received = wire_bytes(plan, rank, specs)
-        return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, held=cache.close())
+        return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, cached_bytes=cache.close())
 
     with ThreadPoolExecutor(WORLD) as pool:
-        ranks = list(pool.map(of_rank, range(WORLD)))
+        ranks = list(pool.map(run_rank, range(WORLD)))
     assert hub.calls == len(NAMES) and all(rank.differ == ({wrong} & set(rank.samples)) for rank in ranks)
     copies = Counter(sample for rank in ranks for sample in rank.samples)
     assert copies == dict.fromkeys(range(SAMPLES), 4 * 8)  # TP4 x PP8 ranks of one replica
     assert all(len(set(rank.samples)) == len(rank.samples) == SAMPLES // 8 for rank in ranks)
     assert sum(rank.sent for rank in ranks) == sum(rank.received for rank in ranks)
-    held = 32 * 4 * (sum(prompts) + 2 * sum(responses))  # ids, and log-probs of responses
-    assert sum(rank.held for rank in ranks) == held
+    expected_bytes = 32 * 4 * (sum(prompts) + 2 * sum(responses))  # ids, and log-probs of responses
+    assert sum(rank.cached_bytes for rank in ranks) == expected_bytes
     for rank in ranks:
-        assert rank.held == rank.received <= cached_bytes(run) // 8
+        assert rank.cached_bytes == rank.received <= cached_bytes(run) // 8
 
 
 def test_memory_of_a_die_at_full_length(run):
     """Check that a die's held, sent and received bytes are below the memory plan's, and a thousandth of a die."""
-    plan, specs = step_of(run, [PROMPT] * SAMPLES, [RESPONSE] * SAMPLES)
+    plan, specs = plan_step(run, [PROMPT] * SAMPLES, [RESPONSE] * SAMPLES)
     counted = cached_bytes(run) // 8
     for rank in (0, 100, 255):
         sent, received = wire_bytes(plan, rank, specs)

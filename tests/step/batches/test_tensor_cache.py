@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from verl_patches.step.batches.cache import CacheError, TensorCache
-from verl_patches.step.batches.exchange import Ragged
+from verl_patches.step.batches.exchange import RaggedTensor
 
 
 def ragged(*samples):
-    return Ragged(torch.tensor([v for sample in samples for v in sample], dtype=torch.int32), tuple(map(len, samples)))
+    return RaggedTensor(
+        torch.tensor([v for sample in samples for v in sample], dtype=torch.int32), tuple(map(len, samples))
+    )
 
 
 @pytest.fixture

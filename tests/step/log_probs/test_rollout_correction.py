@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_patches.step.log_probs import rollout_correction as rc
-from verl_patches.step.log_probs.on_policy import Correction, correction_of
+from verl_patches.step.log_probs.ratio_settings import Correction, parse_correction
 
 LOG2 = math.log(2.0)
 TOKEN = Correction("token", 2.0, None, None)
@@ -27,7 +27,7 @@ def sides(seed=0, rows=7, length=5, far=0.3, dtype=torch.float32):
 
 def test_metrics_are_those_of_numpy_over_valid_tokens():
     rollout, actor, mask = sides()
-    metrics = rc.metrics(rc.moments(rollout, actor, mask))
+    metrics = rc.log_prob_metrics(rc.log_prob_sums(rollout, actor, mask))
     x, y = rollout[mask].double().numpy(), actor[mask].double().numpy()
     far = np.abs(y - x)
     expected = {
@@ -43,7 +43,7 @@ def test_metrics_are_those_of_numpy_over_valid_tokens():
 
 def test_k3_is_right_where_both_sides_nearly_agree():
     rollout = torch.full((1, 4), -1.0, dtype=torch.float64)
-    metrics = rc.metrics(rc.moments(rollout, rollout + 1e-7, torch.ones(1, 4)))
+    metrics = rc.log_prob_metrics(rc.log_prob_sums(rollout, rollout + 1e-7, torch.ones(1, 4)))
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(0.5e-14, rel=1e-5)
     assert "recipe/logprob_pearson" not in metrics  # no spread, no correlation
 
@@ -51,13 +51,15 @@ def test_k3_is_right_where_both_sides_nearly_agree():
 @pytest.mark.parametrize("correction", [None, TOKEN, Correction("sequence", 1.1, "seq_mean_k1", (0.8, 1.2))])
 def test_parts_of_a_batch_add_up_to_the_whole(correction, monkeypatch):
     batch = sides(seed=3, rows=9)
-    whole = rc.metrics(rc.moments(*batch, correction), correction)
-    parts = [rc.moments(*(t[rows] for t in batch), correction) for rows in (slice(0, 1), slice(1, 4), slice(4, 9))]
-    assert rc.metrics(rc.merged([*parts, None]), correction) == pytest.approx(whole, rel=1e-12)
-    monkeypatch.setattr(rc, "_ROWS", 2)
-    assert rc.metrics(rc.moments(*batch, correction), correction) == pytest.approx(whole, rel=1e-12)
-    assert rc.metrics(rc.merged([parts[0]]), correction) == {}  # the response without a token
-    assert rc.metrics(rc.merged([parts[1]]), correction) != pytest.approx(whole, rel=1e-3)
+    whole = rc.log_prob_metrics(rc.log_prob_sums(*batch, correction), correction)
+    parts = [
+        rc.log_prob_sums(*(t[rows] for t in batch), correction) for rows in (slice(0, 1), slice(1, 4), slice(4, 9))
+    ]
+    assert rc.log_prob_metrics(rc.merge_sums([*parts, None]), correction) == pytest.approx(whole, rel=1e-12)
+    monkeypatch.setattr(rc, "_CHUNK_ROWS", 2)
+    assert rc.log_prob_metrics(rc.log_prob_sums(*batch, correction), correction) == pytest.approx(whole, rel=1e-12)
+    assert rc.log_prob_metrics(rc.merge_sums([parts[0]]), correction) == {}  # the response without a token
+    assert rc.log_prob_metrics(rc.merge_sums([parts[1]]), correction) != pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
@@ -65,11 +67,11 @@ def test_parts_of_a_batch_add_up_to_the_whole(correction, monkeypatch):
 def test_a_log_prob_that_is_not_finite_is_reported_and_never_averaged_away(side, value):
     batch = list(sides())
     batch[side][1, 2] = value
-    metrics = rc.metrics(rc.merged([rc.moments(*batch), rc.moments(*sides(seed=1))]))
+    metrics = rc.log_prob_metrics(rc.merge_sums([rc.log_prob_sums(*batch), rc.log_prob_sums(*sides(seed=1))]))
     assert metrics["recipe/logprob_not_finite"] == 1 and math.isnan(metrics["recipe/logprob_delta_mean"])
     words = rf"1 of {int(batch[2].sum())} .* in {('vLLM', 'the actor')[side]}; .* token 2 of response 1: "
     with pytest.raises(rc.LogProbError, match=words):
-        rc.weigh(*batch, TOKEN)
+        rc.importance_weights(*batch, TOKEN)
 
 
 def test_weights_by_hand():
@@ -87,22 +89,24 @@ def test_weights_by_hand():
         ("token", 9.0, "seq_sum_k1"): [[2.0, 0.5, 1.0], [0.0, 0.0, 0.0]],
     }
     for (level, cap, reject), rows in expected.items():
-        found = rc.weigh(rollout, actor, mask, Correction(level, cap, reject, (0.5, 2.0)))
+        found = rc.importance_weights(rollout, actor, mask, Correction(level, cap, reject, (0.5, 2.0)))
         torch.testing.assert_close(found.weights, torch.tensor(rows), rtol=1e-6, atol=0)
         assert found.accepted.tolist() == [True, any(rows[1])]
 
 
 def test_ratios_are_bounded_before_they_overflow():
     rollout, actor, ones = torch.tensor([[-900.0, -1.0]]), torch.tensor([[-1.0, -900.0]]), torch.ones(1, 2)
-    ratios = rc.weigh(rollout, actor, ones, Correction("token", 1e30, None, None)).weights
+    ratios = rc.importance_weights(rollout, actor, ones, Correction("token", 1e30, None, None)).weights
     torch.testing.assert_close(ratios, torch.tensor([[20.0, -20.0]]).exp())
     rollout, actor = torch.tensor([[-30.0, -0.1]]), torch.tensor([[-0.1, -20.0]])  # k1: -20, not -29.9, and 19.9
-    assert rc.weigh(rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))).accepted.tolist() == [True]
+    assert rc.importance_weights(
+        rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))
+    ).accepted.tolist() == [True]
 
 
 def test_weights_of_bf16_sides_are_fp32():
     rollout, actor = (torch.tensor([[value]], dtype=torch.bfloat16) for value in (-1.0, -1.0078125))
-    weights = rc.weigh(rollout, actor, torch.ones(1, 1), TOKEN).weights
+    weights = rc.importance_weights(rollout, actor, torch.ones(1, 1), TOKEN).weights
     assert weights.dtype is torch.float32 and weights.item() == pytest.approx(math.exp(-0.0078125), rel=1e-6)
 
 
@@ -112,7 +116,7 @@ def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
     """Check verl's rule: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
     rollout, actor, mask = sides(seed=2, rows=40, far=0.4, dtype=torch.float64)
     rollout[2, 0], actor[2, 0] = -30.0, 0.0
-    found = rc.weigh(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
+    found = rc.importance_weights(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
     low, high = np.log(bounds)
     kept, other_way = [], []
     for x, y, valid in zip(rollout.numpy(), actor.numpy(), mask.numpy(), strict=True):
@@ -134,7 +138,7 @@ def test_weight_metrics_are_verls(level, ratios, high):
     if level == "sequence":
         actor[0, 1] = -LOG2
     correction = Correction(level, 1.5, "seq_sum_k1", (0.4, 2.0))  # pi_rollout / pi_actor of the second is 4
-    found = rc.metrics(rc.moments(rollout, actor, torch.ones(2, 2), correction), correction)
+    found = rc.log_prob_metrics(rc.log_prob_sums(rollout, actor, torch.ones(2, 2), correction), correction)
     held = np.clip(ratios, 1 / 1.5, 1.5)
     expected = {
         "rollout_is_mean": np.mean(ratios),
@@ -153,4 +157,4 @@ def test_weight_metrics_are_verls(level, ratios, high):
 def test_bounds_of_a_ratio(text, bounds):
     section = SimpleNamespace(rollout_is=None, rollout_is_threshold=2.0, rollout_rs="seq_sum_k1")
     section.rollout_rs_threshold = text
-    assert correction_of(section) == Correction(None, 2.0, "seq_sum_k1", bounds)
+    assert parse_correction(section) == Correction(None, 2.0, "seq_sum_k1", bounds)

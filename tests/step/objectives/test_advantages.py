@@ -8,17 +8,17 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_policy_loss, compute_value_loss
 
-from verl_patches.step.batches.exchange import Ragged, prompt_inputs
+from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.advantages import (
     LABEL,
     MARKS,
     ROLE,
     FixedData,
-    advantages_of_objective,
     current_fixed_data,
-    given_responses,
-    pairs_of,
+    dataset_responses,
+    objective_advantages,
+    pair_rows,
 )
 
 PAD, WIDTH, PROMPTS, VOCAB, HIDDEN = 2, 6, 6, 11, 7
@@ -40,11 +40,11 @@ def rows(objective, seed=0):
             row["label"] = label
         if objective == "prm":
             row["marks"] = {1: float(label), len(row["responses"][0]) - 1: 0.25} if label else {}
-    tensors = prompt_inputs(Ragged(torch.arange(PROMPTS), (1,) * PROMPTS), 3, PAD)
+    tensors = prompt_inputs(RaggedTensor(torch.arange(PROMPTS), (1,) * PROMPTS), 3, PAD)
     return DataProto.from_dict(tensors, {"tools_kwargs": np.array(given, dtype=object)}), given
 
 
-def settings_of(objective, **more):
+def loss_settings(objective, **more):
     kinds = {"beta": 0.2, "label_smoothing": 0.0, "desirable_weight": 1.3, "undesirable_weight": 0.7}
     return SimpleNamespace(name=objective, **{**kinds, **more})
 
@@ -66,10 +66,10 @@ class Model:
         return (self.inputs @ self.weight)[..., 0] * self.mask
 
 
-def batch_of(objective, order=None):
+def objective_batch(objective, order=None):
     """Return (batch with log-probs and values, uids, model), as the trainer has it before compute_advantage."""
     prompts, _ = rows(objective)
-    batch = given_responses(prompts, objective, WIDTH, PAD)
+    batch = dataset_responses(prompts, objective, WIDTH, PAD)
     batch["response_mask"] = batch["attention_mask"][:, -WIDTH:]
     count = len(batch["responses"])
     uids = np.repeat([f"u{n}" for n in range(PROMPTS)], count // PROMPTS)
@@ -86,7 +86,7 @@ def direct_loss(settings, batch, uids, model):
     mask = model.mask
     if settings.name == "prm":
         marked = ~batch[MARKS].isnan()
-        return losses.steps(model.values()[marked], batch[MARKS][marked].double())[0]
+        return losses.prm(model.values()[marked], batch[MARKS][marked].double())[0]
     first = [row for row, role in enumerate(batch[ROLE]) if role == 0]
     places = {(uid, int(role)): row for row, (uid, role) in enumerate(zip(uids, batch[ROLE], strict=True))}
     second = [places.get((uids[row], 1)) for row in first]
@@ -105,13 +105,13 @@ def direct_loss(settings, batch, uids, model):
     return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings)[0]
 
 
-def gradient_of_update(batch, model, micro, of_values=False, mode="seq-mean-token-sum"):
+def update_gradient(batch, model, micro, has_values=False, mode="seq-mean-token-sum"):
     """Return the gradient as verl's Megatron workers: micro batches by verl's own loss, averaged."""
     parts = torch.arange(len(batch["responses"])).split(micro)
     gradient = torch.zeros_like(model.weight)
     for part in parts:
         mask = batch["response_mask"][part]
-        if of_values:
+        if has_values:
             sides = model.values()[part], batch["returns"][part].double(), batch["values"][part]
             loss, _ = compute_value_loss(*sides, mask, 1e9, mode)
         else:
@@ -124,43 +124,43 @@ def gradient_of_update(batch, model, micro, of_values=False, mode="seq-mean-toke
 @pytest.mark.parametrize("micro", [1, 3, 6])
 @pytest.mark.parametrize("objective", ["sft", "dpo", "cdpo", "ipo", "kto", "rm", "prm"])
 def test_the_update_has_the_gradient_of_the_loss(objective, micro):
-    settings = settings_of("dpo", label_smoothing=0.1) if objective == "cdpo" else settings_of(objective)
-    of_values = objective in ("rm", "prm")
-    prompts_rows = len(batch_of(settings.name)[1])
+    settings = loss_settings("dpo", label_smoothing=0.1) if objective == "cdpo" else loss_settings(objective)
+    has_values = objective in ("rm", "prm")
+    prompts_rows = len(objective_batch(settings.name)[1])
     order = torch.randperm(prompts_rows, generator=torch.Generator().manual_seed(1))
-    batch, uids, model = batch_of(settings.name, order)  # as a balanced batch
+    batch, uids, model = objective_batch(settings.name, order)  # as a balanced batch
     fixed = FixedData(settings)
     fixed.add_advantages(batch, uids)
     loss = direct_loss(settings, batch, uids, model)
     (expected,), loss = torch.autograd.grad(loss, model.weight), loss.detach()
-    found = gradient_of_update(batch, model, micro, of_values)
+    found = update_gradient(batch, model, micro, has_values)
     assert float((found - expected).norm() / expected.norm()) < 1e-6  # advantages are fp32
     if objective == "sft":
-        assert fixed.of_step({"actor/log_prob_mean": -2.5}) == {"objective/loss": 2.5}
+        assert fixed.step_metrics({"actor/log_prob_mean": -2.5}) == {"objective/loss": 2.5}
     else:
-        assert fixed.of_step({})["objective/loss"] == pytest.approx(float(loss), rel=1e-12)
-    control = gradient_of_update(batch, model, micro, of_values, "token-mean")  # is not it
+        assert fixed.step_metrics({})["objective/loss"] == pytest.approx(float(loss), rel=1e-12)
+    control = update_gradient(batch, model, micro, has_values, "token-mean")  # is not it
     assert float((control - expected).norm() / expected.norm()) > 1e-2
 
 
 def test_only_marked_tokens_have_a_gradient():
-    batch, uids, _ = batch_of("prm")
-    FixedData(settings_of("prm")).add_advantages(batch, uids)
+    batch, uids, _ = objective_batch("prm")
+    FixedData(loss_settings("prm")).add_advantages(batch, uids)
     moved = batch["returns"] != batch["values"].float()
     assert moved.equal(~batch[MARKS].isnan()) and 0 < int(moved.sum()) < int(batch["response_mask"].sum())
 
 
 def test_a_pair_is_found_by_its_prompt_and_roles():
     uids, roles = np.array(["b", "a", "a", "b"]), torch.tensor([1, 0, 1, 0])
-    assert pairs_of(uids, roles) == ([1, 3], [2, 0])
+    assert pair_rows(uids, roles) == ([1, 3], [2, 0])
     with pytest.raises(KeyError):
-        pairs_of(uids, torch.tensor([1, 0, 0, 0]))  # control: no rejected response of a
+        pair_rows(uids, torch.tensor([1, 0, 0, 0]))  # control: no rejected response of a
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "prm"])
 def test_responses_stand_in_the_batch_as_vllm_gives_them(objective):
     prompts, given = rows(objective)
-    found = given_responses(prompts, objective, WIDTH, PAD)
+    found = dataset_responses(prompts, objective, WIDTH, PAD)
     n = len(found["responses"]) // PROMPTS
     masks = found["attention_mask"][:, -WIDTH:]
     texts = [ids[mask.bool()].tolist() for ids, mask in zip(found["responses"], masks, strict=True)]
@@ -178,10 +178,10 @@ def test_responses_stand_in_the_batch_as_vllm_gives_them(objective):
 
 
 def test_the_row_takes_verls_place_only_on_fixed_data():
-    batch, uids, _ = batch_of("dpo")
+    batch, uids, _ = objective_batch("dpo")
     data = DataProto.from_dict(batch, {"uid": uids})
-    compute = advantages_of_objective(lambda data, gamma: ("verl's", gamma))
+    compute = objective_advantages(lambda data, gamma: ("verl's", gamma))
     assert compute(data, gamma=1) == ("verl's", 1)
-    with current_fixed_data.set(FixedData(settings_of("dpo"))) as fixed:
+    with current_fixed_data.set(FixedData(loss_settings("dpo"))) as fixed:
         assert compute(data, gamma=1) is data
     assert data.batch["advantages"].shape == data.batch["responses"].shape and fixed.metrics["objective/margin"]

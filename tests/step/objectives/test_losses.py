@@ -50,13 +50,13 @@ def test_dpo_cdpo_and_ipo_are_those_of_trl(kind, smoothing):
     assert metrics["accuracy"] == ((chosen - ref_chosen) > (rejected - ref_rejected)).double().mean()
 
 
-def trl_kto(settings, policy, reference, of_kl, desirable):
+def trl_kto(settings, policy, reference, kl_log_probs, desirable):
     from trl import KTOTrainer
 
     accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda found: found)
     trainer = SimpleNamespace(calculate_KL=True, loss_type="kto", accelerator=accelerator, **vars(settings))
     kinds = [side[of] for side in (policy, reference) for of in (desirable, ~desirable)]
-    found, *_, kl = KTOTrainer.kto_loss(trainer, *kinds[:2], of_kl[0], *kinds[2:], of_kl[1])
+    found, *_, kl = KTOTrainer.kto_loss(trainer, *kinds[:2], kl_log_probs[0], *kinds[2:], kl_log_probs[1])
     return found.nanmean(), kl
 
 
@@ -66,16 +66,16 @@ SETTINGS = SimpleNamespace(beta=0.2, desirable_weight=1.3, undesirable_weight=0.
 @pytest.mark.parametrize("kl_sign", [1, -1])  # a negative estimate counts as 0
 @pytest.mark.parametrize("kinds", ["both", "desirable"])
 def test_kto_is_that_of_trl_with_the_kl_of_the_batch(kl_sign, kinds):
-    policy, reference, *of_kl = log_probs(1)
-    of_kl = sorted(of_kl, key=lambda each: -kl_sign * float(each.sum()))
+    policy, reference, *kl_log_probs = log_probs(1)
+    kl_log_probs = sorted(kl_log_probs, key=lambda each: -kl_sign * float(each.sum()))
     desirable = torch.tensor([True, False, True, True, False, False]) | (kinds == "desirable")
-    theirs, their_kl = trl_kto(SETTINGS, policy, reference, of_kl, desirable)
-    loss, metrics = losses.kto(policy - reference, of_kl[0] - of_kl[1], desirable, SETTINGS)
+    theirs, their_kl = trl_kto(SETTINGS, policy, reference, kl_log_probs, desirable)
+    loss, metrics = losses.kto(policy - reference, kl_log_probs[0] - kl_log_probs[1], desirable, SETTINGS)
     assert float(loss) == pytest.approx(float(theirs), rel=1e-14)
     assert float(metrics["kl"]) == pytest.approx(float(their_kl)) and (float(metrics["kl"]) > 0) == (kl_sign > 0)
     assert ("margin" in metrics) == (kinds == "both")
-    of_rows = losses.kto(policy - reference, policy - reference, desirable, SETTINGS)
-    assert of_rows[0] != loss or kl_sign < 0  # control: a KL of the rows themselves
+    row_losses = losses.kto(policy - reference, policy - reference, desirable, SETTINGS)
+    assert row_losses[0] != loss or kl_sign < 0  # control: a KL of the rows themselves
 
 
 def test_bradley_terry_is_the_softplus_of_the_difference():
@@ -87,7 +87,7 @@ def test_bradley_terry_is_the_softplus_of_the_difference():
 
 def test_steps_are_the_binary_cross_entropy_of_the_marked():
     scores, labels = torch.tensor([0.0, 2.0]).double(), torch.tensor([1.0, 0.0]).double()
-    loss, metrics = losses.steps(scores, labels)
+    loss, metrics = losses.prm(scores, labels)
     assert float(loss) == pytest.approx((math.log(2) + math.log(1 + math.exp(2))) / 2)
     assert float(metrics["accuracy"]) == 0.0
-    assert float(losses.steps(scores[:0], labels[:0])[0]) == 0.0
+    assert float(losses.prm(scores[:0], labels[:0])[0]) == 0.0

@@ -15,7 +15,7 @@ from verl_patches.rules import RULES
 from verl_patches.run import hccl
 from verl_patches.step.objectives import dataset
 from verl_patches.step.objectives.checks import objective_checks
-from verl_patches.step.objectives.settings import COLUMNS, KINDS, columns_of, faults
+from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns, objective_faults
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ALGORITHMS = ("sft", "dpo", "ipo", "kto", "rm", "prm")
@@ -30,7 +30,7 @@ def refusals(run):
 @pytest.mark.parametrize("base", [TINY, LARGE])
 def test_a_preset_holds_over_a_base(base, algorithm):
     run = composed(base, [f"algo={algorithm}"])
-    assert list(faults(run)) == [] and refusals(run) == []
+    assert list(objective_faults(run)) == [] and refusals(run) == []
     (shown,) = objective_checks(run)
     assert "no rollout: fixed data" in shown.detail
     assert getattr(dataset, run.verl.data.custom_cls.name).objective in COLUMNS
@@ -51,7 +51,7 @@ def test_a_preset_holds_over_a_base(base, algorithm):
     ("kto", "data.train_batch_size=1", "train_batch_size is 1: the KL pairs a prompt with another row's response"),
 ])  # fmt: skip
 def test_what_contradicts_the_gradient_is_refused_with_the_reason(algorithm, override, words):
-    found = list(faults(composed(TINY, [f"algo={algorithm}", override])))
+    found = list(objective_faults(composed(TINY, [f"algo={algorithm}", override])))
     assert len(found) == 1 and re.search(f"recipe.objective.name is {algorithm}, but .*{words}", found[0]), found
 
 
@@ -66,34 +66,34 @@ def test_a_key_of_data_that_nothing_reads_is_refused_as_with_verls_own_dataset()
 
 
 def test_grpo_has_no_such_rules():
-    assert list(faults(composed(TINY))) == list(objective_checks(composed(TINY))) == []
+    assert list(objective_faults(composed(TINY))) == list(objective_checks(composed(TINY))) == []
 
 
 def test_columns_have_known_kinds_and_raw_text_stands_for_a_prompt_and_a_response():
-    assert {kind for ways in COLUMNS.values() for way in ways for kind in way.values()} == KINDS.keys()
-    assert columns_of("sft", ["text", "id"]) == {"text": "text"}
-    assert columns_of("sft", ["text", "prompt", "response"]).keys() == {"prompt", "response"}
-    assert columns_of("kto", ["text"]).keys() == {"prompt", "response", "label"}  # what a message shows
+    assert {kind for ways in COLUMNS.values() for way in ways for kind in way.values()} == KIND_TEXTS.keys()
+    assert file_columns("sft", ["text", "id"]) == {"text": "text"}
+    assert file_columns("sft", ["text", "prompt", "response"]).keys() == {"prompt", "response"}
+    assert file_columns("kto", ["text"]).keys() == {"prompt", "response", "label"}  # what a message shows
 
 
 def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
-    run, of_grpo, of_rm = composed(LARGE, ["algo=dpo"]), composed(LARGE), composed(LARGE, ["algo=rm"])
+    run, grpo_run, rm_run = composed(LARGE, ["algo=dpo"]), composed(LARGE), composed(LARGE, ["algo=rm"])
     schedule, stays = schedule_for_run(run, run.verl.actor_rollout_ref)
     assert not {phase.name for phase in schedule.phases} & {*ROLLOUT_PHASES} and "rollout_weights" not in stays
     sizes = group_bytes(run_memory(run).setting, 0)
     assert sizes["rollout_weights"] == sizes["kv_cache"] == sizes["reshard_buffers"] == 0 < sizes["ref_params"]
-    of_sft = group_bytes(run_memory(composed(LARGE, ["algo=sft"])).setting, 0)
-    assert of_sft["ref_params"] == 0 < of_sft["actor_params"]
+    sft_sizes = group_bytes(run_memory(composed(LARGE, ["algo=sft"])).setting, 0)
+    assert sft_sizes["ref_params"] == 0 < sft_sizes["actor_params"]
     assert {group.side for group in hccl.hccl_groups(run)} == {"train"} and hccl.buffer_need_mib(run) == 0
     seconds = step_time(step_input(run), FITTED)
     assert seconds["rollout"] == seconds["reshard"] == seconds["reward"] == 0.0
     assert all(seconds[phase] > 0 for phase in ("old_log_prob", "ref", "update"))
-    sizes = group_bytes(run_memory(of_rm).setting, 0)
+    sizes = group_bytes(run_memory(rm_run).setting, 0)
     assert sizes["actor_params"] == sizes["optimizer"] == sizes["swap_window"] == 0 < sizes["critic_params"]
-    seconds = step_time(step_input(of_rm), FITTED)
+    seconds = step_time(step_input(rm_run), FITTED)
     assert seconds["update"] == 0.0 < seconds["update_critic"]
-    assert step_time(step_input(of_grpo), FITTED)["rollout"] > 0  # the control
-    assert group_bytes(run_memory(of_grpo).setting, 0)["rollout_weights"] > 0
-    assert {group.side for group in hccl.hccl_groups(of_grpo)} == {"train", "rollout"}
-    whole, _ = schedule_for_run(of_grpo, of_grpo.verl.actor_rollout_ref)
+    assert step_time(step_input(grpo_run), FITTED)["rollout"] > 0  # the control
+    assert group_bytes(run_memory(grpo_run).setting, 0)["rollout_weights"] > 0
+    assert {group.side for group in hccl.hccl_groups(grpo_run)} == {"train", "rollout"}
+    whole, _ = schedule_for_run(grpo_run, grpo_run.verl.actor_rollout_ref)
     assert {*ROLLOUT_PHASES} <= {phase.name for phase in whole.phases}

@@ -14,7 +14,7 @@ import torch
 from tests.model import parity
 from tests.model.mindspeed_start import LAYOUTS, engine_config
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.step.replay.routing_replay import RoutingReplay, current_replay, note_samples, replay_experts
+from verl_patches.step.replay.routing_replay import RoutingReplay, attach_micro_batch, current_replay, replay_experts
 
 E, K, LAYERS = 8, 2, 2
 IDS = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]])
@@ -58,12 +58,12 @@ def model():
     return layers, RoutingReplay([layers])
 
 
-def logits_of(layer, tokens=6):
+def make_logits(layer, tokens=6):
     return torch.randn(tokens, E, generator=torch.Generator().manual_seed(layer))
 
 
-def forward(layers, ids=IDS, mask=MASK, logits=logits_of, bias=0.0):
-    _, params = note_samples(preprocess)(ids, mask)
+def forward(layers, ids=IDS, mask=MASK, logits=make_logits, bias=0.0):
+    _, params = attach_micro_batch(preprocess)(ids, mask)
     return [layer(logits(at), torch.full((E,), bias), packed_seq_params=params) for at, layer in enumerate(layers)]
 
 
@@ -71,7 +71,7 @@ def test_recorded_experts_are_selected_with_the_gates_of_the_routers_own_scores(
     layers, replay = model
     with replay.recording():
         recorded = forward(layers)
-    other = [logits_of(at + 10).requires_grad_() for at in range(LAYERS)]
+    other = [make_logits(at + 10).requires_grad_() for at in range(LAYERS)]
     with replay.replaying():
         found = forward(layers, logits=other.__getitem__)
     for logits, (_, mask, _), (gates, replayed, counts) in zip(other, recorded, found, strict=True):
@@ -103,10 +103,10 @@ def test_samples_are_found_by_their_tokens_in_another_packing_and_order(model):
 
 def test_outside_a_pass_and_in_another_model_nothing_is_replayed(model):
     layers, replay = model
-    assert forward(layers)[0][1].equal(select_upstream(logits_of(0), K, torch.zeros(E), scaling_factor=1.0)[1])
+    assert forward(layers)[0][1].equal(select_upstream(make_logits(0), K, torch.zeros(E), scaling_factor=1.0)[1])
     with replay.recording():
         forward(layers)
-    assert len(replay.samples) == 2 and "recipe_micro_batch" not in vars(note_samples(preprocess)(IDS, MASK)[1])
+    assert len(replay.samples) == 2 and "recipe_micro_batch" not in vars(attach_micro_batch(preprocess)(IDS, MASK)[1])
 
 
 @pytest.mark.parametrize("fault", ["unknown sample", "outside", "shares", "layer", "by position"])
@@ -116,10 +116,13 @@ def test_what_cannot_be_replayed_is_refused(model, fault, monkeypatch):
         forward(layers)
     calls = {
         "unknown sample": (lambda: forward(layers, IDS + 1), "2 of 2 samples .* 2 samples have; expected the samples"),
-        "outside": (lambda: layers[0].select(logits_of(0), K, expert_bias=0.0), "outside its layer, .* whole layers"),
-        "shares": (lambda: forward(layers, logits=lambda at: logits_of(at, 4)), "4 tokens of a micro batch of 6"),
-        "layer": (lambda: layers[0](logits_of(0), 0.0), "layer 2 .* without the micro batch of row update.routing_sam"),
-        "by position": (lambda: replay_experts(select_upstream)(logits_of(0), K, 0.0), "1 options by position"),
+        "outside": (lambda: layers[0].select(make_logits(0), K, expert_bias=0.0), "outside its layer, .* whole layers"),
+        "shares": (lambda: forward(layers, logits=lambda at: make_logits(at, 4)), "4 tokens of a micro batch of 6"),
+        "layer": (
+            lambda: layers[0](make_logits(0), 0.0),
+            "layer 2 .* without the micro batch of row update.routing_sam",
+        ),
+        "by position": (lambda: replay_experts(select_upstream)(make_logits(0), K, 0.0), "1 options by position"),
     }
     group = SimpleNamespace(size=lambda: 2)
     monkeypatch.setattr("megatron.core.parallel_state.get_tensor_model_parallel_group", lambda: group, raising=False)
@@ -156,8 +159,8 @@ def check(reference, ranks, layout):
         assert all(shape[0] == len(rank["layers"]) for shape in rank["shapes"]) and len(rank["shapes"]) == 3
         tokens, topk = sum(shape[1] for shape in rank["shapes"]), rank["shapes"][0][2]
         assert rank["counts"]["bytes"] == tokens * len(rank["layers"]) * topk  # as plan/expected.py models them
-        said = "samples of a micro batch have no recorded experts"
-        assert layout.startswith("pp2") or said in rank["dropped"]
+        message = "samples of a micro batch have no recorded experts"
+        assert layout.startswith("pp2") or message in rank["dropped"]
     # control: with the spoilt biases a pass by itself is another model's
     assert min(parity.logits_error(reference, rank["without"]) for rank in logits) > 1e-2
 

@@ -340,7 +340,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
-    Key(_R + "importance_ratio", "ours", None, "of tokens or sequences (step/log_probs/on_policy_update.py)", "token"),
+    Key(_R + "importance_ratio", "ours", None, "of tokens or sequences (step/log_probs/policy_update.py)", "token"),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
     Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),

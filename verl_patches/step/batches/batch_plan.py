@@ -38,49 +38,50 @@ Samples = Sequence[int]
 Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 
-def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
-    """Return micro batches in verl's order of samples; `share`: [replica] -> samples of one mini batch.
+def arrival_batches(mini_batch: Sequence[Samples], micro_batch_size: int) -> Replicas:
+    """Return micro batches in verl's order of samples; `mini_batch`: [replica] -> samples of one mini batch.
 
     Raises ConfigError for a size that does not divide the shares.
     """
     size = micro_batch_size
-    if len(share[0]) % size:
+    if len(mini_batch[0]) % size:
         raise ConfigError(
-            f"micro batches: replicas have {len(share[0])} samples of a mini batch; expected a multiple of the micro "
-            f"batch size {size}; change ppo_mini_batch_size x rollout.n"
+            f"micro batches: replicas have {len(mini_batch[0])} samples of a mini batch; expected a multiple of the "
+            f"micro batch size {size}; change ppo_mini_batch_size x rollout.n"
         )
-    return [_cut(list(samples), size) for samples in share]
+    return [_chunks(list(samples), size) for samples in mini_batch]
 
 
-def balanced(
-    share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, sharing: int | None = None
+def balanced_batches(
+    mini_batch: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, group_replicas: int | None = None
 ) -> Replicas:
-    """Return micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as in `arrival`.
+    """Return micro batches of `micro_batch_size` samples, equally long on all replicas.
 
-    `lengths`: tokens by sample. `sharing`: replicas of an expert group, by default all.
+    `lengths`: tokens by sample. `group_replicas`: replicas of an expert group, by default all. Raises ConfigError as
+    `arrival_batches` does.
     """
-    arrival(share, micro_batch_size)
+    arrival_batches(mini_batch, micro_batch_size)
     found = []
-    for slots in _slots(share, lengths, sharing or len(share)):
-        found += _deal(_cut(slots, micro_batch_size), lengths)
+    for slots in _slots(mini_batch, lengths, group_replicas or len(mini_batch)):
+        found += _assign_samples(_chunks(slots, micro_batch_size), lengths)
     return found
 
 
-def packed(
-    share: Sequence[Samples],
+def packed_batches(
+    mini_batch: Sequence[Samples],
     lengths: Sequence[int],
     token_budget: int,
     *,
     balance: bool = True,
-    sharing: int | None = None,
+    group_replicas: int | None = None,
 ) -> Replicas:
     """Return micro batches of at most `token_budget` tokens, equally many of them on each replica.
 
     They have any number of samples. With `balance` whole slots are packed, for all replicas of an expert group at once,
-    as if all samples of a slot were as long as its longest; otherwise each replica packs its own share. `sharing` as in
-    `balanced`. Raises ConfigError for a sample longer than the budget.
+    as if all samples of a slot were as long as its longest; otherwise each replica packs its own share.
+    `group_replicas` as in `balanced_batches`. Raises ConfigError for a sample longer than the budget.
     """
-    own = [list(samples) for samples in share]
+    own = [list(samples) for samples in mini_batch]
     longest = max((lengths[sample] for samples in own for sample in samples), default=0)
     if longest > token_budget:
         raise ConfigError(
@@ -88,42 +89,45 @@ def packed(
             "raise that max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
         )
     if balance:
-        groups, found = _slots(share, lengths, sharing or len(share)), []
-        bins = _equally_many([[lengths[slot[0]] for slot in slots] for slots in groups], token_budget)
+        groups, found = _slots(mini_batch, lengths, group_replicas or len(mini_batch)), []
+        bins = _equal_bins([[lengths[slot[0]] for slot in slots] for slots in groups], token_budget)
         for slots, of_group in zip(groups, bins, strict=True):
-            found += _deal([[slots[i] for i in places] for places in of_group], lengths)
+            found += _assign_samples([[slots[i] for i in places] for places in of_group], lengths)
         return found
-    bins = _equally_many([[lengths[sample] for sample in samples] for samples in own], token_budget)
+    bins = _equal_bins([[lengths[sample] for sample in samples] for samples in own], token_budget)
     return [
         [[samples[i] for i in places] for places in of_replica] for samples, of_replica in zip(own, bins, strict=True)
     ]
 
 
-def steps_cost(replicas: Replicas, lengths: Sequence[int], sharing: int | None = None) -> tuple[int, float]:
+def token_cost(replicas: Replicas, lengths: Sequence[int], group_replicas: int | None = None) -> tuple[int, float]:
     """Return (sum over micro batches of the most tokens on any replica, that sum if all replicas were equal).
 
-    With several expert groups, of `sharing` replicas each, the first is the highest sum of a group.
+    With several expert groups, of `group_replicas` replicas each, the first is the highest sum of a group.
     """
     tokens = [[sum(lengths[sample] for sample in batch) for batch in batches] for batches in replicas]
-    groups = _cut(tokens, sharing or len(tokens))
+    groups = _chunks(tokens, group_replicas or len(tokens))
     return max(sum(map(max, zip(*group, strict=True))) for group in groups), sum(map(sum, tokens)) / len(replicas)
 
 
-def _cut(values: Sequence, size: int) -> list:
+def _chunks(values: Sequence, size: int) -> list:
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
-def _slots(share: Sequence[Samples], lengths: Sequence[int], sharing: int) -> list[list[list[int]]]:
-    """Return [expert group] -> its slots of `sharing` samples; slots, and samples in each, have the longest first."""
-    order = sorted((sample for samples in share for sample in samples), key=lambda sample: -lengths[sample])
-    slots = _cut(order, sharing)
-    rounds = _cut(range(len(slots)), len(share) // sharing)  # each round gives one slot to each group
-    dealt = _deal([rounds], [lengths[slot[0]] for slot in slots])
+def _slots(mini_batch: Sequence[Samples], lengths: Sequence[int], group_replicas: int) -> list[list[list[int]]]:
+    """Return [expert group] -> its slots of `group_replicas` samples; slots, and samples in each, longest first."""
+    order = sorted((sample for samples in mini_batch for sample in samples), key=lambda sample: -lengths[sample])
+    slots = _chunks(order, group_replicas)
+    rounds = _chunks(range(len(slots)), len(mini_batch) // group_replicas)  # each round gives one slot to each group
+    dealt = _assign_samples([rounds], [lengths[slot[0]] for slot in slots])
     return [[slots[place] for place in places] for (places,) in dealt]
 
 
-def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
-    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> its samples, longest first."""
+def _assign_samples(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
+    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> its samples, longest first.
+
+    `_slots` gives each expert group one slot of each round by it: groups are its replicas, slots its samples.
+    """
     replicas = range(len(batches[0][0]))
     dealt: Replicas = [[] for _ in replicas]
     totals = [0 for _ in replicas]
@@ -140,27 +144,27 @@ def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Repli
     return dealt
 
 
-def _equally_many(costs: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
+def _equal_bins(costs: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
     """Return, for each list of costs, bins of its indices that sum to `budget` at most, equally many for all lists.
 
     The highest cost goes first, to the emptiest bin; the number of bins rises until all fit.
     """
     fewest = max(-(-sum(own) // budget) for own in costs)
     for count in range(max(fewest, 1), max(map(len, costs)) + 1):
-        bins = [_spread(own, count) for own in costs]
+        bins = [_fill_bins(own, count) for own in costs]
         if all(sum(own[i] for i in fullest) <= budget for own, (fullest, *_) in zip(costs, bins, strict=True)):
             return bins
     raise AssertionError("one cost per bin always fits")
 
 
-def _spread(costs: Sequence[int], count: int) -> list[list[int]]:
+def _fill_bins(costs: Sequence[int], count: int) -> list[list[int]]:
     """Spread indices over `count` bins; return the bins, the costliest first."""
     emptiest = [(0, 0, number) for number in range(count)]  # tokens, samples, bin: a tie goes to an empty bin
     bins: list[list[int]] = [[] for _ in range(count)]
     for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
-        total, held, number = heapq.heappop(emptiest)
+        total, size, number = heapq.heappop(emptiest)
         bins[number].append(at)
-        heapq.heappush(emptiest, (total + costs[at], held + 1, number))
+        heapq.heappush(emptiest, (total + costs[at], size + 1, number))
     return sorted(bins, key=lambda each: -sum(costs[at] for at in each))
 
 
@@ -168,71 +172,73 @@ def _spread(costs: Sequence[int], count: int) -> list[list[int]]:
 class BatchPlan:
     """Hold the samples that each replica computes; ranks send and receive samples accordingly.
 
-    `replica_of`: [rank] -> train DP rank. `schedule`: [replica][mini batch][micro batch] -> samples.
+    `replica_by_rank`: [rank] -> train DP rank. `schedule`: [replica][mini batch][micro batch] -> samples.
     """
 
-    replica_of: tuple[int, ...]
+    replica_by_rank: tuple[int, ...]
     schedule: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
 
     @functools.cached_property
-    def placed(self) -> tuple[tuple[int, ...], ...]:
+    def replica_samples(self) -> tuple[tuple[int, ...], ...]:
         """Return [replica] -> its samples in the order in which it computes them."""
         return tuple(tuple(s for mini in minis for micro in mini for s in micro) for minis in self.schedule)
 
     @functools.cached_property
-    def held(self) -> tuple[range, ...]:
+    def rollout_samples(self) -> tuple[range, ...]:
         """Return [rank] -> samples that it holds after rollout: contiguous shares whose sizes differ by one at most."""
-        samples, world = sum(map(len, self.placed)), len(self.replica_of)
+        samples, world = sum(map(len, self.replica_samples)), len(self.replica_by_rank)
         return tuple(range(samples * rank // world, samples * (rank + 1) // world) for rank in range(world))
 
-    def receives(self, rank: int) -> list[list[int]]:
+    def received_samples(self, rank: int) -> list[list[int]]:
         """Return [peer] -> samples that `rank` receives from it, in the order in which they are computed."""
-        found: list[list[int]] = [[] for _ in self.held]
-        starts = [held.start for held in self.held]
-        for sample in self.placed[self.replica_of[rank]]:
+        found: list[list[int]] = [[] for _ in self.rollout_samples]
+        starts = [samples.start for samples in self.rollout_samples]
+        for sample in self.replica_samples[self.replica_by_rank[rank]]:
             found[bisect.bisect_right(starts, sample) - 1].append(sample)
         return found
 
-    def sends(self, rank: int) -> list[list[int]]:
+    def sent_samples(self, rank: int) -> list[list[int]]:
         """Return [peer] -> samples that `rank` sends to it, in the order in which the peer computes them."""
-        by_replica = [[s for s in samples if s in self.held[rank]] for samples in self.placed]
-        return [by_replica[replica] for replica in self.replica_of]
+        by_replica = [[s for s in samples if s in self.rollout_samples[rank]] for samples in self.replica_samples]
+        return [by_replica[replica] for replica in self.replica_by_rank]
 
-    def tokens(self, lengths: Sequence[int], sharing: int | None = None) -> tuple[int, float]:
-        """Return the sums of `steps_cost` over all mini batches."""
-        costs = [steps_cost(list(minis), lengths, sharing) for minis in zip(*self.schedule, strict=True)]
+    def token_cost(self, lengths: Sequence[int], group_replicas: int | None = None) -> tuple[int, float]:
+        """Return the sums over all mini batches of both numbers that the function `token_cost` returns."""
+        costs = [token_cost(list(minis), lengths, group_replicas) for minis in zip(*self.schedule, strict=True)]
         return sum(most for most, _ in costs), sum(mean for _, mean in costs)
 
 
 def plan_batch(
-    replica_of: Sequence[int],
+    replica_by_rank: Sequence[int],
     lengths: Sequence[int],
     *,
     mini_batch_size: int,
     micro_batch_size: int | None = None,
     token_budget: int | None = None,
     balance: bool = True,
-    sharing: int | None = None,
+    group_replicas: int | None = None,
 ) -> BatchPlan:
     """Return the plan of one step; equal arguments give equal plans on all ranks.
 
-    `replica_of`: [rank] -> train DP rank. `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`:
+    `replica_by_rank`: [rank] -> train DP rank. `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`:
     samples (verl's ppo_mini_batch_size x rollout.n). Either `micro_batch_size` (samples) or `token_budget` (tokens of a
-    micro batch: dynamic batch size) is given. Without `balance` micro batches are in the order of arrival. `sharing`:
-    replicas of an expert group, by default all. Raises ConfigError if sizes do not divide each other.
+    micro batch: dynamic batch size) is given. Without `balance` micro batches are in the order of arrival.
+    `group_replicas`: replicas of an expert group, by default all. Raises ConfigError if sizes do not divide each other.
     """
     by_mini = []
-    for share in mini_batches(len(lengths), len(set(replica_of)), mini_batch_size):
+    for mini_batch in mini_batches(len(lengths), len(set(replica_by_rank)), mini_batch_size):
         if token_budget is not None:
-            by_mini.append(packed(share, lengths, token_budget, balance=balance, sharing=sharing))
+            by_mini.append(
+                packed_batches(mini_batch, lengths, token_budget, balance=balance, group_replicas=group_replicas)
+            )
             continue
         assert micro_batch_size is not None  # given if there is no budget
         if balance:
-            by_mini.append(balanced(share, lengths, micro_batch_size, sharing))
+            by_mini.append(balanced_batches(mini_batch, lengths, micro_batch_size, group_replicas))
         else:
-            by_mini.append(arrival(share, micro_batch_size))
+            by_mini.append(arrival_batches(mini_batch, micro_batch_size))
     schedule = tuple(tuple(tuple(map(tuple, mini)) for mini in minis) for minis in zip(*by_mini, strict=True))
-    return BatchPlan(tuple(replica_of), schedule)
+    return BatchPlan(tuple(replica_by_rank), schedule)
 
 
 def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list[range]]:
@@ -243,8 +249,8 @@ def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list
             "expected each to divide the one before; change data.train_batch_size, actor.ppo_mini_batch_size (both "
             "count prompts: times rollout.n) or the train layout"
         )
-    share, piece = samples // replicas, mini_batch_size // replicas
-    return [[range(r * share + at, r * share + at + piece) for r in range(replicas)] for at in range(0, share, piece)]
+    whole, part = samples // replicas, mini_batch_size // replicas  # a replica's samples of the step, of a mini batch
+    return [[range(r * whole + at, r * whole + at + part) for r in range(replicas)] for at in range(0, whole, part)]
 
 
 def train_replicas(train: ParallelLayout) -> list[int]:
@@ -252,7 +258,7 @@ def train_replicas(train: ParallelLayout) -> list[int]:
     return [train.coordinates(rank).dp for rank in range(train.world_size)]
 
 
-def replicas_of_expert_group(train: ParallelLayout) -> int:
+def expert_group_replicas(train: ParallelLayout) -> int:
     """Return how many adjacent train replicas share an expert group; replicas and groups are counted from rank 0."""
     replica = train.tp * train.cp
     return math.lcm(replica, train.etp * train.ep) // replica

@@ -16,7 +16,7 @@ import torch
 
 from verl_patches.errors import RecipeError
 from verl_patches.step.batches.batch_plan import BatchPlan
-from verl_patches.step.batches.exchange import Ragged, TensorSpec, exchange
+from verl_patches.step.batches.exchange import RaggedTensor, TensorSpec, exchange
 
 
 class CacheError(RecipeError):
@@ -28,7 +28,7 @@ class TensorCache:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
-        self._tensors: dict[str, tuple[dict[int, int], Ragged]] = {}  # {name: ({sample: place}, values)}
+        self._tensors: dict[str, tuple[dict[int, int], RaggedTensor]] = {}  # {name: ({sample: place}, values)}
 
     @property
     def bytes_held(self) -> int:
@@ -42,17 +42,17 @@ class TensorCache:
 
     def close(self) -> int:
         """Drop all tensors; return their bytes. Idempotent."""
-        held = self.bytes_held
+        closed_bytes = self.bytes_held
         self._tensors.clear()
-        return held
+        return closed_bytes
 
-    def put(self, name: str, samples: Sequence[int], ragged: Ragged) -> None:
+    def put(self, name: str, samples: Sequence[int], ragged: RaggedTensor) -> None:
         """Store a tensor of these samples, in this order; replace an earlier one of that name."""
         places = {sample: place for place, sample in enumerate(samples)}
         assert len(places) == len(samples) == len(ragged.lengths), (name, samples, ragged.lengths)
         self._tensors[name] = places, ragged
 
-    def get(self, name: str, samples: Sequence[int]) -> Ragged:
+    def get(self, name: str, samples: Sequence[int]) -> RaggedTensor:
         """Return the values of these samples, in this order; without a copy if they were put in the same order."""
         places, ragged = self._tensors.get(name, ({}, None))
         missing = [sample for sample in samples if sample not in places]
@@ -72,13 +72,13 @@ class TensorCache:
         dropped.
         """
 
-        def held() -> dict[str, Ragged]:
-            return {name: self.get(name, plan.held[rank]) for name in specs}
+        def planned_tensors() -> dict[str, RaggedTensor]:
+            return {name: self.get(name, plan.rollout_samples[rank]) for name in specs}
 
         try:
-            moved = exchange(plan, rank, specs, held, device=self._device)
+            moved = exchange(plan, rank, specs, planned_tensors, device=self._device)
         finally:
             for name in specs:
                 self._tensors.pop(name, None)
         for name, ragged in moved.items():
-            self.put(name, plan.placed[plan.replica_of[rank]], ragged)
+            self.put(name, plan.replica_samples[plan.replica_by_rank[rank]], ragged)

@@ -26,10 +26,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.ledger import Ledger
 from verl_patches.step.batches import payloads
-from verl_patches.step.batches.batch_plan import BatchPlan, plan_batch, replicas_of_expert_group, train_replicas
+from verl_patches.step.batches.batch_plan import BatchPlan, expert_group_replicas, plan_batch, train_replicas
 from verl_patches.step.batches.cache import TensorCache
 from verl_patches.step.batches.exchange import (
-    Ragged,
+    RaggedTensor,
     TensorSpec,
     from_padded,
     is_metrics_rank,
@@ -40,10 +40,10 @@ from verl_patches.step.batches.exchange import (
     wire_bytes,
 )
 from verl_patches.step.batches.limits import token_budget
-from verl_patches.step.batches.micro_batches import PlannedSplits, planned_splits
+from verl_patches.step.batches.micro_batches import PlannedSplits, plan_stage_splits
 
-_ROLLOUT = "rollout_log_probs"
-_LOG_PROBS = ("old_log_probs", "ref_log_prob", _ROLLOUT)
+_ROLLOUT_LOG_PROBS = "rollout_log_probs"
+_LOG_PROB_COLUMNS = ("old_log_probs", "ref_log_prob", _ROLLOUT_LOG_PROBS)
 
 
 class CachedBatch:
@@ -59,36 +59,36 @@ class CachedBatch:
     def __init__(self, platform: str, ledger: Ledger | None):
         self.cache = TensorCache(platform)
         self.tokens: tuple[int, ...] = ()
-        self._generating: list[payloads.ResponseIds] | None = None  # answers of the step; None outside `generating`
+        self._responses: list[payloads.ResponseIds] | None = None  # answers of the step; None outside `generating`
         if ledger is not None:
             ledger.register("tensor_cache", lambda: self.cache.bytes_held, any_size=True)
 
     @property
     def replica(self) -> int:
         """Return the train replica of this rank."""
-        return self.plan.replica_of[dist.get_rank()]
+        return self.plan.replica_by_rank[dist.get_rank()]
 
     @property
     def samples(self) -> tuple[int, ...]:
         """Return the samples that this rank computes."""
-        return self.plan.placed[self.replica]
+        return self.plan.replica_samples[self.replica]
 
     @contextmanager
     def generating(self) -> Iterator[list[payloads.ResponseIds]]:
         """Begin a step; yield a list to which `keep_responses` adds the responses that verl generates inside."""
         self.cache.close()
-        self._generating = []
+        self._responses = []
         try:
-            yield self._generating
+            yield self._responses
         finally:
-            self._generating = None
+            self._responses = None
 
     def keep_responses(self, output: DataProto) -> DataProto:
         """Put the tensors of verl's `output` into the cache, unpadded and by sample; return it without tensors.
 
         Outside `generating` (validation, greedy baselines) return `output` itself.
         """
-        if self._generating is None:
+        if self._responses is None:
             return output
         batch = output.batch
         (count, width), rank = batch["responses"].shape, dist.get_rank()
@@ -97,10 +97,10 @@ class CachedBatch:
         responses = from_padded(batch["responses"], mask[:, -width:], dtype=torch.int32)
         self.cache.put("prompts", samples, prompts)
         self.cache.put("responses", samples, responses)
-        if _ROLLOUT in batch.keys():
-            self.cache.put(_ROLLOUT, samples, from_padded(batch[_ROLLOUT], mask[:, -width:]))
+        if _ROLLOUT_LOG_PROBS in batch.keys():
+            self.cache.put(_ROLLOUT_LOG_PROBS, samples, from_padded(batch[_ROLLOUT_LOG_PROBS], mask[:, -width:]))
         lengths = np.array(responses.lengths, np.int32)
-        self._generating.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
+        self._responses.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
         return DataProto(batch=batch.select())
 
     def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
@@ -109,23 +109,23 @@ class CachedBatch:
         prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
         budget = token_budget(config, "update")
-        packs = budget is not None and placement.balance
+        packs = budget is not None and placement.balance_batch
         size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs them later
-        self.placement, self.tokens, sharing = placement, tokens, replicas_of_expert_group(train)
+        self.placement, self.tokens, group_replicas = placement, tokens, expert_group_replicas(train)
         self.plan = plan_batch(
             train_replicas(train),
             tokens,
-            balance=placement.balance,
+            balance=placement.balance_batch,
             mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
             micro_batch_size=size,
             token_budget=budget if packs else None,
-            sharing=sharing,
+            group_replicas=group_replicas,
         )
         specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
-        if _ROLLOUT in self.cache.names:
-            specs[_ROLLOUT] = TensorSpec(torch.float32, responses)
+        if _ROLLOUT_LOG_PROBS in self.cache.names:
+            specs[_ROLLOUT_LOG_PROBS] = TensorSpec(torch.float32, responses)
         self.cache.redistribute(self.plan, rank, specs)
-        most, mean = self.plan.tokens(tokens, sharing)
+        most, mean = self.plan.token_cost(tokens, group_replicas)
         return payloads.ExchangeReport(
             *wire_bytes(self.plan, rank, specs), self.cache.bytes_held, round(most / mean, 4)
         )
@@ -137,15 +137,15 @@ class CachedBatch:
         tensors = model_inputs(prompts, responses, *widths, self.placement.pad_id)
         return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
 
-    def padded(self, name: str) -> torch.Tensor:
+    def padded_responses(self, name: str) -> torch.Tensor:
         """Return a cached tensor of responses for the samples that this rank computes, [b, S_response]."""
         return to_padded(self.cache.get(name, self.samples), self.placement.widths[1])
 
-    def splits(self, config: Any, stage: str) -> PlannedSplits | None:
-        """Return the plan's micro batches for `stage`, a key of limits.DYNAMIC; None if verl makes them."""
-        if not self.placement.balance:
+    def stage_splits(self, config: Any, stage: str) -> PlannedSplits | None:
+        """Return the plan's micro batches for `stage`, a key of limits.DYNAMIC_BATCH_KEYS; None if verl makes them."""
+        if not self.placement.balance_batch:
             return None
-        return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
+        return plan_stage_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
 
     def keep_log_probs(
         self, name: str, found: DataProto, mask: torch.Tensor, send_back: bool
@@ -164,19 +164,19 @@ class CachedBatch:
     def update_batch(self, advantages: payloads.Advantages) -> DataProto:
         """Return the batch of the update and close the cache, as the batch has copies."""
         data, mask = self.inputs()
-        for name in _LOG_PROBS:
+        for name in _LOG_PROB_COLUMNS:
             if name in self.cache.names:
-                data.batch[name] = self.padded(name)
-        data.batch["advantages"] = self._advantages(advantages, mask)
+                data.batch[name] = self.padded_responses(name)
+        data.batch["advantages"] = self._padded_advantages(advantages, mask)
         data.meta_info.update(advantages.meta)
         self.cache.close()
         return data
 
-    def _advantages(self, advantages: payloads.Advantages, mask: torch.Tensor) -> torch.Tensor:
+    def _padded_advantages(self, advantages: payloads.Advantages, mask: torch.Tensor) -> torch.Tensor:
         values = torch.tensor(advantages.values)
         if not advantages.per_token:
             return values[list(self.samples)].to(mask.device)[:, None] * mask
-        ragged = Ragged(values, tuple(self.placement.response_lengths.tolist()))
+        ragged = RaggedTensor(values, tuple(self.placement.response_lengths.tolist()))
         return to_padded(ragged.take(self.samples), mask.shape[1]).to(mask.device)
 
 
@@ -193,7 +193,7 @@ def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataPr
             "change data.train_batch_size"
         )
     ids = np.split(prompts.ids, np.cumsum(lengths)[:-1])[rank * count : (rank + 1) * count]
-    ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
+    ragged = RaggedTensor(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
     raw: Any = np.empty(count, dtype=object)
     raw[:] = [part.tolist() for part in ids]
     return DataProto.from_dict(

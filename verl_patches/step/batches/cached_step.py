@@ -18,7 +18,7 @@ from verl import DataProto
 
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches import payloads
-from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs, to_padded, unpacked_ids
+from verl_patches.step.batches.exchange import RaggedTensor, from_padded, model_inputs, to_padded, unpacked_ids
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
 # columns of prompts; tools_kwargs matters only with multi_turn, which is refused
@@ -35,13 +35,13 @@ class CachedStep:
 
     pad_id: int
     response_width: int
-    balance: bool
+    balance_batch: bool
     send_back: bool
     lengths: tuple[int, ...] = ()
     reports: Sequence[payloads.ExchangeReport] = ()
 
     @classmethod
-    def of(cls, trainer: Any) -> CachedStep:
+    def from_trainer(cls, trainer: Any) -> CachedStep:
         """Return the state of a run from the configuration of verl's trainer."""
         config = trainer.config
         pad_id, width = trainer.tokenizer.pad_token_id, config.data.max_response_length
@@ -80,10 +80,10 @@ class CachedStep:
             [at // n for at in range(count)]
         )
         widths = padded.shape[1], self.response_width
-        tensors = model_inputs(repeated, Ragged(torch.from_numpy(ids), self.lengths), *widths, self.pad_id)
+        tensors = model_inputs(repeated, RaggedTensor(torch.from_numpy(ids), self.lengths), *widths, self.pad_id)
         batch = DataProto.from_dict(tensors={**tensors, SAMPLE: torch.arange(count)})
         prompt_lengths = np.array(repeated.lengths, np.int32)
-        return batch, payloads.Placement(prompt_lengths, lengths, widths, self.pad_id, self.balance)
+        return batch, payloads.Placement(prompt_lengths, lengths, widths, self.pad_id, self.balance_batch)
 
     def log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
         """Return entropys [B, S_response], and old_log_probs [B, S_response] if the trainer needs them.
@@ -95,11 +95,11 @@ class CachedStep:
         for answer in answers:
             entropy[answer.samples.tolist()] = torch.tensor(answer.entropy)  # Ray's array is read-only
         entropys = entropy[rows][:, None].expand(len(rows), self.response_width)
-        return self._answer(rows, {"entropys": entropys}, "old_log_probs", answers)
+        return self._log_prob_batch(rows, {"entropys": entropys}, "old_log_probs", answers)
 
     def ref_log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
         """Return ref_log_prob [B, S_response] if the trainer needs it, else nothing."""
-        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", answers)
+        return self._log_prob_batch(batch.batch[SAMPLE], {}, "ref_log_prob", answers)
 
     def advantages(self, batch: DataProto) -> payloads.Advantages:
         """Return the payload of the update."""
@@ -111,14 +111,14 @@ class CachedStep:
     def report(self) -> dict[str, float] | None:
         """Return each number of ExchangeReport, the largest of this step's ranks; None before the first step."""
         ranks = [asdict(report) for report in self.reports]
-        return {name: max(of_rank[name] for of_rank in ranks) for name in ranks[0]} if ranks else None
+        return {name: max(report[name] for report in ranks) for name in ranks[0]} if ranks else None
 
     @staticmethod
-    def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def drop_partition_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step's metrics without those of verl's balance_batch, whose partition is not used."""
         return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
 
-    def _answer(
+    def _log_prob_batch(
         self, rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str, answers: Sequence[payloads.LogProbs]
     ) -> DataProto:
         if self.send_back:
@@ -127,7 +127,7 @@ class CachedStep:
                 samples = answer.samples.tolist()
                 lengths = [self.lengths[sample] for sample in samples]
                 parts.update(zip(samples, torch.tensor(answer.values).split(lengths), strict=True))
-            ragged = Ragged(
+            ragged = RaggedTensor(
                 torch.cat([parts[sample] for sample in rows.tolist()]),
                 tuple(self.lengths[sample] for sample in rows.tolist()),
             )
@@ -135,7 +135,7 @@ class CachedStep:
         return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
 
 
-def _outcome_or_token_values(ragged: Ragged) -> tuple[torch.Tensor, bool]:
+def _outcome_or_token_values(ragged: RaggedTensor) -> tuple[torch.Tensor, bool]:
     """Return (one value a sample, False) if each sample has equal values (GRPO), else (all values, True)."""
     parts = ragged.parts()
     if all(len(part) and bool((part == part[0]).all()) for part in parts):

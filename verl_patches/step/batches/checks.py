@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from verl_patches.errors import Check, divides, either
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.spec import RunSpec
-from verl_patches.step.batches.limits import DYNAMIC, token_budget
+from verl_patches.step.batches.limits import DYNAMIC_BATCH_KEYS, token_budget
 
 _SECTION = "actor_rollout_ref"
 _ROLLOUT = f"{_SECTION}.rollout"
@@ -52,48 +52,48 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
             yield divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
 
 
-def seat_checks(run: RunSpec) -> Iterator[Check]:
+def max_num_seqs_checks(run: RunSpec) -> Iterator[Check]:
     """Check that an engine step and its graphs hold the responses of a replica; skip without max_num_seqs."""
-    seats = run.engine.get("max_num_seqs")
-    if seats is None or not run.samples:
+    max_num_seqs = run.engine.get("max_num_seqs")
+    if max_num_seqs is None or not run.samples:
         return
     rollout, prompts = run.verl.actor_rollout_ref.rollout, run.verl.data.train_batch_size
     budget, responses = rollout.max_num_batched_tokens, math.ceil(prompts * rollout.n / run.replicas)
-    held = f"{responses} responses a replica, {seats} at once, within max_num_batched_tokens {budget}"
-    fault = held.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
-    yield either("max_num_seqs", seats <= budget, held, fault)
-    running = seats if run.validates else min(responses, seats)  # a validation may have more responses
+    detail = f"{responses} responses a replica, {max_num_seqs} at once, within max_num_batched_tokens {budget}"
+    fault = detail.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
+    yield either("max_num_seqs", max_num_seqs <= budget, detail, fault)
+    running = max_num_seqs if run.validates else min(responses, max_num_seqs)  # a validation may have more responses
     sizes = run.graph_sizes
     if sizes:
         decoded = f"the {running} responses that a replica decodes at once"
         fault = f"largest graph {max(sizes)}, expected at least {decoded}; "
         fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
-        held = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
+        detail = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
         least, most = (minutes * len(sizes) for minutes in GRAPH_MINUTES)
-        held += f"{least:g} to {most:g} minutes to compile at the start"
-        yield either("graph batch sizes", max(sizes) >= running, held, fault)
+        detail += f"{least:g} to {most:g} minutes to compile at the start"
+        yield either("graph batch sizes", max(sizes) >= running, detail, fault)
 
 
 def length_checks(run: RunSpec) -> Iterator[Check]:
     """Check that the model, the engine and its step hold the longest prompt and response."""
     rollout, asked = run.verl.actor_rollout_ref.rollout, run.longest_tokens
     longest, budget = rollout.max_model_len or asked, rollout.max_num_batched_tokens
-    reach = run.max_positions
+    max_positions = run.max_positions
     if longest < asked:
         text = f"{_ROLLOUT}.max_model_len is {longest}; expected at least prompt + response, {asked}"
         yield Check("lengths", False, text)
-    held = f"prompt + response {longest} tokens, model reaches {reach}"
-    yield either("lengths", longest <= reach, held, f"{held}; expected no more")
-    held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
+    detail = f"prompt + response {longest} tokens, model reaches {max_positions}"
+    yield either("lengths", longest <= max_positions, detail, f"{detail}; expected no more")
+    detail = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = f"max_num_batched_tokens {budget}, expected >= {longest}: "
     if rollout.enable_chunked_prefill:
         fault += (
             "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
             "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false"
         )
-        yield either("chunked prefill", budget >= longest, held, fault)
+        yield either("chunked prefill", budget >= longest, detail, fault)
     elif run.recipe.platform == "cpu":
-        yield either("prefill", budget >= longest, held, fault + "engine V0 prefills whole prompts")
+        yield either("prefill", budget >= longest, detail, fault + "engine V0 prefills whole prompts")
     mode = "graph"
     fault = "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
     if rollout.enforce_eager:
@@ -118,10 +118,10 @@ def _cache_faults(run: RunSpec) -> Iterator[str]:
     on = "recipe.tensor_cache.enabled is true, but"
     rollout, actor = run.verl.actor_rollout_ref.rollout, run.verl.actor_rollout_ref.actor
     for side in ("prompt", "response"):
-        width, of_data = rollout[f"{side}_length"], run.verl.data[f"max_{side}_length"]
-        if width != of_data:
+        width, data_width = rollout[f"{side}_length"], run.verl.data[f"max_{side}_length"]
+        if width != data_width:
             yield (
-                f"{on} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {of_data}: a batch rebuilt "
+                f"{on} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {data_width}: a batch rebuilt "
                 "from lengths would not be as wide as vLLM's; make them equal"
             )
     if run.recipe.rollout.replay is not None:
@@ -138,7 +138,7 @@ def _cache_faults(run: RunSpec) -> Iterator[str]:
 def _budget_faults(run: RunSpec) -> Iterator[str]:
     """Yield reasons why a budget of dynamic micro batches is wrong, one sentence each, with or without tensor cache."""
     longest = run.longest_tokens
-    for stage, (name, switch, key) in DYNAMIC.items():
+    for stage, (name, switch, key) in DYNAMIC_BATCH_KEYS.items():
         budget = token_budget(run.verl.actor_rollout_ref, stage)
         if budget is not None and budget < longest:
             yield (
@@ -166,7 +166,7 @@ def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
     labels = [f"{REWARD_PREFIX}{part.label}" for part in run.rewards]
     if section.metric.startswith(REWARD_PREFIX) and section.metric not in labels:
         wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
-    held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
+    detail = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
     yield either(
-        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+        "keep groups", not wrong, detail, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
     )

@@ -20,7 +20,7 @@ from verl_patches.step.batches.limits import ID_BYTES
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedTensor:
     """Hold `values` [T], all samples' values concatenated, and `lengths`, the number of values of each sample."""
 
     values: torch.Tensor
@@ -33,41 +33,41 @@ class Ragged:
         """Return one view per sample."""
         return self.values.split(self.lengths) if self.lengths else ()
 
-    def take(self, places: Sequence[int]) -> Ragged:
+    def take(self, places: Sequence[int]) -> RaggedTensor:
         """Return a copy of the samples at these places, in this order."""
         parts = self.parts()
         values = torch.cat([self.values[:0], *(parts[i] for i in places)])
-        return Ragged(values, tuple(self.lengths[i] for i in places))
+        return RaggedTensor(values, tuple(self.lengths[i] for i in places))
 
 
 def from_padded(
     padded: torch.Tensor, mask: torch.Tensor, *, left: bool = False, dtype: torch.dtype | None = None
-) -> Ragged:
+) -> RaggedTensor:
     """Return the values of `padded` [B, S] where `mask` [B, S] is true, as `dtype`; `left`: padding is on the left.
 
     Raises ValueError for a mask with a gap. Waits for the device.
     """
     keep = mask.bool()
     lengths = tuple(keep.sum(1).tolist())
-    if not torch.equal(keep, mask_of(lengths, keep.shape[1], left=left, device=keep.device)):
+    if not torch.equal(keep, value_mask(lengths, keep.shape[1], left=left, device=keep.device)):
         side = "ends" if left else "begins"
         raise ValueError(f"ragged: a row of the mask is not one block that {side} it; expected padding on one side")
     values = padded.masked_select(keep)
-    return Ragged(values if dtype is None else values.to(dtype), lengths)
+    return RaggedTensor(values if dtype is None else values.to(dtype), lengths)
 
 
 def to_padded(
-    ragged: Ragged, width: int, *, pad: float = 0, left: bool = False, dtype: torch.dtype | None = None
+    ragged: RaggedTensor, width: int, *, pad: float = 0, left: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return [B, width], padded on the right, or on the `left` like verl's prompts; ValueError for a longer sample."""
     if max(ragged.lengths, default=0) > width:
         raise ValueError(f"ragged: the longest sample has {max(ragged.lengths)} values, expected {width} at most")
     values = ragged.values if dtype is None else ragged.values.to(dtype)
-    mask = mask_of(ragged.lengths, width, left=left, device=values.device)
+    mask = value_mask(ragged.lengths, width, left=left, device=values.device)
     return values.new_full(mask.shape, pad).masked_scatter_(mask, values)
 
 
-def mask_of(
+def value_mask(
     lengths: Sequence[int], width: int, *, left: bool = False, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Return a mask [B, width] bool, true where there is a value."""
@@ -76,15 +76,15 @@ def mask_of(
     return place >= width - count if left else place < count
 
 
-def prompt_inputs(prompts: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+def prompt_inputs(prompts: RaggedTensor, width: int, pad_id: int) -> dict[str, torch.Tensor]:
     """Return the tensors [B, width] that verl's dataset makes of prompts: int64, padded left, positions from 0."""
     ids = to_padded(prompts, width, pad=pad_id, left=True, dtype=torch.int64)
-    mask = mask_of(prompts.lengths, width, left=True, device=ids.device).long()
+    mask = value_mask(prompts.lengths, width, left=True, device=ids.device).long()
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
 def model_inputs(
-    prompts: Ragged, responses: Ragged, prompt_width: int, response_width: int, pad_id: int
+    prompts: RaggedTensor, responses: RaggedTensor, prompt_width: int, response_width: int, pad_id: int
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of verl's batch that follow from token ids, int64, as in vLLMRollout.generate_sequences.
 
@@ -94,8 +94,8 @@ def model_inputs(
     """
     left = to_padded(prompts, prompt_width, pad=pad_id, left=True, dtype=torch.int64)
     right = to_padded(responses, response_width, pad=pad_id, dtype=torch.int64)
-    prompt_mask = mask_of(prompts.lengths, prompt_width, left=True, device=left.device)
-    response_mask = mask_of(responses.lengths, response_width, device=left.device)
+    prompt_mask = value_mask(prompts.lengths, prompt_width, left=True, device=left.device)
+    response_mask = value_mask(responses.lengths, response_width, device=left.device)
     places = torch.arange(prompt_width + response_width, device=left.device)[None]
     return {
         "prompts": left,
@@ -147,52 +147,53 @@ def exchange(
     plan: BatchPlan,
     rank: int,
     specs: Mapping[str, TensorSpec],
-    held: Callable[[], Mapping[str, Ragged]],
+    load_tensors: Callable[[], Mapping[str, RaggedTensor]],
     device: torch.device | str = "cpu",
-) -> dict[str, Ragged]:
+) -> dict[str, RaggedTensor]:
     """Return tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
 
-    `held()`: the same tensors of the samples plan.held[rank]. If it raises on a rank, if a rank's tensors do not match
-    `specs`, or if it has no memory for the tensors that arrive, all ranks raise the same ExchangeError. Plan and specs
-    must be equal on all ranks: they follow from one payload.
+    `load_tensors()`: the same tensors of the samples plan.rollout_samples[rank]. If it raises on a rank, if a rank's
+    tensors do not match `specs`, or if it has no memory for the tensors that arrive, all ranks raise the same
+    ExchangeError. Plan and specs must be equal on all ranks: they follow from one payload.
     """
-    sends, receives = plan.sends(rank), plan.receives(rank)
-    samples_held, packed, arriving = plan.held[rank], {}, {}
+    sent, received = plan.sent_samples(rank), plan.received_samples(rank)
+    own_samples, packed, arriving = plan.rollout_samples[rank], {}, {}
 
     def pack() -> list[str]:
-        tensors = held()
+        tensors = load_tensors()
         for name, spec in specs.items():
-            found, expected = tensors[name], tuple(spec.lengths[sample] for sample in samples_held)
+            found, expected = tensors[name], tuple(spec.lengths[sample] for sample in own_samples)
             if (found.values.dtype, found.lengths) != (spec.dtype, expected):
-                pairs = zip(samples_held, found.lengths, expected, strict=False)
+                pairs = zip(own_samples, found.lengths, expected, strict=False)
                 wrong = [(sample, has, planned) for sample, has, planned in pairs if has != planned]
                 return [
                     f"{name} is {found.values.dtype} of {len(found.lengths)} samples, expected {spec.dtype} of "
                     f"{len(expected)}; (sample, values, expected) {wrong[:4]}"
                 ]
-            packed[name] = found.take([sample - samples_held.start for sample in chain(*sends)]).values
-            size = sum(_values(spec, samples) for samples in receives)
+            packed[name] = found.take([sample - own_samples.start for sample in chain(*sent)]).values
+            size = sum(_value_count(spec, samples) for samples in received)
             arriving[name] = torch.empty(size, dtype=spec.dtype, device=device)
         return []
 
     raise_on_any_rank(catch_errors(pack), None, device, "responses cannot be sent as planned", ExchangeError)
-    arrived, order = {}, list(chain(*receives))
-    place_of = {sample: place for place, sample in enumerate(order)}
+    arrived, order = {}, list(chain(*received))
+    to_compute = plan.replica_samples[plan.replica_by_rank[rank]]
+    place_by_sample = {sample: place for place, sample in enumerate(order)}
     for name, spec in specs.items():
-        to_send, to_receive = ([_values(spec, samples) for samples in side] for side in (sends, receives))
+        to_send, to_receive = ([_value_count(spec, samples) for samples in side] for side in (sent, received))
         dist.all_to_all_single(arriving[name], packed[name], to_receive, to_send)
-        found = Ragged(arriving[name], tuple(spec.lengths[sample] for sample in order))
-        arrived[name] = found.take([place_of[sample] for sample in plan.placed[plan.replica_of[rank]]])
+        found = RaggedTensor(arriving[name], tuple(spec.lengths[sample] for sample in order))
+        arrived[name] = found.take([place_by_sample[sample] for sample in to_compute])
     return arrived
 
 
 def wire_bytes(plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
     """Return the bytes that `rank` sends and receives, including its own samples."""
     return tuple(
-        sum(_values(spec, samples) * spec.dtype.itemsize for spec in specs.values() for samples in side)
-        for side in (plan.sends(rank), plan.receives(rank))
+        sum(_value_count(spec, samples) * spec.dtype.itemsize for spec in specs.values() for samples in side)
+        for side in (plan.sent_samples(rank), plan.received_samples(rank))
     )
 
 
-def _values(spec: TensorSpec, samples: Sequence[int]) -> int:
+def _value_count(spec: TensorSpec, samples: Sequence[int]) -> int:
     return sum(spec.lengths[sample] for sample in samples)

@@ -6,7 +6,7 @@ loader's own state.
 
     fit() of both verl versions                  here
     for batch_dict in self.train_dataloader      __iter__: verl's loader, without end; only the columns of the rollout
-    generate_sequences(gen_batch), in timer gen  draw_kept: draws, generates, scores
+    generate_sequences(gen_batch), in timer gen  draw_kept_groups: draws, generates, scores
     batch.repeat(n).union(responses)             responses of kept prompts, with all other columns of these prompts
 
 verl scores kept responses a second time. The rollout engine stays awake meanwhile, with one weight sync a step
@@ -25,7 +25,7 @@ from verl import DataProto
 from verl_patches.errors import ConfigError, RecipeError
 
 # columns that fit() pops from the batch for generate_sequences
-_OF_ROLLOUT = {"input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "tools_kwargs"}
+_ROLLOUT_COLUMNS = {"input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "tools_kwargs"}
 SCORE = "score"  # the reward itself; other metrics are keys of the reward function's dict
 
 
@@ -33,7 +33,7 @@ class KeepGroupsError(RecipeError):
     """Report that too few prompts have responses with different rewards."""
 
 
-class KeptGroups:
+class KeepGroupsLoader:
     """Wrap verl's data loader of `trainer`, and draw from it the prompts of a step.
 
     generate(prompts) makes their responses. on_call(name) is called before each scoring, and before each generation but
@@ -45,7 +45,7 @@ class KeptGroups:
         self._trainer, self._generate, self._on_call = trainer, generate, on_call
         self._loader, self._section = trainer.train_dataloader, trainer.config.recipe.keep_groups
         self._batches: Iterator[dict[str, Any]] = iter(())
-        self._given: dict[str, Any] = {}
+        self._step_batch: dict[str, Any] = {}
         self.report: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -58,28 +58,28 @@ class KeptGroups:
         """Yield batches without end, as a step may take several: the number of steps ends fit(), not the epochs."""
         self._batches = iter(self._loader)
         while True:
-            self._given = self._draw()
-            yield {name: column for name, column in self._given.items() if name in _OF_ROLLOUT}
+            self._step_batch = self._next_batch()
+            yield {name: column for name, column in self._step_batch.items() if name in _ROLLOUT_COLUMNS}
 
-    def _draw(self) -> dict[str, Any]:
+    def _next_batch(self) -> dict[str, Any]:
         while (batch := next(self._batches, None)) is None:
             self._batches = iter(self._loader)  # the next epoch
         return batch
 
-    def draw_kept(self, prompts: DataProto) -> DataProto:
+    def draw_kept_groups(self, prompts: DataProto) -> DataProto:
         """Return the responses of len(`prompts`) kept prompts; KeepGroupsError if max_batches batches have fewer."""
-        size, batch, most = len(prompts), self._given, self._section.max_batches
+        size, batch, most = len(prompts), self._step_batch, self._section.max_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
         rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of each prompt with different rewards
         found: list[DataProto] = []
         for drawn in range(1, most + 1):
             whole = DataProto.from_single_dict(batch)
             own = whole.pop(**names)
-            differ = self._sample(prompts if drawn == 1 else own, whole, found)
+            differ = self._sample_groups(prompts if drawn == 1 else own, whole, found)
             rows += [(batch, int(row)) for row in np.flatnonzero(differ)]
             if len(rows) >= size or drawn == most:
                 break
-            batch = self._draw()
+            batch = self._next_batch()
             self._on_call("generate_sequences")
         self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
         self.report["kept_share"] = len(rows) / (drawn * size)
@@ -94,7 +94,7 @@ class KeptGroups:
         kept = DataProto.concat(found)
         n = len(kept) // len(rows)
         kept = kept[: size * n]
-        for name in self._given.keys() - _OF_ROLLOUT:
+        for name in self._step_batch.keys() - _ROLLOUT_COLUMNS:
             column = [drawn_batch[name][row] for drawn_batch, row in rows[:size]]
             if torch.is_tensor(column[0]):
                 kept.batch[name] = torch.stack(column).repeat_interleave(n, 0)
@@ -102,7 +102,7 @@ class KeptGroups:
                 kept.non_tensor_batch[name] = np.fromiter(column, dtype=object, count=size).repeat(n)
         return kept
 
-    def _sample(self, prompts: DataProto, rest: DataProto, found: list[DataProto]) -> np.ndarray:
+    def _sample_groups(self, prompts: DataProto, rest: DataProto, found: list[DataProto]) -> np.ndarray:
         """Return which prompts have responses with different rewards, [prompts]; append these responses to `found`.
 
         `rest`: the columns of the batch that verl does not generate from; the reward reads them.
@@ -114,7 +114,8 @@ class KeptGroups:
         values = {**(result.get("reward_extra_info") or {}), SCORE: result["reward_tensor"].sum(-1)}
         if metric not in values:
             raise ConfigError(f"recipe.keep_groups.metric is {metric!r}; the reward function gives {', '.join(values)}")
-        of_prompts = np.asarray(values[metric], dtype=float).reshape(-1, n)
-        differ = of_prompts.max(1) > of_prompts.min(1)  # exact; the standard deviation of equal numbers may exceed 0
+        prompt_values = np.asarray(values[metric], dtype=float).reshape(-1, n)
+        # exact; the standard deviation of equal numbers may exceed 0
+        differ = prompt_values.max(1) > prompt_values.min(1)
         found.append(output[np.flatnonzero(differ.repeat(n))])
         return differ

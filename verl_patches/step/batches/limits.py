@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-DYNAMIC = {  # stage -> its section, switch and budget keys of verl 0.4.0; at 54c9b736 our rows read them
+DYNAMIC_BATCH_KEYS = {  # stage -> its section, switch and budget keys of verl 0.4.0; at 54c9b736 our rows read them
     "update": ("actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
     "log_prob": ("rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
     "ref": ("ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
@@ -16,13 +16,13 @@ def token_budget(section: Any, stage: str) -> int | None:
 
     The key counts tokens of one rank: context-parallel ranks share a micro batch, as in verl 0.4.0.
     """
-    name, switch, budget = DYNAMIC[stage]
+    name, switch, budget = DYNAMIC_BATCH_KEYS[stage]
     return section[name][budget] * section.actor.megatron.context_parallel_size if section[name].get(switch) else None
 
 
 def has_dynamic_batches(section: Any) -> bool:
     """Return whether micro batches of any stage have a budget of tokens; `section` is actor_rollout_ref."""
-    return any(token_budget(section, stage) is not None for stage in DYNAMIC)
+    return any(token_budget(section, stage) is not None for stage in DYNAMIC_BATCH_KEYS)
 
 
 ID_BYTES = 3  # bytes of a response's token id sent to the trainer: enough for a vocabulary of 16.7 million

@@ -11,11 +11,11 @@ loss_agg_mode=token-mean it is the gradient of the sum over response tokens, div
 batch on all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl
 averages each micro batch by itself and gives all of them equal weight, at both pins (core_algos.agg_loss).
 
-    packing            wraps the actor's pass over a batch: puts its log-probs back into the order of the batch
-    by_tokens          wraps the split into micro batches: splits by tokens inside `packing`
-    in_mini_batch      wraps the iterator over micro batches: counts samples and tokens of their mini batch
-    by_mini_batch      wraps the aggregation of a micro batch's loss: divides by those counts
-    as_planned         wraps verl's packing: uses the micro batches of the plan
+    pack_micro_batches        wraps the actor's pass over a batch: puts its log-probs back into the order of the batch
+    split_by_tokens           wraps the split into micro batches: splits by tokens inside `pack_micro_batches`
+    count_mini_batch          wraps the iterator over micro batches: counts samples and tokens of their mini batch
+    scale_micro_batch_loss    wraps the aggregation of a micro batch's loss: divides by those counts
+    split_as_planned          wraps verl's packing: uses the micro batches of the plan
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is spl
 class Stage:
     """Describe how one stage of a worker makes its micro batches; with the defaults, as verl does.
 
-    budget: most tokens of a micro batch, if `packing` splits (line a3). planned: the plan's micro batches, for
-    `as_planned`. update: counts of the update, if actor or critic has one now. packing: set during the actor's pass.
+    budget: most tokens of a micro batch, if `pack_micro_batches` splits (line a3). splits: the plan's micro batches,
+    for `split_as_planned`. counts: of the mini batches, during an update of actor or critic. packed_pass: set during
+    the actor's pass.
     """
 
     budget: int | None = None
-    planned: PlannedSplits | None = None
-    update: Update | None = None
-    packing: Packing | None = None
+    splits: PlannedSplits | None = None
+    counts: MiniBatchCounts | None = None
+    packed_pass: PackedPass | None = None
 
 
 current_stage: Current[Stage] = Current(Stage())
@@ -60,14 +61,14 @@ def in_stage(stage: Stage) -> Iterator[None]:
     """Run a stage of actor or critic inside; RecipeError if verl's actor did not take the plan's micro batches."""
     with current_stage.set(stage):
         yield
-    if stage.planned is not None and not stage.planned.reached:
+    if stage.splits is not None and not stage.splits.used_batches:
         raise RecipeError(
             "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
             "verl.workers.actor.megatron_actor: look at `status --run DIR`"
         )
 
 
-class Packing:
+class PackedPass:
     """Pack one pass of the actor over a batch into micro batches of at most about `budget` tokens.
 
     `rows`: [micro batch] -> rows of the batch; empty before the split.
@@ -84,7 +85,7 @@ class Packing:
         micro_batches, self.rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=self.budget)
         return micro_batches
 
-    def in_order(self, outputs: list[Any]) -> list[Any]:
+    def restore_order(self, outputs: list[Any]) -> list[Any]:
         """Return a forward pass's outputs as one micro batch in the order of the batch.
 
         `outputs`: from verl's loss function, {"log_probs"} or [{"log_probs"}, entropies]; empty on all but the last
@@ -92,18 +93,18 @@ class Packing:
         """
         if not outputs:
             return outputs
-        back = torch.tensor(list(chain.from_iterable(self.rows))).argsort()
+        inverse = torch.tensor(list(chain.from_iterable(self.rows))).argsort()
         if isinstance(outputs[0], dict):
-            return [{"log_probs": _restored([each["log_probs"] for each in outputs], back)}]
-        log_probs = _restored([found["log_probs"] for found, _ in outputs], back)
-        return [[{"log_probs": log_probs}, _restored([entropies for _, entropies in outputs], back)]]
+            return [{"log_probs": _restore_order([each["log_probs"] for each in outputs], inverse)}]
+        log_probs = _restore_order([found["log_probs"] for found, _ in outputs], inverse)
+        return [[{"log_probs": log_probs}, _restore_order([entropies for _, entropies in outputs], inverse)]]
 
 
-def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts)[back.to(parts[0].device)]
+def _restore_order(parts: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)[inverse.to(parts[0].device)]
 
 
-def packing(forward_backward_batch: Callable) -> Callable:
+def pack_micro_batches(forward_backward_batch: Callable) -> Callable:
     """Wrap verl's MegatronPPOActor.forward_backward_batch: pack micro batches if the stage has a budget."""
 
     @functools.wraps(forward_backward_batch)
@@ -112,29 +113,29 @@ def packing(forward_backward_batch: Callable) -> Callable:
         if stage.budget is None:
             return forward_backward_batch(self, data, forward_only, *args, **kwargs)
         data.meta_info["micro_batch_size"] = 1  # verl multiplies it, for a shape that Megatron does not read
-        now = Packing(stage.budget)
-        with current_stage.set(replace(stage, packing=now)):
+        now = PackedPass(stage.budget)
+        with current_stage.set(replace(stage, packed_pass=now)):
             outputs = forward_backward_batch(self, data, forward_only, *args, **kwargs)
-            return now.in_order(outputs) if forward_only else outputs
+            return now.restore_order(outputs) if forward_only else outputs
 
     return run
 
 
-def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
-    """Wrap verl's split of a batch into micro batches: split by tokens inside `packing`."""
+def split_by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
+    """Wrap verl's split of a batch into micro batches: split by tokens inside `pack_micro_batches`."""
 
     @functools.wraps(split_dict_tensor_into_batches)
     def split(tensors: Any, batch_size: int) -> Any:
-        now = current_stage.value.packing
+        now = current_stage.value.packed_pass
         return split_dict_tensor_into_batches(tensors, batch_size) if now is None else now.split(tensors)
 
     return split
 
 
-LOSSES = "actor/pg_loss", "actor/kl_loss", "critic/vf_loss"  # verl's metrics of an update
+LOSS_METRICS = "actor/pg_loss", "actor/kl_loss", "critic/vf_loss"  # verl's metrics of an update
 
 
-class Update:
+class MiniBatchCounts:
     """Divide the loss of each micro batch in one update of actor or critic by samples or tokens of its mini batch.
 
     micro_batches: number in each mini batch so far; samples: of the last mini batch on this rank; tokens: its response
@@ -157,7 +158,7 @@ class Update:
 
         Does nothing on ranks without losses.
         """
-        for name in LOSSES:
+        for name in LOSS_METRICS:
             if name in metrics:
                 losses = torch.tensor(metrics[name], device=self.tokens.device).flatten().split(self.micro_batches)
                 metrics[name] = _mean_over_replicas(torch.stack([loss.mean() for loss in losses]).mean()).item()
@@ -170,19 +171,19 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
     return value / parallel_state.get_data_parallel_world_size()
 
 
-def in_mini_batch(make_batch_generator: Callable) -> Callable:
+def count_mini_batch(make_batch_generator: Callable) -> Callable:
     """Wrap verl's make_batch_generator, which gets all micro batches of a mini batch: count them."""
 
     @functools.wraps(make_batch_generator)
     def make(batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if (update := current_stage.value.update) is not None:
-            update.begin(batches)
+        if (counts := current_stage.value.counts) is not None:
+            counts.begin(batches)
         return make_batch_generator(batches, *args, **kwargs)
 
     return make
 
 
-def by_mini_batch(agg_loss: Callable) -> Callable:
+def scale_micro_batch_loss(agg_loss: Callable) -> Callable:
     """Wrap verl's agg_loss: in an update, return a micro batch's part of the loss of its mini batch.
 
     Megatron divides by the number of micro batches, and averages gradients over data-parallel ranks; the returned part
@@ -191,14 +192,14 @@ def by_mini_batch(agg_loss: Callable) -> Callable:
 
     @functools.wraps(agg_loss)
     def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
-        update = current_stage.value.update
-        if update is None:
+        counts = current_stage.value.counts
+        if counts is None:
             return agg_loss(loss_mat, loss_mask, loss_agg_mode)
         if loss_agg_mode == "token-mean":
-            return (loss_mat * loss_mask).sum() * (update.micro_batches[-1] / update.tokens)
+            return (loss_mat * loss_mask).sum() * (counts.micro_batches[-1] / counts.tokens)
         rows = zip(loss_mat.split(1), loss_mask.split(1), strict=True)
         losses = [agg_loss(loss, mask, loss_agg_mode) for loss, mask in rows]
-        return torch.stack(losses).sum() * (update.micro_batches[-1] / update.samples)
+        return torch.stack(losses).sum() * (counts.micro_batches[-1] / counts.samples)
 
     return aggregate
 
@@ -214,21 +215,21 @@ class PlannedSplits:
 
     def __init__(self, batches: Sequence[tuple[MicroBatches, list[int]]]):
         self._batches = cycle(batches)
-        self.reached = 0
+        self.used_batches = 0
 
-    def next(self, tokens: list[int]) -> MicroBatches:
+    def next_micro_batches(self, tokens: list[int]) -> MicroBatches:
         """Return the next batch's micro batches; RecipeError if the plan expects other `tokens` by row."""
         parts, expected = next(self._batches)
         if tokens != expected:
             raise RecipeError(
-                f"micro batches: batch {self.reached} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, the "
-                f"plan has {len(expected)} of {sum(expected)}, or another order"
+                f"micro batches: batch {self.used_batches} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, "
+                f"the plan has {len(expected)} of {sum(expected)}, or another order"
             )
-        self.reached += 1
+        self.used_batches += 1
         return parts
 
 
-def planned_splits(
+def plan_stage_splits(
     stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int]
 ) -> PlannedSplits | None:
     """Return the plan's micro batches of a replica in a stage ("update" or a forward pass); None without a budget.
@@ -239,16 +240,17 @@ def planned_splits(
         return None
     batches: Sequence[Sequence[Sequence[int]]] = plan.schedule[replica]
     if stage != "update":
-        batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # already balanced
+        packed = batch_plan.packed_batches(plan.replica_samples, tokens, budget, balance=False)  # already balanced
+        batches = [packed[replica]]
     splits = []
     for micros in batches:
-        order = list(chain.from_iterable(micros)) if stage == "update" else plan.placed[replica]
+        order = list(chain.from_iterable(micros)) if stage == "update" else plan.replica_samples[replica]
         row_of = {sample: row for row, sample in enumerate(order)}
         splits.append(([[row_of[sample] for sample in micro] for micro in micros], [tokens[s] for s in order]))
     return PlannedSplits(splits)
 
 
-def as_planned(rearrange_micro_batches: Callable) -> Callable:
+def split_as_planned(rearrange_micro_batches: Callable) -> Callable:
     """Wrap verl's rearrange_micro_batches: return (micro batches, rows) by the plan of the stage.
 
     verl packs the samples of each rank separately, all ranks into ceil(tokens / budget) micro batches of the rank with
@@ -258,10 +260,10 @@ def as_planned(rearrange_micro_batches: Callable) -> Callable:
 
     @functools.wraps(rearrange_micro_batches)
     def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], MicroBatches]:
-        planned = current_stage.value.planned
-        if planned is None:
+        splits = current_stage.value.splits
+        if splits is None:
             return rearrange_micro_batches(batch, *args, **kwargs)
-        parts = planned.next(batch["attention_mask"].sum(dim=1).tolist())
+        parts = splits.next_micro_batches(batch["attention_mask"].sum(dim=1).tolist())
         return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
 
     return rearrange

@@ -6,7 +6,7 @@ verl.models.mcore.util.preprocess_packed_seqs) are made for Transformer Engine's
 return them in another order.
 
 Each CP rank has the whole loss, and the gradient of its own part. Megatron averages gradients over DP x CP ranks
-(DDP's group), so `_Gathered` multiplies by CP; verl.models.mcore.util.postprocess_packed_seqs does not, so every
+(DDP's group), so `_GatherParts` multiplies by CP; verl.models.mcore.util.postprocess_packed_seqs does not, so every
 gradient would be divided by CP.
 
 Shape letters: B samples, S width of verl's batch, T packed tokens with padding, T/cp of them on each rank.
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 
-def forwards() -> dict[Any, Callable]:
+def forward_registry() -> dict[Any, Callable]:
     """Return the entry for verl's MODEL_FORWARD_REGISTRY."""
     from verl.models.mcore.registry import SupportedModel
 
@@ -52,15 +52,18 @@ def forward(
         return gptmodel_forward(*batch, logits_processor, logits_processor_args or {})
     parts = SequenceParts(attention_mask)
     output = model(
-        input_ids=parts.of(input_ids), attention_mask=None, position_ids=position_ids, packed_seq_params=parts.lengths()
+        input_ids=parts.local_part(input_ids),
+        attention_mask=None,
+        position_ids=position_ids,
+        packed_seq_params=parts.packed_seq_params(),
     )
     if not unwrap_model(model).post_process:
         return output
     if logits_processor is None:
-        values = parts.whole(output)
+        values = parts.full_tensor(output)
         return values[..., 0] if value_model else values
-    arguments = {name: parts.of(tensor) for name, tensor in (logits_processor_args or {}).items()}
-    return {name: parts.whole(tensor) for name, tensor in logits_processor(output, **arguments).items()}
+    arguments = {name: parts.local_part(tensor) for name, tensor in (logits_processor_args or {}).items()}
+    return {name: parts.full_tensor(tensor) for name, tensor in logits_processor(output, **arguments).items()}
 
 
 class SequenceParts:
@@ -85,13 +88,13 @@ class SequenceParts:
         self._places = self._ends.long()[row] + place  # place of each token in the packed sequence
         self._tokens = int(self._ends[-1])
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `tensor` [B, S]: [1, T/cp], 0 in padding."""
         packed = tensor.new_zeros(self._tokens)
         packed[self._places] = tensor[self._mask]
         return packed.chunk(self._size)[self._rank].unsqueeze(0)
 
-    def lengths(self) -> Any:
+    def packed_seq_params(self) -> Any:
         """Return the PackedSeqParams of all sequences, which Ulysses' attention needs."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -106,15 +109,15 @@ class SequenceParts:
             cu_seqlens_kv_padded=self._ends,
         )
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, part: torch.Tensor) -> torch.Tensor:
         """Return [B, S, ...] on every rank from the ranks' parts [1, T/cp, ...]; the gradient goes to the own part."""
-        packed = _Gathered.apply(part[0], self._group)
+        packed = _GatherParts.apply(part[0], self._group)
         found = packed.new_zeros(*self._mask.shape, *packed.shape[1:])
         found[self._mask] = packed[self._places]
         return found
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     """Concatenate all ranks' parts; backward returns the own part's gradient times the number of ranks."""
 
     @staticmethod

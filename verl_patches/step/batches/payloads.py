@@ -49,7 +49,7 @@ class Placement:
     response_lengths: np.ndarray
     widths: tuple[int, int]
     pad_id: int
-    balance: bool
+    balance_batch: bool
 
 
 @dataclass(frozen=True)

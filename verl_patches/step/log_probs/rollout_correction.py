@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_patches.step.log_probs.on_policy import Correction, correction_of
-from verl_patches.step.log_probs.truth_check import K3_KL, KL, MAX, MEAN, NOT_FINITE, PEARSON, STD
+from verl_patches.step.log_probs.logprob_check import K3_KL, KL, MAX, MEAN, NOT_FINITE, PEARSON, STD
+from verl_patches.step.log_probs.ratio_settings import Correction, parse_correction
 
-SAFE = 20.0  # bound of |log ratio| before exp
-_CORR = "rollout_corr"  # verl's name
+MAX_LOG_RATIO = 20.0  # bound of |log ratio| before exp
+_CORRECTION_PREFIX = "rollout_corr"  # verl's name
 MEAN_LOG_PROB = "actor/log_prob_mean"  # mean over the responses' tokens, reported without rollout log-probs
-_ROWS = 1024  # sequences computed at a time
-Moments = dict[str, dict[str, float]]
+_CHUNK_ROWS = 1024  # sequences computed at a time
+LogProbSums = dict[str, dict[str, float]]
 
 
 class LogProbError(RuntimeError):
     """Report that a sampled token's log-prob is NaN or infinite, or that vLLM's are missing."""
 
 
-class Weighed(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Hold weights [B, S] fp32 or fp64, 0 outside the mask; ratios [B, S] before the cap; accepted [B] bool."""
 
     weights: torch.Tensor
@@ -40,7 +40,9 @@ class Weighed(NamedTuple):
     accepted: torch.Tensor
 
 
-def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction) -> Weighed:
+def importance_weights(
+    rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction
+) -> ImportanceWeights:
     """Return the weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
 
     ratio: pi_actor / pi_rollout of the token or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
@@ -55,16 +57,16 @@ def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correc
     by_sequence = by_token.sum(-1)
     by_level = {"token": by_token, "sequence": by_sequence.unsqueeze(-1).expand_as(by_token)}
     log_ratio = by_level.get(correction.level or "")
-    ratios = torch.ones_like(by_token) if log_ratio is None else log_ratio.clamp(-SAFE, SAFE).exp()
+    ratios = torch.ones_like(by_token) if log_ratio is None else log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     accepted = torch.ones_like(by_sequence, dtype=torch.bool)
     if correction.reject:
         assert correction.bounds is not None  # given with `reject`
         low, high = (math.log(bound) for bound in correction.bounds)
         length = mask.sum(-1).clamp(min=1) if correction.reject == "seq_mean_k1" else 1
-        k1 = -by_token.clamp(-SAFE, SAFE).sum(-1) / length
+        k1 = -by_token.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(-1) / length
         accepted = (k1 >= low) & (k1 <= high)
     capped = ratios if log_ratio is None else ratios.clamp(max=correction.cap)
-    return Weighed(torch.where(mask & accepted.unsqueeze(-1), capped, 0.0), ratios, accepted)
+    return ImportanceWeights(torch.where(mask & accepted.unsqueeze(-1), capped, 0.0), ratios, accepted)
 
 
 def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
@@ -79,22 +81,22 @@ def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) 
         )
 
 
-def moments(
+def log_prob_sums(
     rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction | None = None
-) -> Moments:
-    """Return sums and maxima of one part of a batch, in fp64 on the host, for `merged` and `metrics`.
+) -> LogProbSums:
+    """Return sums and maxima of one part of a batch, in fp64 on the host, for `merge_sums` and `log_prob_metrics`.
 
     All are [B, S_response], nats; no sequence may be split between parts.
     """
-    total: Moments = {"sum": {}, "max": {}}
-    for at in range(0, len(mask), _ROWS):
-        rows = slice(at, at + _ROWS)
+    total: LogProbSums = {"sum": {}, "max": {}}
+    for at in range(0, len(mask), _CHUNK_ROWS):
+        rows = slice(at, at + _CHUNK_ROWS)
         x, y = (t[rows].detach().float().cpu().double() for t in (rollout, actor))  # devices may lack fp64
-        total = merged([total, _moments(x, y, mask[rows].cpu().bool(), correction)])
+        total = merge_sums([total, _part_sums(x, y, mask[rows].cpu().bool(), correction)])
     return total
 
 
-def merged(parts: Iterable[Moments | None]) -> Moments:
+def merge_sums(parts: Iterable[LogProbSums | None]) -> LogProbSums:
     """Return the moments of all parts together; None counts as an empty part."""
     sums: dict[str, float] = {}
     highest: dict[str, float] = {}
@@ -106,7 +108,7 @@ def merged(parts: Iterable[Moments | None]) -> Moments:
     return {"sum": sums, "max": highest}
 
 
-def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: Correction | None) -> Moments:
+def _part_sums(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: Correction | None) -> LogProbSums:
     not_finite = int((mask & ~(torch.isfinite(x) & torch.isfinite(y))).sum())
     if not_finite or not mask.any():
         return {"sum": {"not_finite": float(not_finite), "tokens": float(mask.sum())}, "max": {}}
@@ -126,7 +128,7 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     highest = {"abs": rows["abs"]}
     sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(filled.sum())}
     if correction:
-        _, by_token, accepted = weigh(x, y, mask, correction)
+        _, by_token, accepted = importance_weights(x, y, mask, correction)
         ratios = by_token[mask]  # as if no sequence was rejected
         bounded = ratios.clamp(1 / correction.cap, correction.cap)
         weights = by_token[filled, 0] if correction.level == "sequence" else ratios
@@ -146,10 +148,10 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     }
 
 
-def add_to_metrics(original: Callable) -> Callable:
+def add_log_prob_metrics(original: Callable) -> Callable:
     """Wrap verl's compute_data_metrics: add the differences of log-probs if the batch has both sides.
 
-    With recipe.train.skip_old_log_prob the workers report them (step/log_probs/on_policy_update.py).
+    With recipe.train.skip_old_log_prob the workers report them (step/log_probs/policy_update.py).
     """
 
     @functools.wraps(original)
@@ -157,20 +159,20 @@ def add_to_metrics(original: Callable) -> Callable:
         reported, tensors = original(batch, *args, **kwargs), batch.batch
         if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
             sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
-            reported.update(metrics(moments(*sides)))
+            reported.update(log_prob_metrics(log_prob_sums(*sides)))
         return reported
 
     return compute
 
 
-def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str, float]:
+def log_prob_metrics(batch_sums: LogProbSums, correction: Correction | None = None) -> dict[str, float]:
     """Return the step's metrics by name: {} without a valid token; count and NaN if any log-prob is not finite.
 
     recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
     and k3 estimates of KL(rollout || actor). Standard deviations divide by n - 1, rollout_is_std by n; undefined
     values are left out.
     """
-    sums, highest = of_batch["sum"], of_batch["max"]
+    sums, highest = batch_sums["sum"], batch_sums["max"]
     tokens = sums.get("tokens")
     if sums.get("targets"):
         return {MEAN_LOG_PROB: sums["log_probs"] / sums["targets"]}
@@ -189,8 +191,8 @@ def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str
     if correction and correction.level:
         named |= _weight_metrics(sums, highest)
     if correction and correction.reject:
-        named[f"{_CORR}/rollout_rs_masked_fraction"] = sums["rejected_tokens"] / tokens
-        named[f"{_CORR}/rollout_rs_seq_masked_fraction"] = sums["rejected"] / sums["sequences"]
+        named[f"{_CORRECTION_PREFIX}/rollout_rs_masked_fraction"] = sums["rejected_tokens"] / tokens
+        named[f"{_CORRECTION_PREFIX}/rollout_rs_seq_masked_fraction"] = sums["rejected"] / sums["sequences"]
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -199,12 +201,12 @@ def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[s
     tokens = sums["tokens"]
     mean, mean_2 = sums["bounded"] / tokens, sums["bounded_2"] / tokens
     return {
-        f"{_CORR}/rollout_is_mean": sums["ratio"] / tokens,
-        f"{_CORR}/rollout_is_std": math.sqrt(max(mean_2 - mean * mean, 0.0)),
-        f"{_CORR}/rollout_is_max": highest["ratio"],
-        f"{_CORR}/rollout_is_min": -highest["ratio_low"],
-        f"{_CORR}/rollout_is_eff_sample_size": mean * mean / mean_2,
-        f"{_CORR}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["weights"],
+        f"{_CORRECTION_PREFIX}/rollout_is_mean": sums["ratio"] / tokens,
+        f"{_CORRECTION_PREFIX}/rollout_is_std": math.sqrt(max(mean_2 - mean * mean, 0.0)),
+        f"{_CORRECTION_PREFIX}/rollout_is_max": highest["ratio"],
+        f"{_CORRECTION_PREFIX}/rollout_is_min": -highest["ratio_low"],
+        f"{_CORRECTION_PREFIX}/rollout_is_eff_sample_size": mean * mean / mean_2,
+        f"{_CORRECTION_PREFIX}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["weights"],
     }
 
 
@@ -218,11 +220,11 @@ def _pearson(sums: dict[str, float], n: float) -> float | None:
     return None if spread <= 0 else max(-1.0, min(1.0, (xy - x * y / n) / math.sqrt(spread)))
 
 
-_OF_THE_PASS = ("actor/entropy_loss",)  # metrics that verl takes only from the pass for old log-probs
+_SKIPPED_PASS_METRICS = ("actor/entropy_loss",)  # metrics that verl takes only from the pass for old log-probs
 
 
-def with_workers_metrics(step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any) -> dict[str, Any]:
+def add_worker_metrics(step: Mapping[str, Any], reports: Iterable[LogProbSums | None], recipe: Any) -> dict[str, Any]:
     """Return a step's metrics with those of the workers' updates, and without those of a skipped log-prob pass."""
-    left_out = _OF_THE_PASS if recipe.train.skip_old_log_prob else ()
+    left_out = _SKIPPED_PASS_METRICS if recipe.train.skip_old_log_prob else ()
     computed = {name: value for name, value in step.items() if name not in left_out}
-    return {**computed, **metrics(merged(reports), correction_of(recipe.rollout_correction))}
+    return {**computed, **log_prob_metrics(merge_sums(reports), parse_correction(recipe.rollout_correction))}

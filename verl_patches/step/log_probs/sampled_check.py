@@ -1,7 +1,7 @@
 """Check log-probs in runs with temperature, top-p or top-k: every N steps, on extra samples.
 
-    trainer    SampledCheck                        every N steps from the first on, requests samples and compares
-    worker     step/log_probs/of_rollout.py        samples once more while vLLM is awake, after the step's responses
+    trainer    SampledCheck            every N steps from the first on, requests samples and compares
+    worker     rollout_log_probs.py    samples once more while vLLM is awake, after the step's responses
 
 trainer/worker_group.py makes the calls: begin_rollout with the request, then end_rollout and the actor's
 compute_log_prob after the step's rollout. There is no second weight sync, and the step's responses, rewards and update
@@ -20,9 +20,9 @@ from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
 from verl_patches.spec import run_of
-from verl_patches.step.batches.exchange import Ragged, model_inputs, to_padded
-from verl_patches.step.log_probs import rollout_correction, truth_check
-from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+from verl_patches.step.batches.exchange import RaggedTensor, model_inputs, to_padded
+from verl_patches.step.log_probs import logprob_check, rollout_correction
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 
 
 class SampledCheck:
@@ -34,7 +34,7 @@ class SampledCheck:
     def __init__(self, trainer: Any, every: int):
         run = run_of(trainer.config)
         data, rollout = run.verl.data, run.verl.actor_rollout_ref.rollout
-        self._every, self._sequences = every, truth_check.sequences_of(run) // run.replicas
+        self._every, self._sequences = every, logprob_check.check_sequences(run) // run.replicas
         self._widths = data.max_prompt_length, data.max_response_length, trainer.tokenizer.pad_token_id
         self._multiple = run.train.dp * (rollout.log_prob_micro_batch_size_per_gpu or 1)
         self.report: dict[str, Any] | None = None
@@ -56,15 +56,15 @@ class SampledCheck:
         actor = compute_log_prob(whole).batch["old_log_probs"][: len(responses)]
         seconds = time.perf_counter() - begin
         rollout, mask = to_padded(_ragged(sampled, torch.float32), width), tensors["attention_mask"][:, prompt_width:]
-        metrics = rollout_correction.metrics(rollout_correction.moments(rollout, actor, mask))
+        metrics = rollout_correction.log_prob_metrics(rollout_correction.log_prob_sums(rollout, actor, mask))
         self.report = {
             "sequences": len(responses),
             "tokens": sum(map(len, responses)),
             "sample_s": round(max(of_replica.seconds for of_replica in samples), 4),
             "log_prob_s": round(seconds, 4),
-            "delta": truth_check.logprob_delta(metrics),
+            "delta": logprob_check.logprob_delta(metrics),
         }
 
 
-def _ragged(rows: list[list[Any]], dtype: torch.dtype) -> Ragged:
-    return Ragged(torch.tensor([value for row in rows for value in row], dtype=dtype), tuple(map(len, rows)))
+def _ragged(rows: list[list[Any]], dtype: torch.dtype) -> RaggedTensor:
+    return RaggedTensor(torch.tensor([value for row in rows for value in row], dtype=dtype), tuple(map(len, rows)))

@@ -17,18 +17,18 @@ import torch
 
 from verl_patches.current import Current
 from verl_patches.spec import OF_VALUES
-from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs
+from verl_patches.step.batches.exchange import RaggedTensor, from_padded, model_inputs
 from verl_patches.step.log_probs.rollout_correction import MEAN_LOG_PROB
 from verl_patches.step.objectives import losses
-from verl_patches.step.objectives.settings import RESPONSES
+from verl_patches.step.objectives.settings import RESPONSES_PER_PROMPT
 
 # columns of a batch; role: 0 for a prompt's first response, 1 for the second (rejected, or for the KL); label and marks
 # come from the data
 ROLE, LABEL, MARKS = "objective_role", "objective_label", "objective_marks"
-PREFIX = "objective/"  # prefix of metric names
+METRIC_PREFIX = "objective/"  # prefix of metric names
 
 
-def given_responses(prompts: Any, objective: str, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+def dataset_responses(prompts: Any, objective: str, width: int, pad_id: int) -> dict[str, torch.Tensor]:
     """Return tensors like those of vLLM's rollout for `prompts` (DataProto of verl's fit), with responses of the data.
 
     They are the tensors of exchange.model_inputs [B, ...], with `width` tokens of responses; ROLE [B]; LABEL [B] bool
@@ -39,11 +39,11 @@ def given_responses(prompts: Any, objective: str, width: int, pad_id: int) -> di
     responses = [row["responses"] for row in given]
     if objective == "kto":
         responses = [own + other for own, other in zip(responses, responses[-1:] + responses[:-1], strict=True)]
-    n = RESPONSES[objective]
+    n = RESPONSES_PER_PROMPT[objective]
     every = list(chain.from_iterable(responses))
     ids = from_padded(tensors["input_ids"], tensors["attention_mask"], left=True)
     ids = ids.take([place for place in range(len(given)) for _ in range(n)])
-    ragged = Ragged(torch.tensor(list(chain.from_iterable(every))), tuple(map(len, every)))
+    ragged = RaggedTensor(torch.tensor(list(chain.from_iterable(every))), tuple(map(len, every)))
     found = model_inputs(ids, ragged, tensors["input_ids"].shape[1], width, pad_id)
     found[ROLE] = torch.arange(n).repeat(len(given))
     if objective == "kto":
@@ -67,67 +67,67 @@ class FixedData:
         objective_checks (step/objectives/checks.py) ensures that the batch has the columns that the loss needs.
         """
         mask, name = batch["response_mask"].bool(), self.settings.name
-        of_values = name in OF_VALUES
-        if of_values:
+        has_values = name in OF_VALUES
+        if has_values:
             variable = batch["values"].double().requires_grad_()
-            loss, metrics = self._of_values(variable, batch, mask, uids)
+            loss, metrics = self._value_loss(variable, batch, mask, uids)
         elif name == "sft":  # linear: the gradient needs no log-probs, and the update reports the loss
             variable = torch.zeros(len(mask), dtype=torch.float64, requires_grad=True)
             loss, metrics = losses.sft(variable, mask.sum(-1)), {}
         else:
             variable = torch.where(mask, batch["old_log_probs"].double(), 0.0).sum(-1).requires_grad_()
             reference = torch.where(mask, batch["ref_log_prob"].double(), 0.0).sum(-1)
-            loss, metrics = self._of_log_ratios(variable - reference, batch, mask, uids)
+            loss, metrics = self._policy_loss(variable - reference, batch, mask, uids)
         loss.backward()
         scaled = -len(mask) * variable.grad
         dtype = torch.float32
-        if of_values:
+        if has_values:
             batch["returns"] = (variable.detach() + scaled / 2).to(dtype)
             batch["advantages"] = torch.zeros_like(batch["returns"])
         else:
             batch["advantages"] = batch["returns"] = (scaled[:, None] * mask).to(dtype)
-        self.metrics = {f"{PREFIX}{key}": float(value) for key, value in metrics.items()}
+        self.metrics = {f"{METRIC_PREFIX}{key}": float(value) for key, value in metrics.items()}
         if name != "sft":
-            self.metrics[f"{PREFIX}loss"] = float(loss.detach())
+            self.metrics[f"{METRIC_PREFIX}loss"] = float(loss.detach())
 
-    def _of_log_ratios(self, ratios: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
+    def _policy_loss(self, ratios: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
         settings = self.settings
         if settings.name == "ipo":
             ratios = ratios / mask.sum(-1)
-        first, second = pairs_of(uids, batch[ROLE])
+        first, second = pair_rows(uids, batch[ROLE])
         if settings.name == "dpo":
             return losses.dpo(ratios[first], ratios[second], settings.beta, settings.label_smoothing)
         if settings.name == "ipo":
             return losses.ipo(ratios[first], ratios[second], settings.beta)
         return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings)
 
-    def _of_values(self, values: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
+    def _value_loss(self, values: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
         if self.settings.name == "prm":
             marks = batch[MARKS].double()
             marked = mask & ~marks.isnan()
-            return losses.steps(values[marked], marks[marked])
+            return losses.prm(values[marked], marks[marked])
         scores = values.gather(1, mask.sum(-1, keepdim=True) - 1)[:, 0]  # see dataset.RewardData
-        first, second = pairs_of(uids, batch[ROLE])
+        first, second = pair_rows(uids, batch[ROLE])
         return losses.bradley_terry(scores[first], scores[second])
 
-    def of_step(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def step_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return {objective/...: value} of a step from verl's `metrics`; sft's loss comes from the update."""
         if self.settings.name != "sft":
             return self.metrics
-        return {f"{PREFIX}loss": -float(metrics[MEAN_LOG_PROB])}
+        return {f"{METRIC_PREFIX}loss": -float(metrics[MEAN_LOG_PROB])}
 
 
 current_fixed_data: Current[FixedData | None] = Current(None)  # set during the trainer's run; None if it samples
 
 
-def pairs_of(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:
+def pair_rows(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:
     """Return (rows of first responses, rows of the second of the same prompts), in any order of the batch."""
     rows = {key: row for row, key in enumerate(zip(uids, roles.tolist(), strict=True))}
     first = [row for (_, role), row in rows.items() if role == 0]
     return first, [rows[uids[row], 1] for row in first]
 
 
-def advantages_of_objective(compute_advantage: Callable) -> Callable:
+def objective_advantages(compute_advantage: Callable) -> Callable:
     """Wrap verl's compute_advantage: on fixed data compute the advantages of the loss."""
 
     @functools.wraps(compute_advantage)

@@ -12,7 +12,7 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.objectives import settings
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OF_GROUPS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators over groups
+_GROUP_ESTIMATORS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators over groups
 
 
 def estimator_checks(run: RunSpec) -> Iterator[Check]:
@@ -20,20 +20,20 @@ def estimator_checks(run: RunSpec) -> Iterator[Check]:
     if not run.samples:
         return
     estimator, rollout = run.verl.algorithm.adv_estimator, run.verl.actor_rollout_ref.rollout
-    held = f"{estimator}, {rollout.n} response(s) a prompt"
+    detail = f"{estimator}, {rollout.n} response(s) a prompt"
     if estimator == "remax":
-        held += ", and a greedy one, whose rollout and weight sync the modelled step leaves out"
+        detail += ", and a greedy one, whose rollout and weight sync the modelled step leaves out"
     fault = (
         f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
         "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"
     )
-    yield either("advantages", estimator not in _OF_GROUPS or rollout.n > 1, held, fault)
+    yield either("advantages", estimator not in _GROUP_ESTIMATORS or rollout.n > 1, detail, fault)
     val, trainer = rollout.val_kwargs, run.verl.trainer
     if run.validates:
-        held = f"{val.n} response(s) a prompt of data.val_files"
-        held += f", every {trainer.test_freq} steps" if trainer.test_freq > 0 else ", before the first step only"
+        detail = f"{val.n} response(s) a prompt of data.val_files"
+        detail += f", every {trainer.test_freq} steps" if trainer.test_freq > 0 else ", before the first step only"
         fault = f"{_ROLLOUT}.val_kwargs.n is {val.n}, but greedy responses are equal; set do_sample=true, or n=1"
-        yield either("validation", val.n == 1 or val.do_sample, held, fault)
+        yield either("validation", val.n == 1 or val.do_sample, detail, fault)
         if val.do_sample and not val.temperature:
             fault = f"{_ROLLOUT}.val_kwargs.do_sample is true and temperature 0, which verl refuses; set temperature"
             yield Check("validation", False, fault)
@@ -49,7 +49,7 @@ def objective_checks(run: RunSpec) -> Iterator[Check]:
         for row in ("advantage.objective", "update.fit_as_run", "update.recipe_worker", "update.on_policy")
         if row not in run.rows
     ]
-    faults = [*settings.faults(run), *faults]
+    faults = [*settings.objective_faults(run), *faults]
     yield from (Check("objective", False, fault) for fault in faults)
     if not faults:
         yield Check("objective", True, f"{name}; no rollout: fixed data")

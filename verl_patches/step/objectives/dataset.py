@@ -18,16 +18,16 @@ from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
-from verl_patches.step.batches.exchange import Ragged, prompt_inputs
-from verl_patches.step.objectives.settings import COLUMNS, KINDS, columns_of
+from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
+from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns
 
 _TRUNCATIONS = ("error", "left", "right")
-_SHOWN_S = 10.0  # seconds between the log's counts of checked rows
-_FITS: dict[str, Callable[[Any], bool]] = {
+_LOG_INTERVAL_S = 10.0  # seconds between the log's counts of checked rows
+_VALUE_TESTS: dict[str, Callable[[Any], bool]] = {
     "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
     "text": lambda value: isinstance(value, str) and value != "",
     "bool": lambda value: isinstance(value, bool),
-    "texts": lambda value: _is_list(value, _FITS["text"]),
+    "texts": lambda value: _is_list(value, _VALUE_TESTS["text"]),
     "marks": lambda value: _is_list(value, lambda one: isinstance(one, bool | int | float) and 0 <= one <= 1),
 }
 
@@ -52,63 +52,63 @@ class FixedDataset(RLHFDataset):
         super().__init__(data_files, tokenizer, config, processor)
 
     def _read_files_and_tokenize(self) -> None:
-        ways = [self._check(str(file)) for file in self.data_files]
-        if any(way != ways[0] for way in ways):
-            raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {ways}")
-        if "prompt" not in ways[0]:
+        found = [self._check_file(str(file)) for file in self.data_files]
+        if any(columns != found[0] for columns in found):
+            raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {found}")
+        if "prompt" not in found[0]:
             self.filter_overlong_prompts = False  # the prompt is the first token
         super()._read_files_and_tokenize()
 
-    def _check(self, file: str) -> dict[str, str]:
+    def _check_file(self, file: str) -> dict[str, str]:
         """Check all rows of the file; return the {column: kind} that it is read by."""
         opened = parquet.ParquetFile(file)
         names = opened.schema_arrow.names
-        columns = columns_of(self.objective, names)
+        columns = file_columns(self.objective, names)
         if not columns.keys() <= set(names):
-            ways = " or ".join(", ".join(way) for way in COLUMNS[self.objective])
-            raise ConfigError(f"{file}: {self.objective} needs the columns {ways}; found {', '.join(names)}")
+            column_sets = " or ".join(", ".join(columns) for columns in COLUMNS[self.objective])
+            raise ConfigError(f"{file}: {self.objective} needs the columns {column_sets}; found {', '.join(names)}")
         rows = chain.from_iterable(batch.to_pylist() for batch in opened.iter_batches(columns=[*columns]))
-        shown = {"desc": f"check {file}", "unit": "row", "mininterval": _SHOWN_S, "delay": _SHOWN_S}
-        for number, row in enumerate(tqdm(rows, total=opened.metadata.num_rows, **shown)):
+        progress = {"desc": f"check {file}", "unit": "row", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
+        for number, row in enumerate(tqdm(rows, total=opened.metadata.num_rows, **progress)):
             for name, kind in columns.items():
-                if not _FITS[kind](row[name]):
-                    text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KINDS[kind]}, not empty"
+                if not _VALUE_TESTS[kind](row[name]):
+                    text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KIND_TEXTS[kind]}, not empty"
                     raise ConfigError(text)
-            if fault := self._fault(row):
+            if fault := self._row_fault(row):
                 raise ConfigError(f"{file}, row {number}: {fault}")
         return columns
 
-    def _fault(self, row: dict[str, Any]) -> str | None:
-        longest = max(map(len, self._ids(row)["responses"])) if self.truncation == "error" else 0
+    def _row_fault(self, row: dict[str, Any]) -> str | None:
+        longest = max(map(len, self._row_tokens(row)["responses"])) if self.truncation == "error" else 0
         if longest <= self.most_tokens:
             return None
         limit = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
         return f"a response has {longest} tokens with the end token; expected at most {limit}"
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        columns = columns_of(self.objective, self.dataframe.column_names)
+        columns = file_columns(self.objective, self.dataframe.column_names)
         if "prompt" in columns:
             row = super().__getitem__(item)
-            given = self._ids(row)
+            given = self._row_tokens(row)
         else:
-            given = self._ids({"text": self.dataframe[item]["text"]})
+            given = self._row_tokens({"text": self.dataframe[item]["text"]})
             prompt = torch.tensor(given.pop("prompt"))
-            tensors = prompt_inputs(Ragged(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
+            tensors = prompt_inputs(RaggedTensor(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
             row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
         row = {name: value for name, value in row.items() if name not in columns}  # text is not sent through the step
-        given["responses"] = [self._cut(ids) for ids in given["responses"]]
+        given["responses"] = [self._truncate(ids) for ids in given["responses"]]
         return {**row, "tools_kwargs": given}
 
-    def _cut(self, ids: list[int]) -> list[int]:
+    def _truncate(self, ids: list[int]) -> list[int]:
         return ids[-self.most_tokens :] if self.truncation == "left" else ids[: self.most_tokens]
 
-    def _tokens(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return {responses: uncut token ids of each response, and other data that the objective needs of a row}."""
         if "response" in row:
-            return {"responses": [self._response(row["response"])]}
+            return {"responses": [self._response_ids(row["response"])]}
         ids = self.tokenizer.encode(row["text"])
         if ids[-1] != self.tokenizer.eos_token_id or len(ids) < 2:
             ids.append(self.tokenizer.eos_token_id)
@@ -116,8 +116,8 @@ class FixedDataset(RLHFDataset):
             ids = ids[-self.most_tokens - 1 :]
         return {"prompt": ids[:1], "responses": [ids[1:]]}
 
-    def _response(self, text: str) -> list[int]:
-        return [*self._tokens(text), self.tokenizer.eos_token_id]
+    def _response_ids(self, text: str) -> list[int]:
+        return [*self._encode(text), self.tokenizer.eos_token_id]
 
 
 class SftData(FixedDataset):
@@ -129,8 +129,8 @@ class PairData(FixedDataset):
 
     objective = "dpo"
 
-    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response(row["chosen"]), self._response(row["rejected"])]}
+    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"responses": [self._response_ids(row["chosen"]), self._response_ids(row["rejected"])]}
 
 
 class RewardData(PairData):
@@ -141,8 +141,8 @@ class RewardData(PairData):
 
     objective = "rm"
 
-    def _response(self, text: str) -> list[int]:
-        return [*super()._response(text), self.tokenizer.eos_token_id]
+    def _response_ids(self, text: str) -> list[int]:
+        return [*super()._response_ids(text), self.tokenizer.eos_token_id]
 
 
 class KtoData(FixedDataset):
@@ -150,8 +150,8 @@ class KtoData(FixedDataset):
 
     objective = "kto"
 
-    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response(row["response"])], "label": row["label"]}
+    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"responses": [self._response_ids(row["response"])], "label": row["label"]}
 
 
 class StepData(FixedDataset):
@@ -163,13 +163,13 @@ class StepData(FixedDataset):
 
     objective = "prm"
 
-    def _fault(self, row: dict[str, Any]) -> str | None:
+    def _row_fault(self, row: dict[str, Any]) -> str | None:
         if (found := len(row["labels"])) != len(row["steps"]):
             return f"found {len(row['steps'])} steps and {found} labels; expected a label for each step"
-        return super()._fault(row)
+        return super()._row_fault(row)
 
-    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
-        parts = [self._tokens(step) for step in row["steps"]]
+    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
+        parts = [self._encode(step) for step in row["steps"]]
         ids = [*chain.from_iterable(parts), self.tokenizer.eos_token_id]
         dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
         ends = [end - dropped for end in accumulate(map(len, parts))]

@@ -32,13 +32,13 @@ def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> Loss:
     return losses.mean(), preference_metrics(beta * chosen, beta * rejected)
 
 
-def kto(log_ratios: torch.Tensor, of_kl: torch.Tensor, desirable: torch.Tensor, settings: Any) -> Loss:
+def kto(log_ratios: torch.Tensor, kl_log_ratios: torch.Tensor, desirable: torch.Tensor, settings: Any) -> Loss:
     """Return KTO's loss (arXiv:2402.01306) of unpaired rows, log-ratios and `desirable` (bool) [P].
 
     of_kl [P]: log-ratios of each prompt with another row's response; their mean, at least 0, is the KL, without
     gradients. settings: beta, desirable_weight, undesirable_weight.
     """
-    kl = of_kl.detach().mean().clamp(min=0)
+    kl = kl_log_ratios.detach().mean().clamp(min=0)
     signs = torch.where(desirable, 1.0, -1.0)
     gains = settings.beta * (log_ratios - kl) * signs
     weights = log_ratios.new_tensor((settings.undesirable_weight, settings.desirable_weight))[desirable.long()]
@@ -55,7 +55,7 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> Loss:
     return -logsigmoid(chosen - rejected).mean(), preference_metrics(chosen, rejected)
 
 
-def steps(scores: torch.Tensor, labels: torch.Tensor) -> Loss:
+def prm(scores: torch.Tensor, labels: torch.Tensor) -> Loss:
     """Return a process reward model's loss: mean binary cross-entropy of steps' logits and labels in 0..1 [M]."""
     loss = binary_cross_entropy_with_logits(scores, labels, reduction="sum") / max(len(scores), 1)
     return loss, {"accuracy": ((scores > 0) == (labels > 0.5)).double().mean()} if len(scores) else {}

@@ -1,7 +1,7 @@
 """Check configuration and data columns of objectives on fixed data. No torch here.
 
 verl's update has the gradient of a loss L if advantages are -B dL/dlogp (step/objectives/advantages.py), each of the B
-responses has weight 1/B, and its loss has no other term: `faults` names settings that contradict that.
+responses has weight 1/B, and its loss has no other term: `objective_faults` names settings that contradict that.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ COLUMNS: dict[str, tuple[dict[str, str], ...]] = {
     "kto": ({"prompt": "messages", "response": "text", "label": "bool"},),
     "prm": ({"prompt": "messages", "steps": "texts", "labels": "marks"},),
 }
-KINDS = {
+KIND_TEXTS = {
     "messages": "a list of messages with role and content",
     "text": "text",
     "bool": "true or false",
     "texts": "a list of texts",
     "marks": "a list of true or false, or of numbers from 0 to 1",
 }
-RESPONSES = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # responses of each prompt in a batch
-WITH_REFERENCE = ("dpo", "ipo", "kto")
+RESPONSES_PER_PROMPT = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # in a batch
+REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def columns_of(objective: str, names: list[str]) -> dict[str, str]:
+def file_columns(objective: str, names: list[str]) -> dict[str, str]:
     """Return the {column: kind} by which a file with these columns is read; the first way if none is complete."""
-    ways = COLUMNS[objective]
-    return next((way for way in ways if way.keys() <= set(names)), ways[0])
+    column_sets = COLUMNS[objective]
+    return next((columns for columns in column_sets if columns.keys() <= set(names)), column_sets[0])
 
 
-def faults(run: RunSpec) -> Iterator[str]:
+def objective_faults(run: RunSpec) -> Iterator[str]:
     """Yield reasons why a configuration does not train recipe.objective exactly, one sentence each; none for rl."""
     objective = run.recipe.objective
     if run.samples:
@@ -53,7 +53,7 @@ def faults(run: RunSpec) -> Iterator[str]:
         yield f"{given} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
     if objective.name == "kto" and run.verl.data.train_batch_size < 2:
         yield f"{given} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
-    for key, (expected, why) in _expected(run, objective.name).items():
+    for key, (expected, why) in _expected_settings(run, objective.name).items():
         if (found := OmegaConf.select(run.verl, key)) != expected:
             shown = str(expected).lower() if isinstance(expected, bool) else expected
             yield f"{given} {key} is {found}: {why}; set {shown}"
@@ -61,14 +61,14 @@ def faults(run: RunSpec) -> Iterator[str]:
         yield f"{given} validation would sample; set trainer.test_freq=-1 and trainer.val_before_train=false"
 
 
-def _expected(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
+def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
     """Return {key: (expected value, reason)} for an objective."""
     trained = "critic" if name in OF_VALUES else _ACTOR
     term, sampled = "the loss has no other term", "no response is sampled"
     whole = "the gradient is that of the whole batch, at weights that have not changed"
     equally = "only then each response weighs equally, whatever its length and micro batch"
     expected = {
-        f"{_ROLLOUT}.n": (RESPONSES[name], "a prompt has that many responses in a batch"),
+        f"{_ROLLOUT}.n": (RESPONSES_PER_PROMPT[name], "a prompt has that many responses in a batch"),
         f"{trained}.loss_agg_mode": ("seq-mean-token-sum", equally),
         f"{trained}.ppo_mini_batch_size": (run.verl.data.train_batch_size, whole),
         f"{trained}.ppo_epochs": (1, whole),
@@ -86,7 +86,7 @@ def _expected(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
         "recipe.keep_groups.metric": (None, sampled),
         "recipe.rewards": ([], "fixed responses have no reward"),
     }
-    if name in WITH_REFERENCE:
+    if name in REFERENCE_OBJECTIVES:
         expected |= {
             f"{_ACTOR}.use_kl_loss": (True, "the loss needs the reference's log-probs"),
             f"{_ACTOR}.kl_loss_coef": (0, term),

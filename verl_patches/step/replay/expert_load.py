@@ -48,8 +48,8 @@ class ExpertLoad:
         if not len(used):
             return None
         ratios = used.amax(1) / used.mean(1)
-        of_ranks = torch.stack([held.sum(1) for held in used.split(self.local, 1)], 1)
-        busiest = float((of_ranks.amax(1) / of_ranks.mean(1)).mean())
+        rank_tokens = torch.stack([expert_tokens.sum(1) for expert_tokens in used.split(self.local, 1)], 1)
+        busiest = float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
         spread = {"max_over_mean": float(ratios.max()), "mean_over_layers": float(ratios.mean())}
         return {**spread, "ranks_over_mean": busiest, "layers": len(used)}
 
@@ -58,7 +58,7 @@ class ExpertLoad:
 rollout_load: Current[tuple[ExpertLoad, dict[int, int]] | None] = Current(None)
 
 
-def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
+def count_training_load(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
     """Return a load that counts tokens after each router of `chunks`, experts split over `ranks`; None without experts.
 
     Pipeline ranks without a router count nothing, but take part in `take`.
@@ -80,7 +80,7 @@ def _count_routed(load: ExpertLoad, router: Any, inputs: Any, output: tuple) -> 
     load.add(router.layer_number - 1, output[1])
 
 
-def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
+def count_rollout_load(model: torch.nn.Module) -> ExpertLoad | None:
     """Return a load of what vllm-ascend's `model` sends to experts (rows rollout.count_*); None without experts."""
     layers = [module for module in model.modules() if hasattr(module, "w13_weight")]
     if not layers:

@@ -4,12 +4,12 @@ Only the selection is replayed. Gates are computed from the router's own scores 
 scaled as upstream does, so gradients reach the router. The counts for the correction bias are those of the replayed
 experts. The reference routes by itself.
 
-    MicroBatch       tells which token of which sample each packed token is; upstream's PackedSeqParams carries it, so a
-                     recomputed layer finds the micro batch of its own forward pass
-    RoutingReplay    holds recorded experts by sample, and replaces the routers' selection; hooks on the actor's layers
-                     tell which layer runs
-    note_samples     wraps verl's preprocess_packed_seqs: makes the MicroBatch
-    replay_experts   wraps the selection of experts on either line
+    MicroBatch            tells which token of which sample each packed token is; upstream's PackedSeqParams carries it,
+                          so a recomputed layer finds the micro batch of its own forward pass
+    RoutingReplay         holds recorded experts by sample, and replaces the routers' selection; hooks on the actor's
+                          layers tell which layer runs
+    attach_micro_batch    wraps verl's preprocess_packed_seqs: makes the MicroBatch
+    replay_experts        wraps the selection of experts on either line
 
 Samples are identified by their tokens, so rows may change places between passes. Each pipeline stage has its own
 layers. Under tensor parallelism every rank has all tokens of its replica. Context parallelism is refused, as a rank
@@ -32,9 +32,9 @@ import torch.distributed as dist
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 
-_CARRIED = "recipe_micro_batch"  # attribute of PackedSeqParams that holds a MicroBatch
+_MICRO_BATCH_ATTRIBUTE = "recipe_micro_batch"  # attribute of PackedSeqParams that holds a MicroBatch
 _KEY = "recipe.train.routing_replay"
-_SELECTED = 2.0  # added to a selected expert's score for the selection only: sigmoid scores are between 0 and 1
+_SELECTION_BONUS = 2.0  # added to a selected expert's score for the selection only: sigmoid scores are between 0 and 1
 
 
 class MicroBatch:
@@ -99,15 +99,15 @@ class RoutingReplay:
             layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
             layer.register_forward_hook(self._leave, always_call=True)
         self.samples: dict[bytes, torch.Tensor] = {}  # experts [L, n, k] by sample key
-        self._records = False
+        self._is_recording = False
         self._micro_batches: list[MicroBatch] = []
-        self._now: tuple[int, MicroBatch] | None = None
+        self._running_layer: tuple[int, MicroBatch] | None = None
         self._counts: torch.Tensor | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Run a forward pass of the actor inside; record the experts of its samples afterwards."""
-        self._records, self._micro_batches = True, []
+        self._is_recording, self._micro_batches = True, []
         with current_replay.set(self):
             yield
         for batch in self._micro_batches:
@@ -122,7 +122,7 @@ class RoutingReplay:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Run passes of the actor inside, with their recomputation, on the recorded experts."""
-        self._records = False
+        self._is_recording = False
         with current_replay.set(self):
             yield
 
@@ -131,51 +131,51 @@ class RoutingReplay:
 
         of: experts replayed; equal: those that routers chose too; bytes: of the recorded experts.
         """
-        held = sum(experts.nbytes for experts in self.samples.values())
+        recorded_bytes = sum(experts.nbytes for experts in self.samples.values())
         equal, of = (0, 0) if self._counts is None else self._counts.tolist()
         self._counts, self.samples = None, {}
-        return {"equal": equal, "of": of, "bytes": held}
+        return {"equal": equal, "of": of, "bytes": recorded_bytes}
 
     # ---- called by hooks and rows inside a pass
 
     def _enter(self, index: int, layer: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if current_replay.value is not self:
             return
-        batch = getattr(kwargs.get("packed_seq_params"), _CARRIED, None)
+        batch = getattr(kwargs.get("packed_seq_params"), _MICRO_BATCH_ATTRIBUTE, None)
         if batch is None:
             raise RecipeError(
                 f"{_KEY}: layer {self.layers[index]} was called without the micro batch of row update.routing_samples; "
                 "expected packed sequences of verl's preprocess_packed_seqs: look at `status --run DIR`"
             )
-        self._now = index, batch
+        self._running_layer = index, batch
 
     def _leave(self, layer: torch.nn.Module, args: tuple, output: Any) -> None:
-        self._now = None
+        self._running_layer = None
 
     def select(self, upstream: Callable, logits: torch.Tensor, topk: int, options: Mapping[str, Any]) -> Any:
         """Return the result of `upstream` (topk_softmax_with_capacity of either line) for the recorded experts.
 
         logits [N, E] are of this rank's tokens: all T, or a tensor-parallel rank's share of them in order.
         """
-        if self._now is None:
+        if self._running_layer is None:
             raise RecipeError(
                 f"{_KEY}: a router ran outside its layer, as where only the experts' part of a layer is recomputed; "
                 "expected recomputation of whole layers (activations_checkpoint_granularity=full) or none"
             )
-        index, batch = self._now
-        if self._records:
+        index, batch = self._running_layer
+        if self._is_recording:
             result = upstream(logits, topk, **options)
-            self._record(index, batch, chosen_experts(result[1], topk))
+            self._record_experts(index, batch, chosen_experts(result[1], topk))
             return result
         with torch.no_grad():
             own = chosen_experts(upstream(logits, topk, **options)[1], topk)
-            experts, real = self._recorded(index, batch, len(logits))
-            self._count(own, experts, real)
+            experts, real = self._recorded_experts(index, batch, len(logits))
+            self._count_equal(own, experts, real)
             chosen = torch.where(real[:, None], experts, own)
-            bias = torch.zeros_like(logits).scatter_(1, chosen, _SELECTED)
+            bias = torch.zeros_like(logits).scatter_(1, chosen, _SELECTION_BONUS)
         return upstream(logits, topk, **{**options, "expert_bias": bias, "num_groups": None, "group_topk": None})
 
-    def _record(self, index: int, batch: MicroBatch, experts: torch.Tensor) -> None:
+    def _record_experts(self, index: int, batch: MicroBatch, experts: torch.Tensor) -> None:
         experts = experts.to(self.dtype)
         if len(experts) != len(batch.rows):
             share, _ = _tensor_parallel_share(len(batch.rows), len(experts))
@@ -188,7 +188,7 @@ class RoutingReplay:
         batch.experts[index] = experts
         batch.layers.add(index)
 
-    def _recorded(self, index: int, batch: MicroBatch, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _recorded_experts(self, index: int, batch: MicroBatch, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (experts [N, k] int64, which tokens are not padding [N])."""
         if batch.experts is None:
             missing = [key for key in batch.keys if key not in self.samples]
@@ -204,7 +204,7 @@ class RoutingReplay:
             _, mine = _tensor_parallel_share(len(batch.rows), tokens)
         return batch.experts[index, mine].long(), batch.rows[mine] >= 0
 
-    def _count(self, own: torch.Tensor, experts: torch.Tensor, real: torch.Tensor) -> None:
+    def _count_equal(self, own: torch.Tensor, experts: torch.Tensor, real: torch.Tensor) -> None:
         equal = (own[:, :, None] == experts[:, None, :]).any(-1) & real[:, None]
         counts = torch.stack([equal.sum(), real.sum() * own.shape[1]])
         self._counts = counts if self._counts is None else self._counts + counts
@@ -236,14 +236,14 @@ def _tensor_parallel_share(tokens: int, share: int) -> tuple[Any, slice]:
     return group, slice(rank * share, (rank + 1) * share)
 
 
-def note_samples(preprocess_packed_seqs: Callable) -> Callable:
+def attach_micro_batch(preprocess_packed_seqs: Callable) -> Callable:
     """Wrap verl's preprocess_packed_seqs: in a recorded or replayed pass its PackedSeqParams carry the sample ids."""
 
     @functools.wraps(preprocess_packed_seqs)
     def preprocess(input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         packed, params = preprocess_packed_seqs(input_ids, attention_mask, *args, **kwargs)
         if current_replay.value is not None:
-            setattr(params, _CARRIED, MicroBatch(input_ids, attention_mask, preprocess_packed_seqs))
+            setattr(params, _MICRO_BATCH_ATTRIBUTE, MicroBatch(input_ids, attention_mask, preprocess_packed_seqs))
         return packed, params
 
     return preprocess

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.step.log_probs import rollout_correction, truth_check
+from verl_patches.step.log_probs import logprob_check, rollout_correction
 
 
 def test_delta_is_of_valid_tokens_only():
@@ -15,13 +15,13 @@ def test_delta_is_of_valid_tokens_only():
         "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]),
         "response_mask": torch.tensor([[1, 1, 0]]),
     }
-    compute = rollout_correction.add_to_metrics(lambda batch: {"of verl": 1.0})
+    compute = rollout_correction.add_log_prob_metrics(lambda batch: {"of verl": 1.0})
     metrics = compute(SimpleNamespace(batch=tensors))
-    delta = truth_check.logprob_delta(metrics)
+    delta = logprob_check.logprob_delta(metrics)
     assert metrics["of verl"] == 1.0 and (delta["mean"], delta["max"], delta["kl"]) == (0.25, 0.5, 0.25)
     assert set(delta) == {"mean", "max", "std", "pearson", "kl", "k3_kl"}
     del tensors["rollout_log_probs"]
-    assert compute(SimpleNamespace(batch=tensors)) == {"of verl": 1.0} and truth_check.logprob_delta({}) is None
+    assert compute(SimpleNamespace(batch=tensors)) == {"of verl": 1.0} and logprob_check.logprob_delta({}) is None
 
 
 NAN = float("nan")
@@ -34,9 +34,9 @@ NAN = float("nan")
     ({"mean": 0.5, "max": 1.0}, r"step 2: .* differ .* by 0\.5 .* at most 1e-05.*action=report"),
 ])  # fmt: skip
 def test_the_check_stops_above_the_limit_with_a_remedy(delta, words):
-    truth_check.check(2, {"mean": 9e-6, "max": 1.0}, 1e-5)
-    with pytest.raises(truth_check.WeightSyncError, match=words):
-        truth_check.check(2, delta, 1e-5)
+    logprob_check.check_delta(2, {"mean": 9e-6, "max": 1.0}, 1e-5)
+    with pytest.raises(logprob_check.WeightSyncError, match=words):
+        logprob_check.check_delta(2, delta, 1e-5)
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k", "comparable"), [
@@ -44,6 +44,6 @@ def test_the_check_stops_above_the_limit_with_a_remedy(delta, words):
 ])  # fmt: skip
 def test_only_unchanged_distributions_are_compared(temperature, top_p, top_k, comparable):
     rollout = SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)
-    assert truth_check.comparable(rollout) is comparable
-    assert (truth_check.why_not(rollout, replayed=False) is None) is comparable
-    assert truth_check.why_not(rollout, replayed=False, sampled=True) is None
+    assert logprob_check.keeps_distribution(rollout) is comparable
+    assert (logprob_check.incomparable_reason(rollout, replayed=False) is None) is comparable
+    assert logprob_check.incomparable_reason(rollout, replayed=False, sampled=True) is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.step.log_probs.of_rollout import CHECK_TOKENS, PADDING, CheckRequest, keep_rollout_log_probs
+from verl_patches.step.log_probs.rollout_log_probs import CHECK_TOKENS, PADDING, CheckRequest, keep_rollout_log_probs
 
 PLAIN = SimpleNamespace()
 
@@ -74,6 +74,6 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     settings = {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain}
     assert settings == {(1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)}
     assert [p.seed for p in plain] == [11, 12]
-    checked = rollout.checked
+    checked = rollout.checked_samples
     assert checked.seconds >= 0 and not hasattr(rollout, "check_request")  # once
     assert (checked.prompts, checked.responses, checked.log_probs) == ([[7, 8], [4, 5, 6]], [[0], [1]], [[0.0], [-1.0]])

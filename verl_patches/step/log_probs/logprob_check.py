@@ -12,12 +12,12 @@ from typing import Any
 
 from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
-from verl_patches.step.log_probs.of_rollout import CHECK_TOKENS
+from verl_patches.step.log_probs.rollout_log_probs import CHECK_TOKENS
 
 MEAN, STD, MAX = "recipe/logprob_delta_mean", "recipe/logprob_delta_std", "recipe/logprob_delta_max"
 PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
 KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
-IN_SUMMARY = {
+SUMMARY_METRICS = {
     "mean": MEAN,
     "max": MAX,
     "std": STD,
@@ -34,15 +34,15 @@ class WeightSyncError(RuntimeError):
 
 def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
     """Return the entries of IN_SUMMARY that a step's metrics have; None if they have none."""
-    return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
+    return {name: metrics[key] for name, key in SUMMARY_METRICS.items() if key in metrics} or None
 
 
-def comparable(rollout: Any) -> bool:
+def keeps_distribution(rollout: Any) -> bool:
     """Return whether the sampling settings leave the model's distribution unchanged."""
     return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
 
 
-def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
+def incomparable_reason(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
     """Return the reason why a run's log-probs cannot be compared, as text; None if they can.
 
     `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
@@ -51,7 +51,7 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
         return "the responses are recorded ones"
     if balanced:
         return "balanced routing takes experts by a token's place in the batch, which differs from vLLM to training"
-    if sampled or comparable(rollout):
+    if sampled or keeps_distribution(rollout):
         return None
     return (
         f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
@@ -59,7 +59,7 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
     )
 
 
-def not_compared(run: RunSpec) -> str | None:
+def unchecked_reason(run: RunSpec) -> str | None:
     """Return the reason why a run compares no log-probs; None if it compares them."""
     recipe = run.recipe
     if not run.samples:
@@ -70,41 +70,41 @@ def not_compared(run: RunSpec) -> str | None:
     replayed = recipe.rollout.replay is not None
     balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
     if recipe.logprob_check.every is not None:
-        return why_not(rollout, replayed, balanced, sampled=True)
-    reason = why_not(rollout, replayed, balanced)
-    could = reason and why_not(rollout, replayed, balanced, sampled=True) is None
+        return incomparable_reason(rollout, replayed, balanced, sampled=True)
+    reason = incomparable_reason(rollout, replayed, balanced)
+    could = reason and incomparable_reason(rollout, replayed, balanced, sampled=True) is None
     return f"{reason}; recipe.logprob_check.every=N compares extra sequences" if could else reason
 
 
-def sequences_of(run: RunSpec) -> int:
+def check_sequences(run: RunSpec) -> int:
     """Return the number of sequences of one check over all replicas."""
     return run.recipe.logprob_check.sequences or run.replicas
 
 
-def truth_check_checks(run: RunSpec) -> Iterator[Check]:
+def logprob_checks(run: RunSpec) -> Iterator[Check]:
     """Check whether and when the run compares log-probs; a note if it never does."""
-    faults = list(_faults(run))
+    faults = list(_sampling_faults(run))
     yield from (Check("truth check", False, fault) for fault in faults)
     if faults:
         return
-    if reason := not_compared(run):
+    if reason := unchecked_reason(run):
         yield Check("truth check", True, f"log-probs are never compared: {reason}", note=True)
     elif run.recipe.logprob_check.every is None:
         yield Check("truth check", True, "all sampled tokens of every step")
     else:
-        text = f"from step 1 every {run.recipe.logprob_check.every}: {sequences_of(run)} x {CHECK_TOKENS} tokens"
+        text = f"from step 1 every {run.recipe.logprob_check.every}: {check_sequences(run)} x {CHECK_TOKENS} tokens"
         yield Check("truth check", True, text)
 
 
-def _faults(run: RunSpec) -> Iterator[str]:
+def _sampling_faults(run: RunSpec) -> Iterator[str]:
     """Yield reasons why a configuration cannot sample sequences for the check, one sentence each."""
     section = run.recipe.logprob_check
     if section.every is None or section.action == "off":
         return
     given = f"recipe.logprob_check.every is {section.every}, but"
-    if reason := not_compared(run):
+    if reason := unchecked_reason(run):
         yield f"{given} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
-    rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, sequences_of(run)
+    rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, check_sequences(run)
     if rollout.name != "vllm" or rollout.mode != "sync":
         yield f"{given} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
     if sequences % replicas:
@@ -119,7 +119,7 @@ def _faults(run: RunSpec) -> Iterator[str]:
         )
 
 
-def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
+def check_delta(step: int, delta: dict[str, float] | None, limit: float) -> None:
     """Raise WeightSyncError if the mean |delta| is above `limit` (nats), not a number, or missing."""
     if delta is None:
         raise WeightSyncError(

@@ -15,8 +15,8 @@ from verl_patches.errors import RecipeError
 from verl_patches.patching.row import subclass_of
 from verl_patches.recipe import Objective, RolloutCorrection
 from verl_patches.rules import RULES
-from verl_patches.step.log_probs import on_policy_update, rollout_correction
-from verl_patches.step.log_probs.on_policy import on_policy_checks
+from verl_patches.step.log_probs import policy_update, rollout_correction
+from verl_patches.step.log_probs.ratio_settings import ratio_checks
 from verl_patches.step.log_probs.rollout_correction import LogProbError
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.recipe_worker import RecipeWorker
@@ -24,7 +24,7 @@ from verl_patches.worker.recipe_worker import RecipeWorker
 TINY, SKIP, CORRECT = "deepseekv3_tiny_cpu", "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 PROMPT, LENGTH = 3, 4
-OF_ACTOR = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # of each token, at weights 0
+ACTOR_LOG_PROBS = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # at weights 0
 
 
 def refusals(*overrides):
@@ -48,7 +48,7 @@ def test_dropout_of_the_model_is_refused():
     found = {}
     for share in (0.0, 0.1):
         run = replace(composed(TINY, [f"{SKIP}=true"]), hf_config={"attention_dropout": share})
-        found[share] = [check.detail for check in on_policy_checks(run) if not check.ok]
+        found[share] = [check.detail for check in ratio_checks(run) if not check.ok]
     assert found[0.0] == [] and "config.json sets attention_dropout to 0.1" in found[0.1][0]
 
 
@@ -63,7 +63,7 @@ def test_wrong_values_of_the_correction_are_refused_by_name(settings, words):
 
 def test_a_correction_needs_comparable_log_probs():
     on = [f"{CORRECT}.rollout_is=token", f"{CORRECT}.rollout_rs=seq_sum_k1", f"{CORRECT}.rollout_rs_threshold=0.5_2.0"]
-    override = "actor_rollout_ref.rollout.temperature=0.9"  # other reasons: test_truth_check.py
+    override = "actor_rollout_ref.rollout.temperature=0.9"  # other reasons: test_logprob_check.py
     assert refusals(*on) == [] and refusals(override) == []
     (fault,) = refusals(*on, override)
     assert f"{CORRECT} is on, but" in fault and "temperature 0.9" in fault
@@ -74,7 +74,7 @@ def batch(far=0.05):
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(4, PROMPT + LENGTH, dtype=torch.int64)
     mask[0, -2:] = 0
-    old = OF_ACTOR.view(4, LENGTH).clone()
+    old = ACTOR_LOG_PROBS.view(4, LENGTH).clone()
     return DataProto.from_dict(
         {
             "responses": torch.arange(4 * LENGTH).view(4, LENGTH),
@@ -89,7 +89,7 @@ def batch(far=0.05):
 class Worker:
     """Update as ActorRolloutRefWorker.update_actor: micro batches, and verl's own loss under our patch."""
 
-    loss = staticmethod(on_policy_update.loss_on_policy(compute_policy_loss))
+    loss = staticmethod(policy_update.replace_old_log_probs(compute_policy_loss))
 
     def __init__(self, skip=False, ratio="token", objective="rl", **correction):
         recipe = tiny().recipe
@@ -104,7 +104,7 @@ class Worker:
             assert "old_log_probs" in part.keys()
             mask = part["attention_mask"][:, -LENGTH:].bool()
             tensors = {"old_log_prob": part["old_log_probs"], "advantages": part["advantages"], "response_mask": mask}
-            log_prob = OF_ACTOR[part["responses"]] + self.parameter
+            log_prob = ACTOR_LOG_PROBS[part["responses"]] + self.parameter
             self.loss(log_prob=log_prob, **tensors, cliprange=0.2, loss_agg_mode="seq-mean-token-mean")[0].backward()
         return self.parameter.grad.clone()
 
@@ -121,13 +121,13 @@ def updated(upstream, data):
     worker.run, worker.recipe = upstream.run_spec, upstream.run_spec.recipe
     worker.config = {"actor": {}}  # micro batches of a fixed size
     output = worker.update_actor(data)
-    upstream.log_prob_moments = worker.log_prob_moments
+    upstream.log_prob_sums = worker.log_prob_sums
     return output
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(on_policy_update, "is_metrics_rank", lambda: True)
+    monkeypatch.setattr(policy_update, "is_metrics_rank", lambda: True)
     monkeypatch.setattr(recipe_worker, "is_on", lambda row: True)
 
 
@@ -135,7 +135,7 @@ def test_off_is_untouched_bit_for_bit():
     data, plain = batch(), Worker()
     before = {name: tensor.clone() for name, tensor in data.batch.items()}
     found = plain.run(data)
-    assert plain.met is data and plain.log_prob_moments is None
+    assert plain.met is data and plain.log_prob_sums is None
     assert all(torch.equal(data.batch[name], tensor) for name, tensor in before.items())
     bare = Worker()
     bare.loss = compute_policy_loss
@@ -146,8 +146,8 @@ def test_off_is_untouched_bit_for_bit():
 def test_skipped_gradients_are_those_of_the_pass():
     skipped = Worker(skip=True)
     assert torch.equal(skipped.run(batch()), Worker().run(batch()))
-    found = rollout_correction.with_workers_metrics(
-        {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.run_spec.recipe
+    found = rollout_correction.add_worker_metrics(
+        {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_sums, None], skipped.run_spec.recipe
     )
     data = batch().batch
     mask = data["attention_mask"][:, -LENGTH:].bool()
@@ -175,8 +175,8 @@ def test_both_ways_weigh_alike(correction):
     passed, skipped = Worker(**correction), Worker(skip=True, **correction)
     found, other = passed.run(batch()), skipped.run(batch())
     assert torch.equal(found, other) and not torch.allclose(found, Worker().run(batch()))
-    assert passed.log_prob_moments == skipped.log_prob_moments
-    metrics = rollout_correction.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.run_spec.recipe)
+    assert passed.log_prob_sums == skipped.log_prob_sums
+    metrics = rollout_correction.add_worker_metrics({}, [passed.log_prob_sums] * 2, passed.run_spec.recipe)
     assert metrics["recipe/logprob_delta_mean"] > 0
     assert ("rollout_corr/rollout_is_mean" in metrics) is ("rollout_is" in correction)
     assert ("rollout_corr/rollout_rs_masked_fraction" in metrics) is ("rollout_rs" in correction)
@@ -192,9 +192,9 @@ def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():
     data, worker = batch(), Worker(skip=True)  # replayed responses
     data.batch.pop("rollout_log_probs")
     assert torch.equal(worker.run(data), Worker().run(batch()))
-    found = rollout_correction.with_workers_metrics({}, [worker.log_prob_moments] * 2, worker.run_spec.recipe)
+    found = rollout_correction.add_worker_metrics({}, [worker.log_prob_sums] * 2, worker.run_spec.recipe)
     mask = data.batch["attention_mask"][:, -LENGTH:].bool()
-    mean = OF_ACTOR.view(4, LENGTH)[mask].mean().item()  # also of two replicas
+    mean = ACTOR_LOG_PROBS.view(4, LENGTH)[mask].mean().item()  # also of two replicas
     assert found == {rollout_correction.MEAN_LOG_PROB: pytest.approx(mean)}
     data = batch()
     data.batch.pop("rollout_log_probs")
@@ -218,7 +218,7 @@ def gspo_loss(new, old, advantages, mask, low, high):
     return torch.maximum(-advantages * ratios, -advantages * ratios.clamp(1 - low, 1 + high)).mean()
 
 
-def core_algos_of(line, upstream_text):
+def load_core_algos(line, upstream_text):
     """Return verl's module of losses at the pin of `line`."""
     if line == "pypi":
         from verl.trainer.ppo import core_algos
@@ -231,7 +231,7 @@ def core_algos_of(line, upstream_text):
 
 @pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
 def test_ratios_of_sequences_give_gspo(line, upstream_text):
-    core_algos, torch_like = core_algos_of(line, upstream_text), {"dtype": torch.float64}
+    core_algos, torch_like = load_core_algos(line, upstream_text), {"dtype": torch.float64}
     generator = torch.Generator().manual_seed(1)
     new = torch.randn(6, 7, generator=generator, **torch_like).requires_grad_()
     old = (new + 0.1 * torch.randn(6, 7, generator=generator, **torch_like)).detach()
@@ -244,28 +244,28 @@ def test_ratios_of_sequences_give_gspo(line, upstream_text):
         "loss_agg_mode": "seq-mean-token-mean",
     }
 
-    def of_verl(by_sequence):
-        update = on_policy_update.OnPolicyUpdate(False, None, by_sequence)
-        with on_policy_update.current_update.set(update if by_sequence else None):
-            loss, clipped, *_ = on_policy_update.loss_on_policy(core_algos.compute_policy_loss)(
+    def verl_loss(by_sequence):
+        update = policy_update.PolicyUpdate(False, None, by_sequence)
+        with policy_update.current_update.set(update if by_sequence else None):
+            loss, clipped, *_ = policy_update.replace_old_log_probs(core_algos.compute_policy_loss)(
                 old_log_prob=old, log_prob=new, advantages=advantages.expand(6, 7), response_mask=mask, **limits
             )
         return loss, clipped, *torch.autograd.grad(loss, new)
 
     direct = gspo_loss(new, old, advantages[:, 0], mask, 3e-2, 4e-2)
     (expected,) = torch.autograd.grad(direct, new)
-    loss, clipped, gradient = of_verl(by_sequence=True)
+    loss, clipped, gradient = verl_loss(by_sequence=True)
     assert abs(loss - direct) < 1e-12 and (gradient - expected).abs().max() < 1e-12 and 0 < clipped < 1
     assert (gradient == 0).all(-1).any() and not (gradient == 0).all(-1).all()  # whole sequences are clipped
-    other, _, of_tokens = of_verl(by_sequence=False)  # negative control
-    assert abs(other - direct) > 1e-3 and (of_tokens - expected).abs().max() > 1e-3
+    other, _, token_gradient = verl_loss(by_sequence=False)  # negative control
+    assert abs(other - direct) > 1e-3 and (token_gradient - expected).abs().max() > 1e-3
 
 
 def test_an_update_by_sequences_takes_the_old_log_probs_of_its_batch():
     """Check at the weights of the pass, where all ratios are 1: the gradient is bit-equal to that of token ratios."""
     token, sequence = Worker(), Worker(ratio="sequence")
     assert sequence.run(batch())[0].allclose(token.run(batch())[0], rtol=1e-6)
-    assert on_policy_update.current_update.value is None
+    assert policy_update.current_update.value is None
 
     class Bare(Worker):
         loss = staticmethod(compute_policy_loss)

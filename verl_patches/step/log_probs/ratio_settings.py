@@ -13,11 +13,11 @@ from typing import Any
 
 from verl_patches.errors import Check, ConfigError
 from verl_patches.spec import RunSpec
-from verl_patches.step.log_probs.truth_check import why_not
+from verl_patches.step.log_probs.logprob_check import incomparable_reason
 
-_SKIP, _SECTION = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
+_SKIP_KEY, _CORRECTION_KEY = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
 _ACTOR = "actor_rollout_ref.actor"
-_RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+_RANDOM_KEYS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def has_correction(section: Any) -> bool:
     return section.rollout_is is not None or section.rollout_rs is not None
 
 
-def correction_of(section: Any) -> Correction | None:
+def parse_correction(section: Any) -> Correction | None:
     """Return the parsed section; None if all of it is off. Raises ConfigError for invalid bounds."""
     if not has_correction(section):
         return None
@@ -57,13 +57,13 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
     except (ValueError, ZeroDivisionError):
         pass
     raise ConfigError(
-        f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
+        f"{_CORRECTION_KEY}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
         "such as 0.5_2.0, or the highest alone, above 1, as 2.0; write each number with a decimal point: YAML reads "
         "0.5_2 as 0.52"
     )
 
 
-def on_policy_checks(run: RunSpec) -> Iterator[Check]:
+def ratio_checks(run: RunSpec) -> Iterator[Check]:
     """Check that skip_old_log_prob, importance_ratio and rollout_correction are valid in this run."""
     faults = [*_skip_faults(run), *_sequence_faults(run), *_correction_faults(run)]
     yield from (Check("on policy", False, fault) for fault in faults)
@@ -81,7 +81,7 @@ def needs_old_log_probs(run: RunSpec) -> bool:
 def _skip_faults(run: RunSpec) -> Iterator[str]:
     if not run.recipe.train.skip_old_log_prob:
         return
-    actor, given = run.verl.actor_rollout_ref.actor, f"{_SKIP} is true, but"
+    actor, given = run.verl.actor_rollout_ref.actor, f"{_SKIP_KEY} is true, but"
     mini, batch, epochs = actor.ppo_mini_batch_size, run.verl.data.train_batch_size, actor.ppo_epochs
     if mini != batch:
         yield (
@@ -102,7 +102,7 @@ def _skip_faults(run: RunSpec) -> Iterator[str]:
         f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config"),
     }
     for where, values in sources.items():
-        for name in _RANDOM:
+        for name in _RANDOM_KEYS:
             if (values or {}).get(name):
                 yield f"{given} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
 
@@ -127,17 +127,18 @@ def _sequence_faults(run: RunSpec) -> Iterator[str]:
 def _correction_faults(run: RunSpec) -> Iterator[str]:
     section = run.recipe.rollout_correction
     if section.rollout_rs is None and section.rollout_rs_threshold is not None:
-        yield f"{_SECTION}.rollout_rs_threshold is {section.rollout_rs_threshold}, but rollout_rs is null; set both"
+        threshold = section.rollout_rs_threshold
+        yield f"{_CORRECTION_KEY}.rollout_rs_threshold is {threshold}, but rollout_rs is null; set both"
     try:
-        on = correction_of(section) is not None
+        on = parse_correction(section) is not None
     except ConfigError as error:
         on = True
         yield str(error)
     recipe = run.recipe
-    reason = on and why_not(
+    reason = on and incomparable_reason(
         run.verl.actor_rollout_ref.rollout,
         replayed=recipe.rollout.replay is not None,
         balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
     )
     if reason:
-        yield f"{_SECTION} is on, but vLLM's and the actor's log-probs cannot be compared: {reason}"
+        yield f"{_CORRECTION_KEY} is on, but vLLM's and the actor's log-probs cannot be compared: {reason}"

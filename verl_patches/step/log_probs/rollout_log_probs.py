@@ -40,7 +40,8 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
     """Wrap `vLLMRollout.generate_sequences`: add `rollout_log_probs` [B, S_response] to its batch.
 
     They are fp32, on the device of the responses. After `self.check_request` was set (RecipeWorker.begin_rollout) the
-    replica samples once more from its first prompts, and stores the result of `sample_for_check` in `self.checked`.
+    replica samples once more from its first prompts, and stores the result of `sample_for_check` in
+    `self.checked_samples`.
     """
 
     @functools.wraps(generate_sequences)
@@ -48,12 +49,12 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
         import torch
 
         check = self.__dict__.pop("check_request", None)
-        checked = _first_prompts(prompts, check.sequences) if check else []  # before verl takes the batch apart
+        check_prompts = _first_prompts(prompts, check.sequences) if check else []  # before verl takes the batch apart
         engine, requests = self.inference_engine, []
-        generate_of_engine = engine.generate
+        engine_generate = engine.generate
 
         def record_samples(*args: Any, **options: Any) -> Any:
-            finished = generate_of_engine(*args, **options)
+            finished = engine_generate(*args, **options)
             requests.extend(finished)
             return finished
 
@@ -65,11 +66,11 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
         if "rollout_log_probs" not in output.batch.keys():
             responses = output.batch["responses"]
             sampled = (sample for request in requests for sample in request.outputs)
-            rows = [padded(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
+            rows = [padded_log_probs(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
             output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
         if check:
             tokens = min(CHECK_TOKENS, self.config.response_length)
-            self.checked = sample_for_check(engine, checked, tokens, check.seed)
+            self.checked_samples = sample_for_check(engine, check_prompts, tokens, check.seed)
         return output
 
     return generate
@@ -97,12 +98,12 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
     return CheckedSamples(
         prompts=list(prompts),
         responses=[list(sample.token_ids) for sample in samples],
-        log_probs=[padded(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
+        log_probs=[padded_log_probs(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
         seconds=time.perf_counter() - begin,
     )
 
 
-def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:
+def padded_log_probs(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:
     """Return one log-prob per token from vLLM's format ([{token: Logprob}]), padded on the right to `length`."""
-    values = [of_token[token].logprob for token, of_token in zip(tokens, log_probs, strict=True)]
+    values = [candidates[token].logprob for token, candidates in zip(tokens, log_probs, strict=True)]
     return values + [PADDING] * (length - len(values))
