@@ -67,7 +67,7 @@ FACTORS = [
 ]
 
 
-@pytest.mark.parametrize(("replicas", "sharing", "micro", "cv", "bound"), FACTORS)
+@pytest.mark.parametrize(("replicas", "group_replicas", "micro", "cv", "bound"), FACTORS)
 def test_at_the_256_die_batch_replicas_are_equal(replicas, group_replicas, micro, cv, bound):
     lengths = lognormal_lengths(512 * 16, cv, seed=1)
     (mini_batch,) = mini_batches(len(lengths), replicas, len(lengths))

@@ -25,8 +25,8 @@ def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
     for row in ("update.recipe_worker", "update.routing_samples", selection):
         if row not in run.rows:
             faults.append(f"row {row} is off; remove -{row} from recipe.patches")
-    held = "the update selects the experts of the pass for old log-probs"
-    yield either("routing replay", not faults, held, f"{key} is R2, but {'; '.join(faults)}")
+    detail = "the update selects the experts of the pass for old log-probs"
+    yield either("routing replay", not faults, detail, f"{key} is R2, but {'; '.join(faults)}")
 
 
 def recording_checks(run: RunSpec) -> Iterator[Check]:
