@@ -115,24 +115,24 @@ def _cache_faults(run: RunSpec) -> Iterator[str]:
     """Yield reasons why a run cannot use the tensor cache, one sentence each; none if the cache is off."""
     if not run.recipe.tensor_cache.enabled:
         return
-    on = "recipe.tensor_cache.enabled is true, but"
+    fact = "recipe.tensor_cache.enabled is true, but"
     rollout, actor = run.verl.actor_rollout_ref.rollout, run.verl.actor_rollout_ref.actor
     for side in ("prompt", "response"):
         width, data_width = rollout[f"{side}_length"], run.verl.data[f"max_{side}_length"]
         if width != data_width:
             yield (
-                f"{on} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {data_width}: a batch rebuilt "
+                f"{fact} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {data_width}: a batch rebuilt "
                 "from lengths would not be as wide as vLLM's; make them equal"
             )
     if run.recipe.rollout.replay is not None:
-        yield f"{on} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
+        yield f"{fact} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
     if actor.shuffle:
-        yield f"{on} {_SECTION}.actor.shuffle is true: micro batches would be others than planned; set false"
+        yield f"{fact} {_SECTION}.actor.shuffle is true: micro batches would be others than planned; set false"
     if run.verl.data.return_raw_chat:
-        yield f"{on} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
+        yield f"{fact} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
     if run.verl.data.custom_cls.path is not None:
         path = run.verl.data.custom_cls.path
-        yield f"{on} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
+        yield f"{fact} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
 
 
 def _budget_faults(run: RunSpec) -> Iterator[str]:

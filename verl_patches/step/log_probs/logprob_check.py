@@ -101,12 +101,12 @@ def _sampling_faults(run: RunSpec) -> Iterator[str]:
     section = run.recipe.logprob_check
     if section.every is None or section.action == "off":
         return
-    given = f"recipe.logprob_check.every is {section.every}, but"
+    fact = f"recipe.logprob_check.every is {section.every}, but"
     if reason := unchecked_reason(run):
-        yield f"{given} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
+        yield f"{fact} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
     rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, check_sequences(run)
     if rollout.name != "vllm" or rollout.mode != "sync":
-        yield f"{given} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
+        yield f"{fact} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
     if sequences % replicas:
         yield (
             f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the number of "

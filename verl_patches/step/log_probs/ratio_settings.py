@@ -81,20 +81,20 @@ def needs_old_log_probs(run: RunSpec) -> bool:
 def _skip_faults(run: RunSpec) -> Iterator[str]:
     if not run.recipe.train.skip_old_log_prob:
         return
-    actor, given = run.verl.actor_rollout_ref.actor, f"{_SKIP_KEY} is true, but"
+    actor, fact = run.verl.actor_rollout_ref.actor, f"{_SKIP_KEY} is true, but"
     mini, batch, epochs = actor.ppo_mini_batch_size, run.verl.data.train_batch_size, actor.ppo_epochs
     if mini != batch:
         yield (
-            f"{given} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the "
+            f"{fact} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the "
             "first mini batch is trained with the weights that sampled it; make them equal"
         )
     if epochs != 1:
-        yield f"{given} {_ACTOR}.ppo_epochs is {epochs}: from the second epoch on the weights have changed; set 1"
+        yield f"{fact} {_ACTOR}.ppo_epochs is {epochs}: from the second epoch on the weights have changed; set 1"
     if run.verl.algorithm.use_kl_in_reward:
-        yield f"{given} algorithm.use_kl_in_reward needs old log-probs before the update; use {_ACTOR}.use_kl_loss"
+        yield f"{fact} algorithm.use_kl_in_reward needs old log-probs before the update; use {_ACTOR}.use_kl_loss"
     if run.verl.trainer.critic_warmup:
         yield (
-            f"{given} trainer.critic_warmup is {run.verl.trainer.critic_warmup}: a step without an "
+            f"{fact} trainer.critic_warmup is {run.verl.trainer.critic_warmup}: a step without an "
             "update has no log-probs for the log-prob check; set 0"
         )
     sources = {
@@ -104,24 +104,24 @@ def _skip_faults(run: RunSpec) -> Iterator[str]:
     for where, values in sources.items():
         for name in _RANDOM_KEYS:
             if (values or {}).get(name):
-                yield f"{given} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
+                yield f"{fact} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
 
 
 def _sequence_faults(run: RunSpec) -> Iterator[str]:
     actor = run.verl.actor_rollout_ref.actor
     if run.recipe.train.importance_ratio != "sequence":
         return
-    given = "recipe.train.importance_ratio is sequence, but"
+    fact = "recipe.train.importance_ratio is sequence, but"
     if actor.loss_agg_mode != "seq-mean-token-mean":
-        yield f"{given} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
+        yield f"{fact} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
     if actor.ppo_mini_batch_size == run.verl.data.train_batch_size and actor.ppo_epochs == 1:
         yield (
-            f"{given} a step is one mini batch and one epoch, so all ratios are 1: set {_ACTOR}.ppo_mini_batch_size to "
+            f"{fact} a step is one mini batch and one epoch, so all ratios are 1: set {_ACTOR}.ppo_mini_batch_size to "
             "a part of data.train_batch_size"
         )
     for row in ("update.on_policy", "update.loss_on_policy"):
         if row not in run.rows:
-            yield f"{given} row {row} is off; switch it on"
+            yield f"{fact} row {row} is off; switch it on"
 
 
 def _correction_faults(run: RunSpec) -> Iterator[str]:

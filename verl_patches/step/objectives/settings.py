@@ -46,19 +46,19 @@ def objective_faults(run: RunSpec) -> Iterator[str]:
     objective = run.recipe.objective
     if run.samples:
         return
-    given = f"recipe.objective.name is {objective.name}, but"
+    fact = f"recipe.objective.name is {objective.name}, but"
     if objective.label_smoothing and objective.name != "dpo":
-        yield f"{given} recipe.objective.label_smoothing is {objective.label_smoothing}: only dpo has it; set 0"
+        yield f"{fact} recipe.objective.label_smoothing is {objective.label_smoothing}: only dpo has it; set 0"
     if run.verl.data.custom_cls.path is None:
-        yield f"{given} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
+        yield f"{fact} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
     if objective.name == "kto" and run.verl.data.train_batch_size < 2:
-        yield f"{given} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
+        yield f"{fact} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
     for key, (expected, why) in _expected_settings(run, objective.name).items():
         if (found := OmegaConf.select(run.verl, key)) != expected:
             shown = str(expected).lower() if isinstance(expected, bool) else expected
-            yield f"{given} {key} is {found}: {why}; set {shown}"
+            yield f"{fact} {key} is {found}: {why}; set {shown}"
     if run.verl.trainer.test_freq > 0 or run.verl.trainer.val_before_train:
-        yield f"{given} validation would sample; set trainer.test_freq=-1 and trainer.val_before_train=false"
+        yield f"{fact} validation would sample; set trainer.test_freq=-1 and trainer.val_before_train=false"
 
 
 def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:

@@ -39,8 +39,8 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
         find_recording(replay, run.verl.trainer.total_training_steps)
     except ConfigError as error:
         fault = str(error)
-    given = Path(replay).absolute()
-    if not fault and home in (given.resolve(), given.parent.resolve() if given.name == LATEST else None):
+    recording = Path(replay).absolute()
+    if not fault and home in (recording.resolve(), recording.parent.resolve() if recording.name == LATEST else None):
         fault = (
             f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
             f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"

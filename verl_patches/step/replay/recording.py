@@ -41,10 +41,10 @@ def find_recording(path: str, steps: int | None = None, option: str = "--replay-
 
     Raises ConfigError if there is none, or, with `steps`, if one of the steps 1 to `steps` is missing or damaged.
     """
-    given = Path(path)
-    folder = next((f for f in (given, given.parent) if (f / "step_1.safetensors").is_file()), None)
+    named = Path(path)
+    folder = next((f for f in (named, named.parent) if (f / "step_1.safetensors").is_file()), None)
     try:
-        found = dict(_steps_in(folder.resolve())) if folder else recording_in(find_start(given, given.parent))
+        found = dict(_steps_in(folder.resolve())) if folder else recording_in(find_start(named, named.parent))
     except ConfigError:
         found = {}
     if not found:
