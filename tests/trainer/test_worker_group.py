@@ -156,7 +156,7 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
         assert torch.equal(replayed["responses"], output.batch["responses"])
         assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
     assert not workers.generated
-    with pytest.raises(ConfigError, match="step 3 is not among the recorded ones, 1 to 2; use --steps 2"):
+    with pytest.raises(ConfigError, match="step 3 is not recorded; found steps 1 to 2; use --steps 2"):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
         generate(group_of(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))
@@ -189,7 +189,7 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
     for given, found in ((tmp_path, {1: one, 2: two}), (first, {1: one, 2: one}), (one, {1: one, 2: one})):
         assert find_recording(str(given), 2) == found
     assert find_recording(str(one / "step_1.safetensors"), 1) == {1: one, 2: one}
-    with pytest.raises(ConfigError, match=r"has 2 step\(s\), this run wants 3; use --steps 2"):
+    with pytest.raises(ConfigError, match=r"has 2 step\(s\), this run has 3; use --steps 2"):
         find_recording(str(tmp_path), 3)
     with pytest.raises(ConfigError, match="no step_1.safetensors"):
         find_recording(str(tmp_path / "elsewhere"))

@@ -15,24 +15,31 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
     parts, recipe, longest = run.rewards, run.recipe, run.verl.data.max_response_length
     faults = []
     if "reward.parts" not in run.rows and recipe.rewards is not None:
-        faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
+        faults.append(
+            "recipe.rewards is set, but row reward.parts is off and verl's own reward manager does not read that key; "
+            "remove -reward.parts from recipe.patches"
+        )
     if not parts and run.samples:
-        faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
-    for where in (p.where for p in parts if p.entry.name == "length" and p.entry.buffer_of(longest) > longest):
-        faults.append(f"{where}.buffer_tokens is above data.max_response_length, {longest}; expected at most that")
+        faults.append("recipe.rewards is empty, so every reward would be 0; expected at least one entry, or null")
+    for part in parts:
+        if part.entry.name == "length" and (buffer := part.entry.buffer_of(longest)) > longest:
+            faults.append(f"{part.where}.buffer_tokens is {buffer}; expected <= data.max_response_length, {longest}")
     models = run.reward_models
     if run.verl.reward_model.enable and not models:
         faults.append(
-            "reward_model.enable is true, which entries of recipe.rewards stand for: leave it false, and give "
+            "reward_model.enable is true, but reward models are entries of recipe.rewards; set it to false, and "
             "recipe.rewards=[{name: reward_model, path: FOLDER}, ...]"
         )
     if models and len(models) == len(parts) and run.validates:
         faults.append(
-            "reward models do not run in validation, and recipe.rewards has nothing else, so each score would be 0; "
+            "reward models do not run in validation, and recipe.rewards has no other part, so each score would be 0; "
             "add a part, or set trainer.test_freq=-1 and trainer.val_before_train=false"
         )
     if models and run.verl.algorithm.adv_estimator == "remax":
-        faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
+        faults.append(
+            "algorithm.adv_estimator is remax, and verl runs no reward model for its baseline; remove the entries of "
+            "name reward_model, or choose another estimator"
+        )
     summary = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
     yield from (Check("rewards", False, fault) for fault in faults)
     if not faults:
@@ -53,10 +60,13 @@ def reward_model_checks(run: RunSpec) -> Iterator[Check]:
         if found[key] != value
     ]
     if (micro := section.micro_batch_size_per_gpu) is None:
-        faults.append("reward_model.micro_batch_size_per_gpu is null; set responses of a micro batch")
+        faults.append("reward_model.micro_batch_size_per_gpu is null; set the number of responses of a micro batch")
     if not {"reward.models", "update.recipe_worker"} <= run.rows:
-        faults.append("row reward.models or update.recipe_worker is off: verl's own worker has one model")
-    yield either("reward models", not faults, f"{len(models)}, one after another on a die", "; ".join(faults))
+        faults.append(
+            "row reward.models or update.recipe_worker is off, and verl's own worker holds one reward model only; "
+            "remove it from recipe.patches"
+        )
+    yield either("reward models", not faults, f"{len(models)}, one at a time on each device", "; ".join(faults))
     if not faults:
         key = "reward_model.micro_batch_size_per_gpu (responses a rank and step)"
         responses = run.verl.data.train_batch_size * rollout.n // run.train.dp

@@ -53,7 +53,7 @@ class HelperProcess:
                         raise CallError(error) from RuntimeError(trace)
                     return result
                 if process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
-                    raise CallError(f"more than {cpu_limit_s} s of CPU time, or {_WALL_FACTOR} times as long in all")
+                    raise CallError(f"more than {cpu_limit_s} s of CPU time, or {_WALL_FACTOR} times that by the clock")
         raise CallError(f"the helper process ended twice, the last time with exit code {process.returncode}")
 
     def _start(self) -> Popen[bytes]:
@@ -66,7 +66,7 @@ class HelperProcess:
         if not result:
             process.kill()
             raise ConfigError(
-                f"reward: the helper process for {self._function} does not start; expected a true result of its "
+                f"reward: the helper process for {self._function} cannot start; expected a true result of a trial "
                 f"call with {self._trial}, found {error or result}. Run: pip install -r requirements.txt"
             )
         return process

@@ -33,8 +33,8 @@ def compute_score(
     """
     if ground_truth not in KINDS:
         raise ConfigError(
-            f"reward: a row of {data_source!r} asks for {ground_truth!r}; expected one of {', '.join(KINDS)}: "
-            "make the data with data/make_learnable.py"
+            f"reward: a row of {data_source!r} has the ground truth {ground_truth!r}; expected one of "
+            f"{', '.join(KINDS)}: make the data with data/make_learnable.py"
         )
     kind = frozenset(KINDS[ground_truth])
     chars = [char for char in solution_str if not char.isspace()]

@@ -82,7 +82,8 @@ class RewardManager:
                 continue
             elif scores is None or scores.shape[1:] != expected:
                 found = "none" if scores is None else f"{list(scores.shape)}"
-                raise RewardError(f"{part}: expected {RM_SCORES} {[len(responses), *expected]}, found {found}")
+                shape = f"{[len(responses), *expected]}, found {found}; row reward.models computes them"
+                raise RewardError(f"{part}: expected {RM_SCORES} [responses, reward models] of shape {shape}")
             else:
                 values, model_index = scores[:, model_index].tolist(), model_index + 1
                 for row, value in enumerate(values):

@@ -71,7 +71,7 @@ def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:
     try:
         return _process_helper(os.getpid()).call(gold, answer, cpu_limit_s=cpu_limit_s)
     except CallError as why:
-        _log.info("reward: an answer is wrong because comparing it failed: %s", why)
+        _log.info("reward: comparing an answer with the gold answer failed, so it scores as wrong: %s", why)
         return False
 
 

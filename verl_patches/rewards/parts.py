@@ -40,8 +40,8 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     faults = [fault for where, entry in entries.items() for fault in _faults(where, entry)]
     if short.get("path"):
         faults.append(
-            f"{SHORT_FORM}.path and recipe.rewards are both given; expected one, as the first is the short form of one "
-            f"entry of name python: set {SHORT_FORM}.path=null, or recipe.rewards=null"
+            f"{SHORT_FORM}.path and recipe.rewards are both given; expected one of them (the first is short for one "
+            f"entry of name python): set {SHORT_FORM}.path=null, or recipe.rewards=null"
         )
     if faults:
         raise ConfigError("Invalid rewards:\n  " + "\n  ".join(faults))

@@ -37,7 +37,7 @@ def refused(*overrides, name=TINY):
 
 REFUSED = {
     "recipe.rollout.replay=/somewhere": "recipe.rollout.replay gives responses to the trainer alone",
-    f"{ACTOR}.data_loader_seed=1 {ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
+    f"{ACTOR}.data_loader_seed=1 {ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would differ",
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
     "data.custom_cls.path=mine.py data.custom_cls.name=Mine": "custom_cls.path is .*mine.py: prompts are rebuilt as",
     f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
@@ -195,7 +195,7 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) differ from its input_ids"),
+    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1 tokens\) differ from its input_ids"),
     ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which is not returned"),
 ])  # fmt: skip
 def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words):

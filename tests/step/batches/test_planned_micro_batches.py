@@ -62,7 +62,7 @@ def test_without_a_budget_the_split_is_verls():
 
 
 def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
-    with pytest.raises(RecipeError, match="batch 0 of this stage: 16 rows of"):
+    with pytest.raises(RecipeError, match="batch 0 of this stage has 16 rows"):
         run("update", 0, [replica_mini_batches(0)[1]])
     samples = replica_mini_batches(0)[0]
     assert split(rows(samples), max_token_len=BUDGET)[1] == rearrange_micro_batches(rows(samples), BUDGET)[1]
@@ -70,7 +70,7 @@ def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
 
 def test_an_actor_that_does_not_ask_is_refused():
     with (
-        pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
+        pytest.raises(RecipeError, match="row update.micro_batches_as_planned must be active"),
         in_stage(Stage(splits=plan_stage_splits("update", BUDGET, plan(), 0, LENGTHS))),
     ):
         pass

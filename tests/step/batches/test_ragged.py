@@ -17,5 +17,5 @@ def test_padding_and_back(left):
 
 
 def test_a_mask_with_a_gap_is_refused():
-    with pytest.raises(ValueError, match="not one block that begins it"):
+    with pytest.raises(ValueError, match="not one block at its beginning"):
         from_padded(torch.zeros(1, 3), torch.tensor([[1, 0, 1]]))

@@ -29,7 +29,7 @@ def test_a_wrong_order_would_be_seen(ranks4):
 
 @pytest.mark.parametrize(("fault", "words"), [
     ("nothing", "no error"),
-    ("missing", "rank 2: CacheError: tensor cache: there is no responses of 4 samples, the first is 8; it has"),
+    ("missing", "rank 2: CacheError: tensor cache: 4 samples have no responses (the first is sample 8);"),
     ("short", "rank 2: log_probs is torch.float32 of 4 samples, expected torch.float32 of 4; (sample, values, "),
     ("dtype", "rank 2: prompts is torch.int64 of "),
 ])  # fmt: skip

@@ -38,5 +38,7 @@ def test_a_step_leaves_nothing(cache):
     assert cache.close() == 12 and cache.close() == 0
     gc.collect()
     assert (cache.names, cache.bytes_held, memory()) == ((), 0, None)  # nothing else holds the memory
-    with pytest.raises(CacheError, match="there is no responses of 1 samples, the first is 7; it has nothing"):
+    with pytest.raises(
+        CacheError, match=r"1 samples have no responses \(the first is sample 7\); the cache has no tensors"
+    ):
         cache.get("responses", [7])

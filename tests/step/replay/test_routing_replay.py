@@ -115,7 +115,7 @@ def test_what_cannot_be_replayed_is_refused(model, fault, monkeypatch):
     with replay.recording():
         forward(layers)
     calls = {
-        "unknown sample": (lambda: forward(layers, IDS + 1), "2 of 2 samples .* 2 samples have; expected the samples"),
+        "unknown sample": (lambda: forward(layers, IDS + 1), "2 of 2 samples .* recorded 2 samples; expected the"),
         "outside": (lambda: layers[0].select(make_logits(0), K, expert_bias=0.0), "outside its layer, .* whole layers"),
         "shares": (lambda: forward(layers, logits=lambda at: make_logits(at, 4)), "4 tokens of a micro batch of 6"),
         "layer": (
@@ -135,7 +135,7 @@ def test_what_cannot_be_replayed_is_refused(model, fault, monkeypatch):
 
 def test_a_layer_that_did_not_record_is_named(model):
     layers, replay = model
-    with pytest.raises(RecipeError, match=r"layers \[3\] of a micro batch did not select"), replay.recording():
+    with pytest.raises(RecipeError, match=r"layers \[3\] did not record"), replay.recording():
         forward(layers[:1])
     with pytest.raises(ConfigError, match="layer 2 scores experts by softmax"):
         RoutingReplay([torch.nn.ModuleList([Layer(2, "softmax")])])

@@ -46,8 +46,8 @@ def arrival_batches(mini_batch: Sequence[Samples], micro_batch_size: int) -> Rep
     size = micro_batch_size
     if len(mini_batch[0]) % size:
         raise ConfigError(
-            f"micro batches: replicas have {len(mini_batch[0])} samples of a mini batch; expected a multiple of the "
-            f"micro batch size {size}; change ppo_mini_batch_size x rollout.n"
+            f"micro batches: each train replica has {len(mini_batch[0])} samples of a mini batch; expected a multiple "
+            f"of the micro batch size {size}; change ppo_micro_batch_size_per_gpu, ppo_mini_batch_size or rollout.n"
         )
     return [_chunks(list(samples), size) for samples in mini_batch]
 
@@ -86,7 +86,7 @@ def packed_batches(
     if longest > token_budget:
         raise ConfigError(
             f"micro batches: a sample has {longest} tokens, more than the budget of {token_budget} a micro batch; "
-            "raise that max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
+            "raise the stage's ..._max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
         )
     if balance:
         groups, found = _slots(mini_batch, lengths, group_replicas or len(mini_batch)), []
@@ -246,8 +246,8 @@ def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list
     if samples % mini_batch_size or mini_batch_size % replicas:
         raise ConfigError(
             f"batch plan: {samples} samples in mini batches of {mini_batch_size} over {replicas} train replicas; "
-            "expected each to divide the one before; change data.train_batch_size, actor.ppo_mini_batch_size (both "
-            "count prompts: times rollout.n) or the train layout"
+            "expected each number to be a multiple of the next; change data.train_batch_size, "
+            "actor.ppo_mini_batch_size (both count prompts, samples are rollout.n times as many) or the train layout"
         )
     whole, part = samples // replicas, mini_batch_size // replicas  # a replica's samples of the step, of a mini batch
     return [[range(r * whole + at, r * whole + at + part) for r in range(replicas)] for at in range(0, whole, part)]

@@ -57,11 +57,12 @@ class TensorCache:
         places, ragged = self._tensors.get(name, ({}, None))
         missing = [sample for sample in samples if sample not in places]
         if missing or ragged is None:
-            first = f", the first is {missing[0]}" if missing else ""
+            first = f" (the first is sample {missing[0]})" if missing else ""
             contents = [f"{name} of {len(places)} samples" for name, (places, _) in self._tensors.items()]
             raise CacheError(
-                f"tensor cache: there is no {name} of {len(missing)} samples{first}; it has "
-                f"{', '.join(contents) or 'nothing'}. Was the stage that makes it left out?"
+                f"tensor cache: {len(missing)} samples have no {name}{first}; the cache has "
+                f"{', '.join(contents) or 'no tensors'}. The stage that puts it there must run before "
+                "(step/batches/cached_batch.py)"
             )
         return ragged if list(places) == list(samples) else ragged.take([places[sample] for sample in samples])
 

@@ -53,7 +53,7 @@ class CachedStep:
         if unknown:
             raise ConfigError(
                 f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
-                "which is not returned with the responses; expected text only: set it false"
+                "which is not returned with the responses; expected text only: set recipe.tensor_cache.enabled=false"
             )
         padded = prompts.batch["input_ids"]
         ids = from_padded(padded, prompts.batch["attention_mask"], left=True, dtype=torch.int32)
@@ -61,8 +61,9 @@ class CachedStep:
         for row, raw in enumerate(prompts.non_tensor_batch.get("raw_prompt_ids", ())):
             if list(raw) != parts[row]:
                 raise ConfigError(
-                    f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
-                    f"differ from its input_ids ({len(parts[row])}); expected equal ones, as from verl's RLHFDataset"
+                    f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)} tokens) "
+                    f"differ from its input_ids ({len(parts[row])} tokens); expected equal ones, as verl's RLHFDataset "
+                    "gives them: use that dataset, or set recipe.tensor_cache.enabled=false"
                 )
         lengths, meta = np.array(ids.lengths, np.int32), dict(prompts.meta_info)
         return payloads.PromptIds(ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)

@@ -35,7 +35,7 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
         yield divides(f"{name} mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
         key = f"{name}.ppo_micro_batch_size_per_gpu"
         if not trained.use_dynamic_bsz and micro is None:
-            yield Check(f"{name} micro batch", False, f"{key} is null; verl needs it without use_dynamic_bsz")
+            yield Check(f"{name} micro batch", False, f"{key} is null; verl needs it: set it, or use_dynamic_bsz=true")
         elif not trained.use_dynamic_bsz:
             key += " (responses a rank and mini batch)"
             yield divides(f"{name} micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
@@ -43,7 +43,7 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
     for name, key in old.items():  # verl takes either (RayPPOTrainer._validate_config)
         given = section[name][key] is not None and (name != "ref" or run.uses_reference)
         if given and not section.actor.use_dynamic_bsz:
-            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu alone, which plans read"
+            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu instead, which plans read"
             yield Check(f"{name} micro batch", False, text)
     passes = {"rollout": not run.recipe.train.skip_old_log_prob, "ref": run.uses_reference}
     for name in (name for name, runs in passes.items() if runs):
@@ -60,14 +60,15 @@ def max_num_seqs_checks(run: RunSpec) -> Iterator[Check]:
     rollout, prompts = run.verl.actor_rollout_ref.rollout, run.verl.data.train_batch_size
     budget, responses = rollout.max_num_batched_tokens, math.ceil(prompts * rollout.n / run.replicas)
     detail = f"{responses} responses a replica, {max_num_seqs} at once, within max_num_batched_tokens {budget}"
-    fault = detail.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
+    fault = f"max_num_seqs is {max_num_seqs}; expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig "
+    fault += "refuses more); lower max_num_seqs or raise max_num_batched_tokens"
     yield either("max_num_seqs", max_num_seqs <= budget, detail, fault)
     running = max_num_seqs if run.validates else min(responses, max_num_seqs)  # a validation may have more responses
     sizes = run.graph_sizes
     if sizes:
         decoded = f"the {running} responses that a replica decodes at once"
-        fault = f"largest graph {max(sizes)}, expected at least {decoded}; "
-        fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
+        fault = f"the largest graph batch size is {max(sizes)}; expected at least {decoded}; "
+        fault += f"add {running} to recipe.rollout.ascend.graph_batch_sizes, or lower max_num_seqs"
         detail = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
         least, most = (minutes * len(sizes) for minutes in GRAPH_MINUTES)
         detail += f"{least:g} to {most:g} minutes to compile at the start"
@@ -83,24 +84,29 @@ def length_checks(run: RunSpec) -> Iterator[Check]:
         text = f"{_ROLLOUT}.max_model_len is {longest}; expected at least prompt + response, {asked}"
         yield Check("lengths", False, text)
     detail = f"prompt + response {longest} tokens, model reaches {max_positions}"
-    yield either("lengths", longest <= max_positions, detail, f"{detail}; expected no more")
+    fault = f"prompt + response have {longest} tokens; expected at most the model's {max_positions} positions; lower "
+    fault += "data.max_prompt_length or data.max_response_length"
+    yield either("lengths", longest <= max_positions, detail, fault)
     detail = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
-    fault = f"max_num_batched_tokens {budget}, expected >= {longest}: "
+    fault = f"{_ROLLOUT}.max_num_batched_tokens is {budget}; expected at least prompt + response, {longest}: "
     if rollout.enable_chunked_prefill:
         fault += (
-            "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
-            "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false"
+            "verl refuses enable_chunked_prefill=true below it (vllm_rollout_spmd.py). Raise it, or set "
+            "enable_chunked_prefill=false: vLLM V1 prefills in chunks anyway"
         )
         yield either("chunked prefill", budget >= longest, detail, fault)
     elif run.recipe.platform == "cpu":
-        yield either("prefill", budget >= longest, detail, fault + "engine V0 prefills whole prompts")
+        yield either("prefill", budget >= longest, detail, fault + "vLLM V0 prefills a prompt in one step. Raise it")
     mode = "graph"
-    fault = "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
+    fault = (
+        f"{_ROLLOUT}.free_cache_engine is true and enforce_eager false, which verl refuses (vllm_rollout_spmd.py); set "
+        "free_cache_engine=false to decode in graphs, or enforce_eager=true"
+    )
     if rollout.enforce_eager:
         mode = "eager"
         fault = (
-            "expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout, "
-            "with both values of the key"
+            f"{_ROLLOUT}.free_cache_engine is false and enforce_eager true; set free_cache_engine=true: the engine "
+            "sleeps after each rollout whatever the key says"
         )
     yield either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
 
@@ -125,14 +131,14 @@ def _cache_faults(run: RunSpec) -> Iterator[str]:
                 "from lengths would not be as wide as vLLM's; make them equal"
             )
     if run.recipe.rollout.replay is not None:
-        yield f"{fact} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
+        yield f"{fact} recipe.rollout.replay gives responses to the trainer alone; set one of the two keys"
     if actor.shuffle:
-        yield f"{fact} {_SECTION}.actor.shuffle is true: micro batches would be others than planned; set false"
+        yield f"{fact} {_SECTION}.actor.shuffle is true: micro batches would differ from the plan; set it false"
     if run.verl.data.return_raw_chat:
-        yield f"{fact} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
+        yield f"{fact} data.return_raw_chat is true: raw prompts would not come back with the responses; set it false"
     if run.verl.data.custom_cls.path is not None:
         path = run.verl.data.custom_cls.path
-        yield f"{fact} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
+        yield f"{fact} data.custom_cls.path is {path}: prompts are rebuilt as by verl's RLHFDataset; set it to null"
 
 
 def _budget_faults(run: RunSpec) -> Iterator[str]:
@@ -154,18 +160,18 @@ def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
         return
     faults = [
         (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
-        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it holds all responses; set it false"),
-        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses; set one of them"),
+        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it drops no response; set it false"),
+        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses of a step; set it to null"),
         (
             run.verl.algorithm.adv_estimator == "remax",
-            "algorithm.adv_estimator is remax, with responses of the first batch",
+            "algorithm.adv_estimator is remax, whose greedy responses are those of the first batch; choose another one",
         ),
-        (run.reward_models != (), "recipe.rewards has a reward model: no memory while the rollout engine is awake"),
+        (run.reward_models != (), "recipe.rewards has a reward model: no memory for it while vLLM is awake; remove it"),
     ]
     wrong = [text for is_wrong, text in faults if is_wrong]
     labels = [f"{REWARD_PREFIX}{part.label}" for part in run.rewards]
     if section.metric.startswith(REWARD_PREFIX) and section.metric not in labels:
-        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
+        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a key of a function")
     detail = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
     yield either(
         "keep groups", not wrong, detail, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"

@@ -50,8 +50,10 @@ def from_padded(
     keep = mask.bool()
     lengths = tuple(keep.sum(1).tolist())
     if not torch.equal(keep, value_mask(lengths, keep.shape[1], left=left, device=keep.device)):
-        side = "ends" if left else "begins"
-        raise ValueError(f"ragged: a row of the mask is not one block that {side} it; expected padding on one side")
+        side, other = ("end", "left") if left else ("beginning", "right")
+        raise ValueError(
+            f"ragged tensor: the values of a row are not one block at its {side}; expected padding on the {other} only"
+        )
     values = padded.masked_select(keep)
     return RaggedTensor(values if dtype is None else values.to(dtype), lengths)
 
@@ -61,7 +63,7 @@ def to_padded(
 ) -> torch.Tensor:
     """Return [B, width], padded on the right, or on the `left` like verl's prompts; ValueError for a longer sample."""
     if max(ragged.lengths, default=0) > width:
-        raise ValueError(f"ragged: the longest sample has {max(ragged.lengths)} values, expected {width} at most")
+        raise ValueError(f"ragged tensor: a sample has {max(ragged.lengths)} values; expected at most {width}")
     values = ragged.values if dtype is None else ragged.values.to(dtype)
     mask = value_mask(ragged.lengths, width, left=left, device=values.device)
     return values.new_full(mask.shape, pad).masked_scatter_(mask, values)

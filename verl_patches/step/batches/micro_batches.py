@@ -63,7 +63,7 @@ def in_stage(stage: Stage) -> Iterator[None]:
         yield
     if stage.splits is not None and not stage.splits.used_batches:
         raise RecipeError(
-            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
+            "micro batches: verl's actor did not use the plan; row update.micro_batches_as_planned must be active in "
             "verl.workers.actor.megatron_actor: look at `status --run DIR`"
         )
 
@@ -222,8 +222,9 @@ class PlannedSplits:
         parts, expected = next(self._batches)
         if tokens != expected:
             raise RecipeError(
-                f"micro batches: batch {self.used_batches} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, "
-                f"the plan has {len(expected)} of {sum(expected)}, or another order"
+                f"micro batches: batch {self.used_batches} of this stage has {len(tokens)} rows with {sum(tokens)} "
+                f"tokens; expected the plan's {len(expected)} rows with {sum(expected)} tokens, in its order: the "
+                "actor must not shuffle or select rows"
             )
         self.used_batches += 1
         return parts

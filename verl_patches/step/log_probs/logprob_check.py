@@ -48,9 +48,9 @@ def incomparable_reason(rollout: Any, replayed: bool, balanced: bool = False, sa
     `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
     """
     if replayed:
-        return "the responses are recorded ones"
+        return "the responses come from a recording"
     if balanced:
-        return "balanced routing takes experts by a token's place in the batch, which differs from vLLM to training"
+        return "balanced routing selects experts by a token's place in the batch, which differs in vLLM and training"
     if sampled or keeps_distribution(rollout):
         return None
     return (
@@ -73,7 +73,7 @@ def unchecked_reason(run: RunSpec) -> str | None:
         return incomparable_reason(rollout, replayed, balanced, sampled=True)
     reason = incomparable_reason(rollout, replayed, balanced)
     could = reason and incomparable_reason(rollout, replayed, balanced, sampled=True) is None
-    return f"{reason}; recipe.logprob_check.every=N compares extra sequences" if could else reason
+    return f"{reason}; set recipe.logprob_check.every=N to compare extra sequences" if could else reason
 
 
 def check_sequences(run: RunSpec) -> int:

@@ -30,12 +30,12 @@ from verl_patches.step.log_probs.ratio_settings import Correction, parse_correct
 
 _ROLLOUT_COLUMN, _OLD_COLUMN = "rollout_log_probs", "old_log_probs"
 _MISSING_COLUMN = (
-    "recipe.rollout_correction is on, but the batch has no rollout_log_probs; expected one for each sampled token, "
-    "from vLLM. Row rollout.keep_log_probs keeps them on line a3"
+    "recipe.rollout_correction is on, but the batch has no rollout_log_probs; expected vLLM's log-prob of each sampled "
+    "token. On line a3 row rollout.keep_log_probs adds them: look at `status --run DIR`"
 )
 _LOSS_NOT_CALLED = (
-    "recipe.train.{}: the update's old log-probs were those of its batch, because its loss is not that of row "
-    "update.loss_on_policy in verl.workers.actor.megatron_actor; look at `status --run DIR`"
+    "recipe.train.{} is set, but the update did not compute its loss by row update.loss_on_policy, so it used the old "
+    "log-probs of its batch. The row must be active in verl.workers.actor.megatron_actor: look at `status --run DIR`"
 )
 
 

@@ -113,7 +113,7 @@ def _sequence_faults(run: RunSpec) -> Iterator[str]:
         return
     fact = "recipe.train.importance_ratio is sequence, but"
     if actor.loss_agg_mode != "seq-mean-token-mean":
-        yield f"{fact} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
+        yield f"{fact} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO needs seq-mean-token-mean: set that"
     if actor.ppo_mini_batch_size == run.verl.data.train_batch_size and actor.ppo_epochs == 1:
         yield (
             f"{fact} a step is one mini batch and one epoch, so all ratios are 1: set {_ACTOR}.ppo_mini_batch_size to "
@@ -121,7 +121,7 @@ def _sequence_faults(run: RunSpec) -> Iterator[str]:
         )
     for row in ("update.on_policy", "update.loss_on_policy"):
         if row not in run.rows:
-            yield f"{fact} row {row} is off; switch it on"
+            yield f"{fact} row {row} is off; remove -{row} from recipe.patches"
 
 
 def _correction_faults(run: RunSpec) -> Iterator[str]:
@@ -141,4 +141,7 @@ def _correction_faults(run: RunSpec) -> Iterator[str]:
         balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
     )
     if reason:
-        yield f"{_CORRECTION_KEY} is on, but vLLM's and the actor's log-probs cannot be compared: {reason}"
+        yield (
+            f"{_CORRECTION_KEY} is on, but vLLM's and the actor's log-probs cannot be compared: {reason}; set "
+            "rollout_is and rollout_rs to null"
+        )

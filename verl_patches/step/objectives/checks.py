@@ -69,15 +69,18 @@ def critic_checks(run: RunSpec) -> Iterator[Check]:
     if critic.rollout_n != actor.rollout.n:
         faults.append(f"critic.rollout_n is {critic.rollout_n}; expected {_ROLLOUT}.n, {actor.rollout.n}")
     if critic.ppo_micro_batch_size is not None:
-        faults.append("critic.ppo_micro_batch_size is given; set critic.ppo_micro_batch_size_per_gpu alone")
+        faults.append("critic.ppo_micro_batch_size is given; set critic.ppo_micro_batch_size_per_gpu instead")
     if critic.shuffle and critic.data_loader_seed is None:
-        faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
+        faults.append("critic.shuffle is true and critic.data_loader_seed null; set critic.data_loader_seed=N")
     if critic.megatron.use_dist_checkpointing or not critic.load_weight:
         faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
     file = Path(critic.model.path) / "config.json"
     if file.is_file() and critic.model.path != actor.model.path:
         if unlike := value_model_differences(run, read_model_shape(file), file.parent):
-            faults.append(f"critic.model.path is of another model than the actor: {unlike}")
+            faults.append(f"critic.model.path has another model than the actor's: {unlike}; give one of equal sizes")
     if not {"update.recipe_critic", "update.recipe_worker"} <= run.rows:
-        faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
+        faults.append(
+            "row update.recipe_critic or update.recipe_worker is off, so verl's own critic would train; remove it from "
+            "recipe.patches"
+        )
     yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))

@@ -73,11 +73,11 @@ def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
         f"{trained}.ppo_mini_batch_size": (run.verl.data.train_batch_size, whole),
         f"{trained}.ppo_epochs": (1, whole),
         f"{_ACTOR}.entropy_coeff": (0, term),
-        f"{_ACTOR}.use_kl_loss": (False, "the loss has no reference"),
-        "algorithm.adv_estimator": ("grpo", "others would need a critic"),
+        f"{_ACTOR}.use_kl_loss": (False, "the loss has no reference model"),
+        "algorithm.adv_estimator": ("grpo", "other estimators would need a critic"),
         "algorithm.use_kl_in_reward": (False, term),
-        "data.prompt_key": ("prompt", "columns of fixed data have these names"),
-        "recipe.tensor_cache.enabled": (False, "the cache begins with a rollout"),
+        "data.prompt_key": ("prompt", "the column of fixed data has this name"),
+        "recipe.tensor_cache.enabled": (False, "the tensor cache starts with a rollout"),
         "recipe.train.routing_replay": (None, sampled),
         "recipe.rollout_correction.rollout_is": (None, sampled),
         "recipe.rollout_correction.rollout_rs": (None, sampled),
@@ -90,11 +90,11 @@ def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
         expected |= {
             f"{_ACTOR}.use_kl_loss": (True, "the loss needs the reference's log-probs"),
             f"{_ACTOR}.kl_loss_coef": (0, term),
-            f"{_ACTOR}.kl_loss_type": ("kl", "others overflow, and 0 x inf is NaN"),
+            f"{_ACTOR}.kl_loss_type": ("kl", "other KL estimators may overflow, and 0 x inf is NaN"),
             "recipe.train.skip_old_log_prob": (False, "the loss needs the policy's log-probs before the update"),
         }
     if name in OF_VALUES:
-        expected["algorithm.adv_estimator"] = "gae", "the value model is what is trained"
+        expected["algorithm.adv_estimator"] = "gae", "the run trains a value model"
     else:
         expected["trainer.critic_warmup"] = 0, "each step has an update"
     return expected

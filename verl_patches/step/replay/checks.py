@@ -42,7 +42,7 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
     recording = Path(replay).absolute()
     if not fault and home in (recording.resolve(), recording.parent.resolve() if recording.name == LATEST else None):
         fault = (
-            f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
-            f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"
+            f"recipe.rollout.replay is {replay}, this run's own folder, whose newest start will be this one; give an "
+            f"earlier start, such as {replay}/0001, or give this run another name (--run NAME, recipe.run)"
         )
     yield either("replay", not fault, f"the responses of {replay}", fault)

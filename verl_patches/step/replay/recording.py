@@ -55,13 +55,13 @@ def find_recording(path: str, steps: int | None = None, option: str = "--replay-
     for step in range(1, (steps or 0) + 1):
         if step not in found:
             raise ConfigError(
-                f"--replay-rollout {path}: the recording has {step - 1} step(s), this run wants {steps}; use "
+                f"--replay-rollout {path}: the recording has {step - 1} step(s), this run has {steps}; use "
                 f"--steps {step - 1}, or record a longer run"
             )
         file = found[step] / f"step_{step}.safetensors"
         if missing := {"prompts", "responses"} - safetensors_header(file).keys():
             raise ConfigError(
-                f"--replay-rollout {path}: {file} holds no {' or '.join(sorted(missing))}; record it again"
+                f"--replay-rollout {path}: {file} lacks the tensors {', '.join(sorted(missing))}; record it again"
             )
     return found
 
@@ -85,7 +85,7 @@ def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
         prompts += mask[:, :width].sum(1).tolist()
         responses += mask[:, width:].sum(1).tolist()
     if not any(prompts) or not any(responses):
-        raise ConfigError(f"--lengths {path}: no tokens in prompts or responses of the last {len(last)} steps there")
+        raise ConfigError(f"--lengths {path}: prompts or responses of the last {len(last)} steps have no tokens")
     return prompts, sorted(responses)
 
 
@@ -126,7 +126,7 @@ def load_step(recording: Recording, step: int, input_ids: torch.Tensor) -> dict[
 
     if step not in recording:
         raise ConfigError(
-            f"--replay-rollout: step {step} is not among the recorded ones, {min(recording)} to {max(recording)}; use "
+            f"--replay-rollout: step {step} is not recorded; found steps {min(recording)} to {max(recording)}; use "
             f"--steps {step - 1}, or record a longer run"
         )
     path = recording[step] / f"step_{step}.safetensors"

@@ -114,7 +114,8 @@ class RoutingReplay:
             if batch.layers != set(range(len(self.layers))):
                 missing = [self.layers[index] for index in set(range(len(self.layers))) - batch.layers]
                 raise RecipeError(
-                    f"{_KEY}: layers {missing} of a micro batch did not select experts; see status --run DIR"
+                    f"{_KEY}: layers {missing} did not record the experts of a micro batch; expected each of them to "
+                    "call the function that row update.routing_replay wraps: look at `status --run DIR`"
                 )
             self.samples.update(batch.samples())
         self._micro_batches = []
@@ -194,8 +195,9 @@ class RoutingReplay:
             missing = [key for key in batch.keys if key not in self.samples]
             if missing:
                 raise RecipeError(
-                    f"{_KEY}: {len(missing)} of {len(batch.keys)} samples of a micro batch have no recorded experts, "
-                    f"{len(self.samples)} samples have; expected the samples of the pass that recorded, on their ranks"
+                    f"{_KEY}: {len(missing)} of {len(batch.keys)} samples of a micro batch have no recorded experts on "
+                    f"this rank, which recorded {len(self.samples)} samples; expected the update to have the samples "
+                    "of the pass for old log-probs, each on the same rank"
                 )
             batch.fill([self.samples[key] for key in batch.keys])
             assert batch.experts is not None  # `fill` has set them
@@ -258,7 +260,7 @@ def replay_experts(topk_softmax_with_capacity: Callable) -> Callable:
         if replay is None:
             return topk_softmax_with_capacity(logits, topk, *args, **options)
         if args:
-            raise RecipeError(f"{_KEY}: topk_softmax_with_capacity got {len(args)} options by position; expected names")
+            raise RecipeError(f"{_KEY}: topk_softmax_with_capacity got {len(args)} options by position; use keywords")
         return replay.select(topk_softmax_with_capacity, logits, topk, options)
 
     return select
