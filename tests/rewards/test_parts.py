@@ -98,7 +98,7 @@ def test_verls_fsdp_worker_cannot_score():
         ([MODEL, "reward_model.micro_batch_size_per_gpu=3"], "not a multiple of 3"),
         ([MODEL, "recipe.patches=[-reward.models]"], "row reward.models or .* is off"),
         ([MODEL, "trainer.test_freq=1"], "reward models do not run in validation"),
-        ([MODEL, "algorithm.adv_estimator=remax"], "no reward model for its baseline"),
+        ([MODEL, "algorithm.adv_estimator=remax"], "baseline runs no reward model"),
         ([MODEL, "recipe.keep_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
         (["algo=sft", MODEL], "recipe.rewards is .*fixed responses have no reward"),
         (["recipe.patches=[-reward.parts]"], "row reward.parts is off"),

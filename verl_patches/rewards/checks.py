@@ -15,10 +15,7 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
     parts, recipe, longest = run.rewards, run.recipe, run.verl.data.max_response_length
     faults = []
     if "reward.parts" not in run.rows and recipe.rewards is not None:
-        faults.append(
-            "recipe.rewards is set, but row reward.parts is off and verl's own reward manager does not read that key; "
-            "remove -reward.parts from recipe.patches"
-        )
+        faults.append("row reward.parts is off: recipe.rewards has no effect; remove -reward.parts from recipe.patches")
     if not parts and run.samples:
         faults.append("recipe.rewards is empty, so every reward would be 0; expected at least one entry, or null")
     for part in parts:
@@ -36,10 +33,7 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
             "add a part, or set trainer.test_freq=-1 and trainer.val_before_train=false"
         )
     if models and run.verl.algorithm.adv_estimator == "remax":
-        faults.append(
-            "algorithm.adv_estimator is remax, and verl runs no reward model for its baseline; remove the entries of "
-            "name reward_model, or choose another estimator"
-        )
+        faults.append("adv_estimator is remax, whose baseline runs no reward model; remove the entries reward_model")
     summary = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
     yield from (Check("rewards", False, fault) for fault in faults)
     if not faults:

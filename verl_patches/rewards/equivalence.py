@@ -37,7 +37,8 @@ _SYNONYM_TABLE = r"""
 """
 _SPELLINGS = dict.fromkeys(map("\\{}".format, "left right big bigl bigr Big Bigl Bigr displaystyle limits".split()), "")
 for _first, *_others in map(str.split, re.split(" {3}|\n", _SYNONYM_TABLE.strip())):
-    _SPELLINGS |= dict.fromkeys(_others, _first.replace("_", " ") + " " * _first[-1].isalpha())
+    _end = " " if _first[-1].isalpha() else ""  # the next character is no part of a command
+    _SPELLINGS |= dict.fromkeys(_others, _first.replace("_", " ") + _end)
 _MONEY_AMOUNT = r"(\.?[0-9](?:[0-9.,]*[0-9])?)"
 _REWRITE_RULES = (  # (pattern, replacement), applied in this order: later rules read what earlier ones wrote
     ("([⁰ⁱ¹²³⁴-ⁿ]+)", r"^{\1}"),
@@ -164,8 +165,10 @@ def _split_items(text: str) -> list[str]:
             level += 1 if match[0] in "([{" else -1
         elif level == 0:
             item = text[start : match.start()].strip()
-            signs = (("+", "-"), ("-", "+")) if item.count(r"\pm") <= 1 and re.search(r"\\[pm][pm]", item) else ()
-            items += [item.replace(r"\pm", a).replace(r"\mp", b) for a, b in signs] or [item]
+            if item.count(r"\pm") <= 1 and re.search(r"\\[pm][pm]", item):
+                items += [item.replace(r"\pm", a).replace(r"\mp", b) for a, b in ("+-", "-+")]
+            else:
+                items.append(item)
             start = match.end()
     return items if level == 0 else [text]
 
@@ -217,8 +220,12 @@ def _split_quantity(text: str) -> tuple[str, Any]:
     unit = None
     for number, part in enumerate(re.split(r"/|每|(?<=[a-z])per(?=[a-z])", names) if names else ()):
         found = _UNIT_PART.fullmatch(part)
-        known = found and (_UNITS.get(found[2]) or (len(found[2]) > 2 and _UNITS.get(found[2].removesuffix("s"))))
-        if not found or not known or number > 1:
+        if not found or number > 1:
+            return text, None
+        known = _UNITS.get(found[2])
+        if known is None and len(found[2]) > 2:
+            known = _UNITS.get(found[2].removesuffix("s"))
+        if known is None:
             return text, None
         unit = (unit or 1) * known ** ((-1) ** number * int(found[3] or _UNIT_POWERS.get(found[1], 1)))
     return value, unit

@@ -28,9 +28,7 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     The parts are those of recipe.rewards, or else verl's section custom_reward_function. Raises ConfigError that lists
     every fault of the entries, or if both name a reward.
     """
-    read = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
-    listed, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
-    short = short or {}
+    listed, short = _plain_value(config, "recipe.rewards"), _plain_value(config, SHORT_FORM) or {}
     if listed is None:
         if not short.get("path"):
             return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
@@ -46,8 +44,18 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     if faults:
         raise ConfigError("Invalid rewards:\n  " + "\n  ".join(faults))
     counts = Counter(entry["name"] for entry in entries.values())
-    labels = [f"{e['name']}_{n}" if counts[e["name"]] > 1 else e["name"] for n, e in enumerate(entries.values())]
-    return tuple(Part(where, label, Reward(**entries[where])) for where, label in zip(entries, labels, strict=True))
+    parts = []
+    for number, (where, entry) in enumerate(entries.items()):
+        name = entry["name"]
+        label = f"{name}_{number}" if counts[name] > 1 else name
+        parts.append(Part(where, label, Reward(**entry)))
+    return tuple(parts)
+
+
+def _plain_value(config: DictConfig, key: str) -> Any:
+    """Return the value of a key with lists and dicts in place of OmegaConf's."""
+    value = OmegaConf.select(config, key)
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:

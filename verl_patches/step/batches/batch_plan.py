@@ -91,13 +91,14 @@ def packed_batches(
     if balance:
         groups, found = _slots(mini_batch, lengths, group_replicas or len(mini_batch)), []
         bins = _equal_bins([[lengths[slot[0]] for slot in slots] for slots in groups], token_budget)
-        for slots, of_group in zip(groups, bins, strict=True):
-            found += _assign_samples([[slots[i] for i in places] for places in of_group], lengths)
+        for slots, group_bins in zip(groups, bins, strict=True):
+            found += _assign_samples([[slots[i] for i in places] for places in group_bins], lengths)
         return found
     bins = _equal_bins([[lengths[sample] for sample in samples] for samples in own], token_budget)
-    return [
-        [[samples[i] for i in places] for places in of_replica] for samples, of_replica in zip(own, bins, strict=True)
-    ]
+    found = []
+    for samples, replica_bins in zip(own, bins, strict=True):
+        found.append([[samples[i] for i in places] for places in replica_bins])
+    return found
 
 
 def token_cost(replicas: Replicas, lengths: Sequence[int], group_replicas: int | None = None) -> tuple[int, float]:
@@ -118,23 +119,22 @@ def _slots(mini_batch: Sequence[Samples], lengths: Sequence[int], group_replicas
     """Return [expert group] -> its slots of `group_replicas` samples; slots, and samples in each, longest first."""
     order = sorted((sample for samples in mini_batch for sample in samples), key=lambda sample: -lengths[sample])
     slots = _chunks(order, group_replicas)
-    rounds = _chunks(range(len(slots)), len(mini_batch) // group_replicas)  # each round gives one slot to each group
+    rounds = _chunks(
+        range(len(slots)), len(mini_batch) // group_replicas
+    )  # groups get slots of rounds as replicas get samples of slots
     dealt = _assign_samples([rounds], [lengths[slot[0]] for slot in slots])
     return [[slots[place] for place in places] for (places,) in dealt]
 
 
 def _assign_samples(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
-    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> its samples, longest first.
-
-    `_slots` gives each expert group one slot of each round by it: groups are its replicas, slots its samples.
-    """
+    """Give each replica one sample of each slot; `batches`: [micro batch][slot] -> its samples, longest first."""
     replicas = range(len(batches[0][0]))
     dealt: Replicas = [[] for _ in replicas]
     totals = [0 for _ in replicas]
     for slots in batches:
         tokens = [0 for _ in replicas]
-        for of_replica in dealt:
-            of_replica.append([])
+        for replica_batches in dealt:
+            replica_batches.append([])
         for slot in slots:
             by_load = sorted(replicas, key=lambda replica: (tokens[replica], totals[replica], replica))
             for replica, sample in zip(by_load, slot, strict=True):
@@ -226,17 +226,15 @@ def plan_batch(
     `group_replicas`: replicas of an expert group, by default all. Raises ConfigError if sizes do not divide each other.
     """
     by_mini = []
-    for mini_batch in mini_batches(len(lengths), len(set(replica_by_rank)), mini_batch_size):
+    for mini in mini_batches(len(lengths), len(set(replica_by_rank)), mini_batch_size):
         if token_budget is not None:
-            by_mini.append(
-                packed_batches(mini_batch, lengths, token_budget, balance=balance, group_replicas=group_replicas)
-            )
+            by_mini.append(packed_batches(mini, lengths, token_budget, balance=balance, group_replicas=group_replicas))
             continue
         assert micro_batch_size is not None  # given if there is no budget
         if balance:
-            by_mini.append(balanced_batches(mini_batch, lengths, micro_batch_size, group_replicas))
+            by_mini.append(balanced_batches(mini, lengths, micro_batch_size, group_replicas))
         else:
-            by_mini.append(arrival_batches(mini_batch, micro_batch_size))
+            by_mini.append(arrival_batches(mini, micro_batch_size))
     schedule = tuple(tuple(tuple(map(tuple, mini)) for mini in minis) for minis in zip(*by_mini, strict=True))
     return BatchPlan(tuple(replica_by_rank), schedule)
 

@@ -61,8 +61,7 @@ class TensorCache:
             contents = [f"{name} of {len(places)} samples" for name, (places, _) in self._tensors.items()]
             raise CacheError(
                 f"tensor cache: {len(missing)} samples have no {name}{first}; the cache has "
-                f"{', '.join(contents) or 'no tensors'}. The stage that puts it there must run before "
-                "(step/batches/cached_batch.py)"
+                f"{', '.join(contents) or 'no tensors'}. The stage that puts it there must run before"
             )
         return ragged if list(places) == list(samples) else ragged.take([places[sample] for sample in samples])
 

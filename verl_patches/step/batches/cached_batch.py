@@ -110,7 +110,9 @@ class CachedBatch:
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
         budget = token_budget(config, "update")
         packs = budget is not None and placement.balance_batch
-        size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs them later
+        size = None if packs else actor.ppo_micro_batch_size_per_gpu
+        if budget and not packs:
+            size = 1  # verl packs them later
         self.placement, self.tokens, group_replicas = placement, tokens, expert_group_replicas(train)
         self.plan = plan_batch(
             train_replicas(train),

@@ -111,8 +111,10 @@ class CachedStep:
 
     def report(self) -> dict[str, float] | None:
         """Return each number of ExchangeReport, the largest of this step's ranks; None before the first step."""
+        if not self.reports:
+            return None
         ranks = [asdict(report) for report in self.reports]
-        return {name: max(report[name] for report in ranks) for name in ranks[0]} if ranks else None
+        return {name: max(report[name] for report in ranks) for name in ranks[0]}
 
     @staticmethod
     def drop_partition_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

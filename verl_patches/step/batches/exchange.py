@@ -50,10 +50,8 @@ def from_padded(
     keep = mask.bool()
     lengths = tuple(keep.sum(1).tolist())
     if not torch.equal(keep, value_mask(lengths, keep.shape[1], left=left, device=keep.device)):
-        side, other = ("end", "left") if left else ("beginning", "right")
-        raise ValueError(
-            f"ragged tensor: the values of a row are not one block at its {side}; expected padding on the {other} only"
-        )
+        side = "end" if left else "beginning"
+        raise ValueError(f"ragged tensor: a row's values are not one block at its {side}; expected padding on one side")
     values = padded.masked_select(keep)
     return RaggedTensor(values if dtype is None else values.to(dtype), lengths)
 

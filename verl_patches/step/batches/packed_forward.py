@@ -51,12 +51,8 @@ def forward(
         batch = model, input_ids, attention_mask, position_ids, sequence_parallel, value_model, pack_seqs
         return gptmodel_forward(*batch, logits_processor, logits_processor_args or {})
     parts = SequenceParts(attention_mask)
-    output = model(
-        input_ids=parts.local_part(input_ids),
-        attention_mask=None,
-        position_ids=position_ids,
-        packed_seq_params=parts.packed_seq_params(),
-    )
+    ids, params = parts.local_part(input_ids), parts.packed_seq_params()
+    output = model(input_ids=ids, attention_mask=None, position_ids=position_ids, packed_seq_params=params)
     if not unwrap_model(model).post_process:
         return output
     if logits_processor is None:

@@ -72,8 +72,9 @@ def unchecked_reason(run: RunSpec) -> str | None:
     if recipe.logprob_check.every is not None:
         return incomparable_reason(rollout, replayed, balanced, sampled=True)
     reason = incomparable_reason(rollout, replayed, balanced)
-    could = reason and incomparable_reason(rollout, replayed, balanced, sampled=True) is None
-    return f"{reason}; set recipe.logprob_check.every=N to compare extra sequences" if could else reason
+    if reason is None or incomparable_reason(rollout, replayed, balanced, sampled=True) is not None:
+        return reason
+    return f"{reason}; set recipe.logprob_check.every=N to compare extra sequences"
 
 
 def check_sequences(run: RunSpec) -> int:

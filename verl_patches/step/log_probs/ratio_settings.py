@@ -134,8 +134,10 @@ def _correction_faults(run: RunSpec) -> Iterator[str]:
     except ConfigError as error:
         on = True
         yield str(error)
+    if not on:
+        return
     recipe = run.recipe
-    reason = on and incomparable_reason(
+    reason = incomparable_reason(
         run.verl.actor_rollout_ref.rollout,
         replayed=recipe.rollout.replay is not None,
         balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,

@@ -32,8 +32,8 @@ _VALUE_TESTS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _is_list(value: Any, of: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(map(of, value))
+def _is_list(value: Any, fits: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(map(fits, value))
 
 
 class FixedDataset(RLHFDataset):

@@ -40,7 +40,10 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
     except ConfigError as error:
         fault = str(error)
     recording = Path(replay).absolute()
-    if not fault and home in (recording.resolve(), recording.parent.resolve() if recording.name == LATEST else None):
+    folders = {recording.resolve()}
+    if recording.name == LATEST:
+        folders.add(recording.parent.resolve())
+    if not fault and home in folders:
         fault = (
             f"recipe.rollout.replay is {replay}, this run's own folder, whose newest start will be this one; give an "
             f"earlier start, such as {replay}/0001, or give this run another name (--run NAME, recipe.run)"
