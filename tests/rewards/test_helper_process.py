@@ -12,7 +12,7 @@ from tests.ranks import HANG_S
 from verl_patches.errors import ConfigError, place_in
 from verl_patches.rewards.helper_process import MEMORY_BYTES, CallError, HelperProcess
 
-NO_LIMIT_S = 60.0  # that no call below reaches on a busy machine
+NO_LIMIT_S = 60.0  # longer than any call below takes, even on a busy machine
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_parts_add_up_with_their_weights_and_keep_their_own_means():
     data = batch()
     found = make_manager({"name": "maths", "format_weight": 0.0}, {"name": "format", "weight": 0.25})(data, True)
     assert found["reward_tensor"].sum(-1).tolist() == [1.25, 0.25, 0.0]
-    assert found["reward_tensor"].nonzero().tolist() == [[0, 8], [1, 8]]  # the last tokens
+    assert found["reward_tensor"].nonzero().tolist() == [[0, 8], [1, 8]]  # the last tokens of the responses
     columns = found["reward_extra_info"]
     assert columns["reward/maths"] == columns["acc"] == [1.0, 0.0, 0.0]
     assert columns["format"] == columns["reward/format"] == [1.0, 1.0, 0.0]
@@ -125,7 +125,8 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     bad[1, 1] = float("nan")
     with pytest.raises(RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*finite score, found nan"):
         make_manager(*entries)(length_batch(*LENGTHS, rm_scores=bad))
-    validation = make_manager(*entries, validates=1)(length_batch(*LENGTHS), return_dict=True)  # runs no reward model
+    # validation runs no reward model
+    validation = make_manager(*entries, validates=1)(length_batch(*LENGTHS), return_dict=True)
     assert list(validation["reward_extra_info"]) == ["reward/length"]
 
 
@@ -180,7 +181,7 @@ def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp
     [
         ("return float('nan')", "sample 0 .*expected a finite score"),
         ("return {'score': 1.0, 'acc': 1.0} if '{1' in solution_str else 1.0", "sample 1 .*first response, acc"),
-        ("return ground_truth.strip()", "sample 0 .*own.py:2: AttributeError: 'NoneType'"),  # rows without one
+        ("return ground_truth.strip()", "sample 0 .*own.py:2: AttributeError: 'NoneType'"),  # no gold answer
     ],
 )
 def test_what_is_no_score_is_refused(tmp_path, code, words):

@@ -76,7 +76,7 @@ def test_ten_million_characters_take_time_in_proportion():
         r"\boxed{42" + "x" * 10_000_000,
         r"\boxed" + " " * 10_000_000 + "{42}",
         r"\boxed{" + "9" * 10_000_000 + "}",
-        r"\boxed{42}" + "\\" * 10_000_000,  # too far from the end
+        r"\boxed{42}" + "\\" * 10_000_000,  # the box is too far from the end
     ):
         assert score(text) == UNFORMED, text[:10]
 

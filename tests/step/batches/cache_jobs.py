@@ -18,7 +18,8 @@ def tensor_specs(lengths):
     """Split a sample's tokens into a response, a third of them or none, and a prompt."""
     responses = [length // 3 for length in lengths]
     prompts = [a - b for a, b in zip(lengths, responses, strict=True)]
-    return {name: TensorSpec(dtype, prompts if name == "prompts" else responses) for name, dtype in DTYPES.items()}
+    specs = {name: TensorSpec(dtype, responses) for name, dtype in DTYPES.items()}
+    return specs | {"prompts": TensorSpec(DTYPES["prompts"], prompts)}
 
 
 def make_ragged(name, samples, specs):

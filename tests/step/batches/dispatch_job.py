@@ -26,7 +26,7 @@ class Echo:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute(self, data):
-        self.say(data)  # another dispatched method
+        self.say(data)  # a dispatched method inside a call
         return data
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -54,7 +54,7 @@ def digest(value):
 
 def writable(value):
     if isinstance(value, DataProto):
-        value.batch["x"] += 1  # the worker's own
+        value.batch["x"] += 1  # the worker may write to it
         return [True, value.non_tensor_batch["n"].flags.writeable]
     return value.flags.writeable if isinstance(value, np.ndarray) else None
 

@@ -22,7 +22,7 @@ TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
 LENGTHS, WIDTH = (2, 3, 1, 3), 3
-PLACED, ORDER = ((2, 0), (3, 1)), [1, 3, 2, 0]  # samples of two replicas; the trainer's order
+PLACED, ORDER = ((2, 0), (3, 1)), [1, 3, 2, 0]  # samples of each replica; the order of the trainer's rows
 BUDGETS = {  # switch of a dynamic batch size: its budget
     f"{ACTOR}.{DYNAMIC}": f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ROLLOUT}.log_prob_{DYNAMIC}": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
@@ -59,11 +59,11 @@ def test_a_budget_that_a_sample_may_not_fit_is_refused(switch, budget):
 
 def test_context_parallel_ranks_share_a_budget():
     budget = f"{ACTOR}.ppo_max_token_len_per_gpu={LONGEST // 2}"
-    assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == len(BUDGETS)  # the others follow the actor's
+    assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == len(BUDGETS)  # the other switches follow the actor's
     assert refused(f"{ACTOR}.{DYNAMIC}=true", budget, f"{ACTOR}.megatron.context_parallel_size=2") == []
 
 
-VALUES = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1))  # per token, by sample
+VALUES = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1))  # a value of each token, by sample
 
 
 def placed_step(send_back=False):
@@ -91,7 +91,7 @@ def rows(order, **tensors):
 def test_entropy_loss_is_that_of_all_tokens(mode):
     batch = rows(ORDER)
     outputs, mask = placed_step().log_probs(batch, answers()).batch, batch.batch["response_mask"]
-    assert list(outputs.keys()) == ["entropys"]  # log-probs stay
+    assert list(outputs.keys()) == ["entropys"]  # log-probs stay on the workers
     expected = agg_loss(VALUES[ORDER], mask, mode)
     torch.testing.assert_close(agg_loss(outputs["entropys"], mask, mode), expected)
 
@@ -148,7 +148,7 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
     }
     assert found.meta_info == {}
     ids = [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)]
-    assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]  # each rank's own
+    assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]  # each rank has its own prompt
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
 

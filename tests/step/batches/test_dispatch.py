@@ -43,14 +43,15 @@ def test_values_and_errors_are_those_of_verl_without_the_row(found):
     assert len({answer[0][0] for answer in each}) == 4 and [answer[1][0] for answer in each] == list(map(repr, "0123"))
     replica = found["on"]["shared by a replica"]["answers"]
     first, same, second, also = (answer[0][0] for answer in replica)
-    assert first == same != second == also and replica[0][0][1] == [True, False]  # tensors are the worker's own
+    assert first == same != second == also and replica[0][0][1] == [True, False]  # a worker may write to its tensors
     assert found["on"]["error"] == found["off"]["error"] == ["RayTaskError(ValueError)", True]
 
 
 @pytest.mark.slow
 def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found):
     """Test row dispatch.note_starts."""
-    calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]  # two a process
+    # each process has two workers
+    calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]
     assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
 
 

@@ -8,7 +8,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.step.batches.micro_batches import PackedPass
 from verl_patches.worker import recipe_worker
 
-PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  # the second is not its own inverse
+# rows of each micro batch; the second order is not its own inverse
+PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]
 
 
 @pytest.mark.parametrize("rows", PACKINGS)

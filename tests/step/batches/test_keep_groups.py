@@ -78,7 +78,9 @@ def kept_groups(metric="score", max_batches=4, state=None):
 
 def fit_step_batch(kept, batch_dict):
     """Return a step's batch by the lines of RayPPOTrainer.fit at both pins, as the reward gets it."""
-    copied = {k: v if torch.is_tensor(v) else v.copy() for k, v in batch_dict.items()}  # as 54c9b736's from_dict does
+    # as DataProto.from_dict of 54c9b736 copies columns
+    tensors = {name: column for name, column in batch_dict.items() if torch.is_tensor(column)}
+    copied = tensors | {name: column.copy() for name, column in batch_dict.items() if name not in tensors}
     batch = DataProto.from_single_dict(copied)
     gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
     output = kept.draw_kept_groups(gen_batch)

@@ -56,11 +56,12 @@ def test_no_assignment_of_single_samples_costs_less(replicas, steps, data):
     assert token_cost(balanced_batches(mini_batch, lengths, 1), lengths) == (best, sum(lengths) / replicas)
 
 
-# replicas, of an expert group, samples of a micro batch or None for a budget, cv: most tokens over their mean
+# train replicas, replicas of an expert group, samples of a micro batch (None: a token budget), coefficient of variation
+# of the lengths, bound of the most tokens over the mean
 FACTORS = [
     *((8, 8, 1, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
     *((64, 8, 1, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
-    *((64, 64, 1, cv, 1.015) for cv in (0.4, 0.55, 0.7)),  # the lowest that there is
+    *((64, 64, 1, cv, 1.015) for cv in (0.4, 0.55, 0.7)),  # no plan reaches a lower bound
     *((64, 64, None, cv, 1.006) for cv in (0.4, 0.55, 0.7)),
     *((64, 8, None, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
     (64, 64, 4, 0.7, 1.005),
@@ -80,7 +81,7 @@ def test_at_the_256_die_batch_replicas_are_equal(replicas, group_replicas, micro
     assert most / equal <= bound and max(totals) - min(totals) < max(lengths)
     most, _ = token_cost(arrival_batches(mini_batch, micro or 1), lengths, group_replicas)
     assert most / equal > (1.2 if micro == 4 else 1.4)  # negative control
-    if group_replicas < replicas:  # as if all replicas shared experts
+    if group_replicas < replicas:  # control: a plan for one group of all replicas
         assert token_cost(balanced_batches(mini_batch, lengths, 1), lengths)[0] / equal > 1.01
 
 

@@ -12,7 +12,7 @@ from verl_patches.step.batches.micro_batches import (
     scale_micro_batch_loss,
 )
 
-SAMPLES, WIDTH = 8, 6  # of all ranks; each has one half
+SAMPLES, WIDTH = 8, 6  # samples of both ranks; each rank has one half
 # how each rank's half is cut; the last has another number of micro batches on each rank
 CUTS = {"1": ((1, 1, 1, 1),) * 2, "2": ((2, 2),) * 2, "4": ((4,),) * 2, "3+1": ((3, 1), (4,))}
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

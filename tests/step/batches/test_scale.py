@@ -31,7 +31,7 @@ def plan_step(run, prompts, responses):
     lengths = [a + b for a, b in zip(prompts, responses, strict=True)]
     replicas = train_replicas(run.train)
     plan = plan_batch(replicas, lengths, mini_batch_size=len(lengths), micro_batch_size=1)
-    specs = {name: TensorSpec(torch.int32, prompts if name == "prompts" else responses) for name in NAMES}
+    specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
     return plan, specs | {"rollout_log_probs": TensorSpec(torch.float32, responses)}
 
 
@@ -89,12 +89,12 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
                 cache.put(name, plan.rollout_samples[rank], ragged)
             cache.redistribute(plan, rank, specs)
         except BaseException:
-            hub.barrier.abort()  # the others would wait
+            hub.barrier.abort()  # otherwise the other ranks would wait
             raise
         own, differ = plan.replica_samples[plan.replica_by_rank[rank]], set()
         for name in NAMES:
-            expected, of = expected_values(plan.replica_by_rank[rank], name)
-            differ |= set(of[cache.get(name, own).values != expected].tolist())
+            expected, value_samples = expected_values(plan.replica_by_rank[rank], name)
+            differ |= set(value_samples[cache.get(name, own).values != expected].tolist())
         sent, received = wire_bytes(plan, rank, specs)
         return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, cached_bytes=cache.close())
 

@@ -30,7 +30,7 @@ def test_samples_come_in_the_requested_order(cache):
 
     assert values(5, 7) == [[50], [70, 71]] and values(3) == [[]] and cache.bytes_held == 12
     first, second = (cache.get("responses", [7, 3, 5]).values for _ in range(2))
-    assert first.data_ptr() == second.data_ptr()  # no copy
+    assert first.data_ptr() == second.data_ptr()  # the values are not copied
 
 
 def test_a_step_leaves_nothing(cache):
@@ -38,7 +38,6 @@ def test_a_step_leaves_nothing(cache):
     assert cache.close() == 12 and cache.close() == 0
     gc.collect()
     assert (cache.names, cache.bytes_held, memory()) == ((), 0, None)  # nothing else holds the memory
-    with pytest.raises(
-        CacheError, match=r"1 samples have no responses \(the first is sample 7\); the cache has no tensors"
-    ):
+    words = r"1 samples have no responses \(the first is sample 7\); the cache has no tensors"
+    with pytest.raises(CacheError, match=words):
         cache.get("responses", [7])

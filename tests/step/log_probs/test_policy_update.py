@@ -24,7 +24,7 @@ from verl_patches.worker.recipe_worker import RecipeWorker
 TINY, SKIP, CORRECT = "deepseekv3_tiny_cpu", "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 PROMPT, LENGTH = 3, 4
-ACTOR_LOG_PROBS = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # at weights 0
+ACTOR_LOG_PROBS = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # the actor's, at weights 0
 
 
 def refusals(*overrides):
@@ -41,7 +41,7 @@ def refusals(*overrides):
 def test_a_setting_that_is_not_on_policy_is_refused_by_name(override, words):
     (refusal,) = refusals(f"{SKIP}=true", override)
     assert re.search(rf"{SKIP} is true, but .*{words}", refusal), refusal
-    assert refusals(override) == refusals(f"{SKIP}=true") == []  # each alone is allowed
+    assert refusals(override) == refusals(f"{SKIP}=true") == []  # either setting alone is allowed
 
 
 def test_dropout_of_the_model_is_refused():
@@ -183,18 +183,18 @@ def test_both_ways_weigh_alike(correction):
 
 
 def test_a_cap_of_one_half_halves_the_gradient_and_a_rejected_batch_has_none():
-    half = Worker(rollout_is="token", rollout_is_threshold=0.5)  # below every ratio
+    half = Worker(rollout_is="token", rollout_is_threshold=0.5)  # every ratio is above the cap
     assert torch.equal(half.run(batch(far=0.01)), 0.5 * Worker().run(batch(far=0.01)))
     assert not Worker(rollout_rs="seq_sum_k1", rollout_rs_threshold="7_8").run(batch()).any()
 
 
 def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():
-    data, worker = batch(), Worker(skip=True)  # replayed responses
+    data, worker = batch(), Worker(skip=True)  # as with replayed responses
     data.batch.pop("rollout_log_probs")
     assert torch.equal(worker.run(data), Worker().run(batch()))
     found = rollout_correction.add_worker_metrics({}, [worker.log_prob_sums] * 2, worker.run_spec.recipe)
     mask = data.batch["attention_mask"][:, -LENGTH:].bool()
-    mean = ACTOR_LOG_PROBS.view(4, LENGTH)[mask].mean().item()  # also of two replicas
+    mean = ACTOR_LOG_PROBS.view(4, LENGTH)[mask].mean().item()  # two replicas report the same batch
     assert found == {rollout_correction.MEAN_LOG_PROB: pytest.approx(mean)}
     data = batch()
     data.batch.pop("rollout_log_probs")
@@ -205,11 +205,11 @@ def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():
 def test_on_fixed_data_the_ratio_is_one_whatever_the_pass_before_the_update_found():
     data = batch()
     data.batch.pop("rollout_log_probs")
-    wrong = data.batch["old_log_probs"] = data.batch["old_log_probs"] + 0.05  # as bf16 may
+    wrong = data.batch["old_log_probs"] = data.batch["old_log_probs"] + 0.05  # as rounding in bf16 may change them
     expected = Worker(skip=True).run(DataProto.from_dict({**data.batch}))
     assert torch.equal(Worker(objective="dpo").run(data), expected)
     data.batch["old_log_probs"] = wrong
-    assert not torch.equal(Worker().run(data), expected)  # control
+    assert not torch.equal(Worker().run(data), expected)  # control: with the batch's old log-probs
 
 
 def gspo_loss(new, old, advantages, mask, low, high):

@@ -139,13 +139,13 @@ def test_weight_metrics_are_verls(level, ratios, high):
         actor[0, 1] = -LOG2
     correction = Correction(level, 1.5, "seq_sum_k1", (0.4, 2.0))  # pi_rollout / pi_actor of the second is 4
     found = rc.log_prob_metrics(rc.log_prob_sums(rollout, actor, torch.ones(2, 2), correction), correction)
-    held = np.clip(ratios, 1 / 1.5, 1.5)
+    clamped = np.clip(ratios, 1 / 1.5, 1.5)
     expected = {
         "rollout_is_mean": np.mean(ratios),
-        "rollout_is_std": held.std(),
+        "rollout_is_std": clamped.std(),
         "rollout_is_max": 2.0,
         "rollout_is_min": 0.25,
-        "rollout_is_eff_sample_size": 1 / np.mean((held / held.mean()) ** 2),
+        "rollout_is_eff_sample_size": 1 / np.mean((clamped / clamped.mean()) ** 2),
         "rollout_is_ratio_fraction_high": high,
         "rollout_rs_masked_fraction": 0.5,
         "rollout_rs_seq_masked_fraction": 0.5,

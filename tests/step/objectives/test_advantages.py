@@ -128,7 +128,7 @@ def test_the_update_has_the_gradient_of_the_loss(objective, micro):
     has_values = objective in ("rm", "prm")
     prompts_rows = len(objective_batch(settings.name)[1])
     order = torch.randperm(prompts_rows, generator=torch.Generator().manual_seed(1))
-    batch, uids, model = objective_batch(settings.name, order)  # as a balanced batch
+    batch, uids, model = objective_batch(settings.name, order)  # as after balance_batch
     fixed = FixedData(settings)
     fixed.add_advantages(batch, uids)
     loss = direct_loss(settings, batch, uids, model)
@@ -139,7 +139,7 @@ def test_the_update_has_the_gradient_of_the_loss(objective, micro):
         assert fixed.step_metrics({"actor/log_prob_mean": -2.5}) == {"objective/loss": 2.5}
     else:
         assert fixed.step_metrics({})["objective/loss"] == pytest.approx(float(loss), rel=1e-12)
-    control = update_gradient(batch, model, micro, has_values, "token-mean")  # is not it
+    control = update_gradient(batch, model, micro, has_values, "token-mean")  # another mode has another gradient
     assert float((control - expected).norm() / expected.norm()) > 1e-2
 
 

@@ -68,7 +68,9 @@ SETTINGS = SimpleNamespace(beta=0.2, desirable_weight=1.3, undesirable_weight=0.
 def test_kto_is_that_of_trl_with_the_kl_of_the_batch(kl_sign, kinds):
     policy, reference, *kl_log_probs = log_probs(1)
     kl_log_probs = sorted(kl_log_probs, key=lambda each: -kl_sign * float(each.sum()))
-    desirable = torch.tensor([True, False, True, True, False, False]) | (kinds == "desirable")
+    desirable = torch.tensor([True, False, True, True, False, False])
+    if kinds == "desirable":
+        desirable = torch.ones_like(desirable)
     theirs, their_kl = trl_kto(SETTINGS, policy, reference, kl_log_probs, desirable)
     loss, metrics = losses.kto(policy - reference, kl_log_probs[0] - kl_log_probs[1], desirable, SETTINGS)
     assert float(loss) == pytest.approx(float(theirs), rel=1e-14)

@@ -73,7 +73,7 @@ def test_columns_have_known_kinds_and_raw_text_stands_for_a_prompt_and_a_respons
     assert {kind for ways in COLUMNS.values() for way in ways for kind in way.values()} == KIND_TEXTS.keys()
     assert file_columns("sft", ["text", "id"]) == {"text": "text"}
     assert file_columns("sft", ["text", "prompt", "response"]).keys() == {"prompt", "response"}
-    assert file_columns("kto", ["text"]).keys() == {"prompt", "response", "label"}  # what a message shows
+    assert file_columns("kto", ["text"]).keys() == {"prompt", "response", "label"}  # the columns that a message shows
 
 
 def test_no_phase_of_a_rollout_is_scheduled_or_modelled():

@@ -11,7 +11,7 @@ def taken():
     """Return a rank's load of 2 layers of 4 experts in two steps: ranks 0 and 1 have layer 0, step two is empty."""
     load = ExpertLoad(2, 4, 2, torch.device("cpu"))
     if dist.get_rank() < 2:
-        load.add(0, torch.tensor([[0, 1], [2, 3]]))  # even
+        load.add(0, torch.tensor([[0, 1], [2, 3]]))  # an even load
     load.add(1, torch.tensor([[0, 3], [0, 1]]))
     load.add(1, torch.tensor([[True, False, False, False]]))
     return load.take(), load.take()

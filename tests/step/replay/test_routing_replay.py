@@ -161,7 +161,7 @@ def check(reference, ranks, layout):
         assert rank["counts"]["bytes"] == tokens * len(rank["layers"]) * topk  # as plan/expected.py models them
         message = "samples of a micro batch have no recorded experts"
         assert layout.startswith("pp2") or message in rank["dropped"]
-    # control: with the spoilt biases a pass by itself is another model's
+    # control: without replay the spoilt biases give other logits
     assert min(parity.logits_error(reference, rank["without"]) for rank in logits) > 1e-2
 
 
