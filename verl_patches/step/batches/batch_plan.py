@@ -119,9 +119,8 @@ def _slots(mini_batch: Sequence[Samples], lengths: Sequence[int], group_replicas
     """Return [expert group] -> its slots of `group_replicas` samples; slots, and samples in each, longest first."""
     order = sorted((sample for samples in mini_batch for sample in samples), key=lambda sample: -lengths[sample])
     slots = _chunks(order, group_replicas)
-    rounds = _chunks(
-        range(len(slots)), len(mini_batch) // group_replicas
-    )  # groups get slots of rounds as replicas get samples of slots
+    # expert groups get the slots of a round as replicas get the samples of a slot
+    rounds = _chunks(range(len(slots)), len(mini_batch) // group_replicas)
     dealt = _assign_samples([rounds], [lengths[slot[0]] for slot in slots])
     return [[slots[place] for place in places] for (places,) in dealt]
 
