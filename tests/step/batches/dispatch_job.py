@@ -107,5 +107,5 @@ def on_and_off():
     on = facts(group)
     starts = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
-    names = [[name for name, _ in of_actor] for of_actor in starts]
+    names = [[name for name, _ in actor_starts] for actor_starts in starts]
     return {"on": on, "off": facts(group), "starts": names, "skew": dispatch.start_skew(starts)}

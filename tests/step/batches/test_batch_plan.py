@@ -19,9 +19,9 @@ def test_every_sample_is_placed_once_in_the_mini_batch_that_verl_gives_it(argume
     assert len({len(placed) for placed in plan.replica_samples}) == 1
     assert len({tuple(map(len, minis)) for minis in plan.schedule}) == 1  # as many micro batches on every replica
     local, mini = samples // replicas, arguments["mini_batch_size"] // replicas
-    for number, of_replicas in enumerate(zip(*plan.schedule, strict=True)):
+    for number, mini_batch in enumerate(zip(*plan.schedule, strict=True)):
         expected = {r * local + number * mini + i for r in range(replicas) for i in range(mini)}
-        assert {s for one in of_replicas for micro in one for s in micro} == expected
+        assert {s for one in mini_batch for micro in one for s in micro} == expected
 
 
 @given(arguments=steps())

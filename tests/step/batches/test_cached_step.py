@@ -105,10 +105,10 @@ def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed():
 
 
 def test_an_outcome_reward_travels_as_one_advantage_a_sample():
-    step, batch, of_sample = placed_step(), rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
-    batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
+    step, batch, sample_values = placed_step(), rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    batch.batch["advantages"] = sample_values[ORDER][:, None] * batch.batch["response_mask"]
     sent = step.advantages(batch)
-    assert (sent.values.tolist(), sent.per_token) == (of_sample.tolist(), False)
+    assert (sent.values.tolist(), sent.per_token) == (sample_values.tolist(), False)
     batch.batch["advantages"] = VALUES[ORDER]
     sent = step.advantages(batch)
     assert (sent.values.tolist(), sent.per_token) == (

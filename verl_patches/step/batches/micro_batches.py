@@ -246,8 +246,8 @@ def plan_stage_splits(
     splits = []
     for micros in batches:
         order = list(chain.from_iterable(micros)) if stage == "update" else plan.replica_samples[replica]
-        row_of = {sample: row for row, sample in enumerate(order)}
-        splits.append(([[row_of[sample] for sample in micro] for micro in micros], [tokens[s] for s in order]))
+        row_by_sample = {sample: row for row, sample in enumerate(order)}
+        splits.append(([[row_by_sample[sample] for sample in micro] for micro in micros], [tokens[s] for s in order]))
     return PlannedSplits(splits)
 
 

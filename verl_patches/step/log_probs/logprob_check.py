@@ -14,13 +14,13 @@ from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.rollout_log_probs import CHECK_TOKENS
 
-MEAN, STD, MAX = "recipe/logprob_delta_mean", "recipe/logprob_delta_std", "recipe/logprob_delta_max"
+DELTA_MEAN, DELTA_STD, DELTA_MAX = "recipe/logprob_delta_mean", "recipe/logprob_delta_std", "recipe/logprob_delta_max"
 PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
 KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
 SUMMARY_METRICS = {
-    "mean": MEAN,
-    "max": MAX,
-    "std": STD,
+    "mean": DELTA_MEAN,
+    "max": DELTA_MAX,
+    "std": DELTA_STD,
     "pearson": PEARSON,
     "kl": KL,
     "k3_kl": K3_KL,

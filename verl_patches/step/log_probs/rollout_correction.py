@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_patches.step.log_probs.logprob_check import K3_KL, KL, MAX, MEAN, NOT_FINITE, PEARSON, STD
+from verl_patches.step.log_probs.logprob_check import DELTA_MAX, DELTA_MEAN, DELTA_STD, K3_KL, KL, NOT_FINITE, PEARSON
 from verl_patches.step.log_probs.ratio_settings import Correction, parse_correction
 
 MAX_LOG_RATIO = 20.0  # bound of |log ratio| before exp
@@ -179,13 +179,13 @@ def log_prob_metrics(batch_sums: LogProbSums, correction: Correction | None = No
     if not tokens:
         return {}
     if sums["not_finite"]:
-        return {NOT_FINITE: sums["not_finite"], MEAN: math.nan, MAX: math.nan}
+        return {NOT_FINITE: sums["not_finite"], DELTA_MEAN: math.nan, DELTA_MAX: math.nan}
     named: dict[str, float | None] = {
         KL: -sums["d"] / tokens,
         K3_KL: sums["k3"] / tokens,
-        MEAN: sums["abs"] / tokens,
-        STD: _deviation(sums["abs"], sums["abs2"], tokens),
-        MAX: highest["abs"],
+        DELTA_MEAN: sums["abs"] / tokens,
+        DELTA_STD: _deviation(sums["abs"], sums["abs2"], tokens),
+        DELTA_MAX: highest["abs"],
         PEARSON: _pearson(sums, tokens),
     }
     if correction and correction.level:

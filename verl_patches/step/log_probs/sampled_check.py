@@ -46,9 +46,9 @@ class SampledCheck:
 
     def compare(self, samples: Sequence[CheckedSamples], compute_log_prob: Callable[[DataProto], DataProto]) -> None:
         """Make the report from the samples of all replicas; `compute_log_prob` is the actor's pass."""
-        prompts = [row for of_replica in samples for row in of_replica.prompts]
-        responses = [row for of_replica in samples for row in of_replica.responses]
-        sampled = [row for of_replica in samples for row in of_replica.log_probs]
+        prompts = [row for replica in samples for row in replica.prompts]
+        responses = [row for replica in samples for row in replica.responses]
+        sampled = [row for replica in samples for row in replica.log_probs]
         prompt_width, width, pad = self._widths
         tensors = model_inputs(_ragged(prompts, torch.int64), _ragged(responses, torch.int64), prompt_width, width, pad)
         begin = time.perf_counter()
@@ -60,7 +60,7 @@ class SampledCheck:
         self.report = {
             "sequences": len(responses),
             "tokens": sum(map(len, responses)),
-            "sample_s": round(max(of_replica.seconds for of_replica in samples), 4),
+            "sample_s": round(max(replica.seconds for replica in samples), 4),
             "log_prob_s": round(seconds, 4),
             "delta": logprob_check.logprob_delta(metrics),
         }

@@ -35,7 +35,7 @@ def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> Loss:
 def kto(log_ratios: torch.Tensor, kl_log_ratios: torch.Tensor, desirable: torch.Tensor, settings: Any) -> Loss:
     """Return KTO's loss (arXiv:2402.01306) of unpaired rows, log-ratios and `desirable` (bool) [P].
 
-    of_kl [P]: log-ratios of each prompt with another row's response; their mean, at least 0, is the KL, without
+    kl_log_ratios [P]: those of each prompt with another row's response; their mean, at least 0, is the KL, without
     gradients. settings: beta, desirable_weight, undesirable_weight.
     """
     kl = kl_log_ratios.detach().mean().clamp(min=0)
