@@ -84,8 +84,8 @@ def length_checks(run: RunSpec) -> Iterator[Check]:
         text = f"{_ROLLOUT}.max_model_len is {longest}; expected at least prompt + response, {asked}"
         yield Check("lengths", False, text)
     detail = f"prompt + response {longest} tokens, model reaches {max_positions}"
-    fault = f"prompt + response have {longest} tokens; expected at most the model's {max_positions} positions; lower "
-    fault += "data.max_prompt_length or data.max_response_length"
+    fault = f"a sequence may have {longest} tokens; expected at most the model's {max_positions} positions; lower "
+    fault += f"data.max_prompt_length, data.max_response_length or {_ROLLOUT}.max_model_len"
     yield either("lengths", longest <= max_positions, detail, fault)
     detail = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = f"{_ROLLOUT}.max_num_batched_tokens is {budget}; expected at least prompt + response, {longest}: "
@@ -160,7 +160,7 @@ def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
         return
     faults = [
         (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
-        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it drops no response; set it false"),
+        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it cannot drop responses; set it false"),
         (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses of a step; set it to null"),
         (
             run.verl.algorithm.adv_estimator == "remax",
