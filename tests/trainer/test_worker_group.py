@@ -262,7 +262,7 @@ def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
     ({}, {}, None),
     ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
     ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
-    ({}, REPLAY, "every is 2, but .* recorded ones; set recipe.logprob_check.action"),
+    ({}, REPLAY, "every is 2, but .* from a recording; set recipe.logprob_check.action"),
     ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; expected vllm, sync"),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
