@@ -14,7 +14,7 @@ from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import MEGATRON_NAMES, local_parameters
 from verl_patches.reshard.parameters import MINDSPEED_NAMES, te_name
-from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.region import Region, shard_region
 
 GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
 _EXPERTS = "decoder.layers.{layer}.mlp.experts."
@@ -60,7 +60,7 @@ def pack(
                 continue
             name = names[p.kind].format(layer=(p.layer or 0) - layers.start, expert=(p.expert or 0) - first)
             name = te_name(name) if storage == "te" else name
-            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors[p.name], region_of(shard)))
+            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors[p.name], shard_region(shard)))
         of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
         chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
     return chunks

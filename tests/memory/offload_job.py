@@ -317,7 +317,7 @@ def every_group_of_a_worker_is_watched():
     model_config = SimpleNamespace(enable_sleep_mode=False)
     core = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config), model_executor=SimpleNamespace())
     core.model_executor.driver_worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-    engine, executor = SimpleNamespace(llm_engine=core), SimpleNamespace(held_bytes=0)
+    engine, executor = SimpleNamespace(llm_engine=core), SimpleNamespace(buffer_bytes=0)
     worker = make_worker(chunks, optimizer)
     worker._is_rollout = worker._is_ref = True
     worker.rollout, worker.ref_module = SimpleNamespace(inference_engine=engine), [torch.nn.Linear(2, 3)]
@@ -334,10 +334,10 @@ def every_group_of_a_worker_is_watched():
         assert set(record["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache", "reward_params", *CRITIC}
         assert record["bytes"]["rollout_weights"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
         ledger.enter("reshard")
-        executor.held_bytes = 5
+        executor.buffer_bytes = 5
         error = error_text(lambda: ledger.enter("wake_kv"))
         assert "reshard_buffers" in error and "holds 5 bytes, expected 0" in error
-        executor.held_bytes = 0
+        executor.buffer_bytes = 0
         assert not error_text(lambda: ledger.enter("wake_kv"))
         model_config.enable_sleep_mode, engine.awake = True, {"weights"}  # unmapped; storages still exist
         error = error_text(lambda: ledger.enter("wake_kv"))

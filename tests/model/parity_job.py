@@ -20,7 +20,12 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.parameters import named_weights
-from verl_patches.reshard.train_tensors import layout_of_model, library_of, native_tensors, views_of
+from verl_patches.reshard.train_tensors import (
+    library_from_chunks,
+    model_layout,
+    native_tensors,
+    train_tensors_from_native,
+)
 
 LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}
 
@@ -66,13 +71,13 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_bat
 
 def local_gradients(chunks, folder, line):
     """Return this rank's part of each gradient, (region, shape of the whole, tensor), for parity.whole_gradients."""
-    layout, rank = layout_of_model(chunks), torch.distributed.get_rank()
+    layout, rank = model_layout(chunks), torch.distributed.get_rank()
     inventory = build_inventory(replace(build_inventory(folder).model, torch_dtype="float32"))
     native = [
         {name: getattr(tensor, "main_grad", tensor) for name, tensor in weights.items()}
         for weights in native_tensors(chunks)
     ]
-    views = views_of(native, inventory, layout, rank, library_of(chunks, line))
+    views = train_tensors_from_native(native, inventory, layout, rank, library_from_chunks(chunks, line))
     return [(v.region, v.shape, v.tensor.clone()) for v in views.values() if not v.parameter.endswith("expert_bias")]
 
 

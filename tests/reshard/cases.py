@@ -21,7 +21,7 @@ from verl_patches.memory.live_memory import named_tensors
 from verl_patches.reshard.destination import Destinations, RolloutTensor
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
-from verl_patches.reshard.region import region_of
+from verl_patches.reshard.region import shard_region
 from verl_patches.reshard.train_tensors import TrainTensor
 from verl_patches.reshard.verify import Verifier
 
@@ -81,7 +81,7 @@ def write_through(destinations: Destinations, tensors: Mapping[str, torch.Tensor
             constant.target.fill_(constant.value)
 
 
-def grow(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+def add_parameters(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
     """Add these parameters to `module` by name, with the submodules that the names need."""
     for name, tensor in parameters.items():
         *path, key = name.split(".")
@@ -98,7 +98,7 @@ def train_memory(case: Case, rank: int) -> dict[str, TrainTensor]:
     sources = {}
     shards = local_parameters(case.inventory, case.train, rank, case.train_library).shards
     for number, (name, shard) in enumerate(shards.items()):
-        values = part(full_tensor(case, name), region_of(shard))
+        values = part(full_tensor(case, name), shard_region(shard))
         shape, dtype = values.shape, values.dtype
         if number % 3 == 1:
             memory = torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
@@ -107,7 +107,7 @@ def train_memory(case: Case, rank: int) -> dict[str, TrainTensor]:
         else:
             memory = torch.empty(shape, dtype=dtype)
         memory.copy_(values)
-        sources[name] = TrainTensor(region_of(shard), shard.parameter.shape, memory, 0, name, memory)
+        sources[name] = TrainTensor(shard_region(shard), shard.parameter.shape, memory, 0, name, memory)
     return sources
 
 
@@ -135,7 +135,7 @@ def rollout_memory(case: Case, rank: int) -> tuple[dict[str, tuple[RolloutTensor
             memory = memory.t()
         if joined:
             memory = memory.chunk(2)[kind.endswith("_up")]
-        region = region_of(shard)
+        region = shard_region(shard)
         places[name] = (RolloutTensor(region, memory.narrow(region.axis, 0, region.rows), parameter),)
     return places, live
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tests.layout.native_parameters import part
-from tests.reshard.cases import FIRST, Case, full_tensor, grow, rollout_memory, train_memory
-from tests.reshard.spoilt import message
+from tests.reshard.cases import FIRST, Case, add_parameters, full_tensor, rollout_memory, train_memory
+from tests.reshard.spoilt import error_message
 from verl_patches.patching.row import subclass_of
 from verl_patches.reshard import weight_sync
 from verl_patches.reshard.destination import RolloutTensor
@@ -37,7 +37,7 @@ class Engine(torch.nn.Module):
         super().__init__()
         self.case = case
         self.places, live = rollout_memory(case, rank)
-        grow(self, live)
+        add_parameters(self, live)
 
     def view(self, place: RolloutTensor) -> torch.Tensor:
         """Return the place in the parameter's present memory."""
@@ -118,7 +118,7 @@ class World:
         """Change all training weights in place, and sync by verl's call."""
         for name, source in self.sources.items():
             source.tensor.copy_(part(full_tensor(self.case, name, seed), source.region))
-        error = message(self.manager.__enter__)
+        error = error_message(self.manager.__enter__)
         (report,) = self.manager.resharder.take_reports() if error == "fine" else [{}]
         return Sync(error, self.engine.wrong(seed), report)
 
@@ -142,7 +142,7 @@ class World:
             mock.patch.object(sharding, "context", lambda: WorkerContext(scheduler=object())),
             mock.patch.dict(sys.modules, {"verl.utils.vllm_utils": verl_utils}),
             mock.patch.object(weight_sync, "train_tensors", lambda *args: self.sources),
-            mock.patch.object(weight_sync, "still_valid", lambda *args: self.trained_is_valid),
+            mock.patch.object(weight_sync, "views_are_valid", lambda *args: self.trained_is_valid),
             spoil(weight_sync, "plan_reshard", "plan"),
             spoil(weight_sync, "post_load", "post_load"),
             spoil(weight_sync.Verifier, "poison", "poison"),
@@ -151,7 +151,7 @@ class World:
             yield self
 
 
-def syncs(case: Case, verify: str, moved: str, step: str = "", number: int = 0) -> list[Sync]:
+def run_syncs(case: Case, verify: str, moved: str, step: str = "", number: int = 0) -> list[Sync]:
     """Run three syncs; before each the rollout's memory has lost its values, as after sleep.
 
     `moved`: before the second sync the rollout memory of "all" ranks, or the "rollout" or "training" memory of one,

@@ -1,4 +1,4 @@
-"""Run syncs with one error in them on ranks, and return the message that each rank gets, for tests of refusals."""
+"""Run syncs with one error in them on ranks, and return the error_message that each rank gets, for tests of refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.layout.native_parameters import part
-from tests.reshard.cases import FIRST, Case, Rank, grow
+from tests.reshard.cases import FIRST, Case, Rank, add_parameters
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.execute import Executor
 from verl_patches.reshard.plan import RankPlan
@@ -17,7 +17,7 @@ from verl_patches.reshard.rank_errors import ReshardError
 from verl_patches.reshard.verify import check_map
 
 
-def message(do: Callable, *arguments) -> str:
+def error_message(do: Callable, *arguments) -> str:
     """Return the text of the error that `do` raises, "fine" without one."""
     try:
         do(*arguments)
@@ -26,22 +26,22 @@ def message(do: Callable, *arguments) -> str:
     return "fine"
 
 
-def with_plan(case: Case, spoil: str) -> str:
+def build_with_plan(case: Case, spoil: str) -> str:
     """Build with rank plans that SPOILERS[spoil] changed."""
     rank = Rank(case)
     plans = [rank.plan.for_rank(number) for number in range(dist.get_world_size())]
     SPOILERS[spoil](plans)
     object.__setattr__(rank.plan, "for_rank", plans.__getitem__)
-    return message(rank.build)
+    return error_message(rank.build)
 
 
-def planned_differently(case: Case, spoil: str) -> str:
+def build_with_unequal_plans(case: Case, spoil: str) -> str:
     """Build, after rank 1 has planned for another bucket or rollout."""
     changes = {
         "bucket": {"bucket_bytes": case.bucket_bytes + 16},  # the regions stay
         "rollout": {"rollout": rollout_layout(2, dp=1, tp=2)},
     }
-    return message(Rank(replace(case, **changes[spoil]) if dist.get_rank() == 1 else case).build)
+    return error_message(Rank(replace(case, **changes[spoil]) if dist.get_rank() == 1 else case).build)
 
 
 def _set_local(plans: list[RankPlan], change: Callable[[tuple], tuple]) -> None:
@@ -60,7 +60,7 @@ SPOILERS: dict[str, Callable[[list[RankPlan]], object]] = {
 }
 
 
-def with_memory(case: Case, spoil: str) -> str:
+def build_with_memory(case: Case, spoil: str) -> str:
     """Build with memory of rank 1 that is unmapped, mapped in part, of a wrong shape, too much, or not trained."""
     rank = Rank(case)
     place = rank.destinations[FIRST][0]
@@ -74,10 +74,10 @@ def with_memory(case: Case, spoil: str) -> str:
             "too much": {"model.layers.0.mlp.never.weight": (place,)},
             "shape": {FIRST: (replace(place, tensor=torch.zeros(3, 5)),)},
         }[spoil]
-    return message(rank.build)
+    return error_message(rank.build)
 
 
-def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
+def fail_first_sync(case: Case, spoil: str) -> tuple[str, str, int]:
     """Run two syncs, in the first of which rank 1 fails; return both messages and the bytes allocated afterwards."""
     rank = Rank(case)
     broken, executor = rank.rank == 1, rank.build()
@@ -93,13 +93,13 @@ def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
     size = storage.nbytes()
     if broken and spoil == "offloaded":
         storage.resize_(0)
-    first, broken = message(executor.run), False
+    first, broken = error_message(executor.run), False
     storage.resize_(size)
-    return first, message(executor.run), executor.held_bytes
+    return first, error_message(executor.run), executor.buffer_bytes
 
 
-def with_wrong_bytes(case: Case, spoil: str) -> str:
-    """Run a sync that ends but writes wrong bytes on one rank; return the message of `Verifier.check`."""
+def check_wrong_bytes(case: Case, spoil: str) -> str:
+    """Run a sync that ends but writes wrong bytes on one rank; return the error_message of `Verifier.check`."""
     rank = Rank(case)
     executor, verifier = rank.build(), rank.verifier()
     if rank.rank == 2:
@@ -111,27 +111,29 @@ def with_wrong_bytes(case: Case, spoil: str) -> str:
     executor.run()
     if rank.rank == 2 and spoil == "last value":
         rank.destinations[FIRST][0].tensor[-1, -1] += 1
-    return message(verifier.check)
+    return error_message(verifier.check)
 
 
 def _spoil_copies(executor: Executor, spoil: str) -> None:
-    executor._open_all()  # views of the wire are made while it is open
-    copies = next(bucket.unpack for bucket in executor._buckets if bucket.unpack.to)
-    square = next((i for i, to in enumerate(copies.to) if to.dim() == 2 and to.shape[0] == to.shape[1]), None)
+    executor._open_buffers()  # views of the wire are made while it is open
+    copies = next(bucket.unpack for bucket in executor._buckets if bucket.unpack.targets)
+    sources, shapes = copies.sources, [target.shape for target in copies.targets]
+    square = next((i for i, shape in enumerate(shapes) if len(shape) == 2 and shape[0] == shape[1]), None)
     if spoil == "left out":
-        copies.to.pop(), copies.source.pop()
+        copies.targets.pop()
+        sources.pop()
     if spoil == "transposed":
-        copies.source[square] = copies.source[square].t()
+        sources[square] = sources[square].t()
     if spoil == "swapped":
-        other = next(i for i, to in enumerate(copies.to) if i != square and to.shape == copies.to[square].shape)
-        copies.source[square], copies.source[other] = copies.source[other], copies.source[square]
+        other = next(i for i, shape in enumerate(shapes) if i != square and shape == shapes[square])
+        sources[square], sources[other] = sources[other], sources[square]
 
 
-def with_wrong_map(case: Case, spoil: str) -> list[str]:
-    """Return `check_map`'s message for a map with an expert transposed, or two swapped; load_weights is right."""
+def check_wrong_map(case: Case, spoil: str) -> list[str]:
+    """Return `check_map`'s error_message for a map with an expert transposed, or two swapped; load_weights is right."""
     rank = Rank(case)
     places, model = rank.destinations, torch.nn.Module()
-    grow(model, rank.live)
+    add_parameters(model, rank.live)
     name, other = [name for name in places if ".experts." in name and name.endswith("down_proj.weight")][:2]
     one, two = places[name][0], places[other][0]
     if spoil == "transposed":
@@ -151,7 +153,7 @@ def with_wrong_map(case: Case, spoil: str) -> list[str]:
     return check_map(model, rank.destinations, shapes, rank.rank)
 
 
-def with_a_bit_flipped(case: Case) -> list[str]:
+def flip_one_bit(case: Case) -> list[str]:
     """Return `Rank.differences` when one bit of one element is wrong on rank 3."""
     rank = Rank(case)
     rank.build().run()
@@ -160,7 +162,7 @@ def with_a_bit_flipped(case: Case) -> list[str]:
     return rank.differences()
 
 
-def peak_while_running(case: Case) -> tuple[int, int, int, int]:
+def measure_peak_bytes(case: Case) -> tuple[int, int, int, int]:
     """Return a sync's peak bytes by torch's allocator, by the report, held afterwards, and held with wires open."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -173,6 +175,6 @@ def peak_while_running(case: Case) -> tuple[int, int, int, int]:
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    left = executor.held_bytes
-    executor._open_all()
-    return peak, report.peak_extra_bytes, left, executor.held_bytes
+    left = executor.buffer_bytes
+    executor._open_buffers()
+    return peak, report.peak_extra_bytes, left, executor.buffer_bytes

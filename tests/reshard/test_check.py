@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.reshard.test_plan import plan_of
+from tests.reshard.test_plan import make_plan
 from verl_patches.errors import RecipeError
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.check import check_plan
@@ -17,7 +17,7 @@ class Small:
     """Hold the plan, the plans of its ranks, and the first segment of several regions that rank 1 receives."""
 
     def __init__(self):
-        self.plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 17)
+        self.plan = make_plan("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 17)
         self.roomy = replace(self.plan, bucket_bytes=1 << 30)
         self.ranks = {rank: self.plan.for_rank(rank) for rank in range(8)}
         segments = [(n, *pair) for n, bucket in enumerate(self.ranks[1].buckets) for pair in bucket.receive.items()]

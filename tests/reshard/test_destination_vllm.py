@@ -48,7 +48,7 @@ CASES = RIGHT | OTHER
 @pytest.fixture(scope="module")
 def learnt(run_ranks):
     env = {"VERL_PATCHES": "line=pypi,platform=cpu"}
-    return run_ranks("tests.reshard.vllm_ranks:learnt", CASES, env=env, backend=None)[0]
+    return run_ranks("tests.reshard.vllm_ranks:learn_cases", CASES, env=env, backend=None)[0]
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -33,7 +33,7 @@ def test_random_pairs_on_8_ranks(ranks8, case):
 
 
 def test_one_wrong_bit_would_be_seen(ranks4):
-    assert ranks4.run(spoilt.with_a_bit_flipped, PLAIN) == [[], [], [], ["model.norm.weight"]]
+    assert ranks4.run(spoilt.flip_one_bit, PLAIN) == [[], [], [], ["model.norm.weight"]]
 
 
 def test_report_equals_the_plan(ranks4):
@@ -47,25 +47,25 @@ def test_report_equals_the_plan(ranks4):
 
 
 @pytest.mark.parametrize(("function", "spoil", "expected"), [
-    (spoilt.with_plan, "nothing", "fine"),
-    (spoilt.with_plan, "removed", "expected once by the plan, found never written"),
-    (spoilt.with_plan, "duplicated", "expected once by the plan, found written twice or more"),
-    (spoilt.with_plan, "ranks swapped", "found never written"),
-    (spoilt.planned_differently, "bucket", "ranks do not have the same plan: rank 0 has the digest"),
-    (spoilt.planned_differently, "rollout", ", rank 1 has the digest"),
-    (spoilt.with_memory, "nothing", "fine"),
-    (spoilt.with_memory, "unmapped", f"rank 1: {FIRST}[64:72] arrives, but is unmapped: no live parameter takes it"),
-    (spoilt.with_memory, "half mapped", f"rank 1: {FIRST}[65:72] arrives, but is unmapped"),
-    (spoilt.with_memory, "too much", "rank 1: model.layers.0.mlp.never.weight is not in the inventory"),
-    (spoilt.with_memory, "shape", f"in {FIRST}: expected shape (8, 8), found (3, 5)"),
-    (spoilt.with_memory, "not trained", "found nothing of it in training"),
-    (spoilt.with_wrong_bytes, "nothing", "fine"),
-    (spoilt.with_wrong_bytes, "NaN in training", "fine"),
-    (spoilt.with_wrong_bytes, "left out", "with 32 NaN"),
-    (spoilt.with_wrong_bytes, "transposed", "rank 2 (model.layers."),
-    (spoilt.with_wrong_bytes, "swapped", "2 of 119 regions"),
-    (spoilt.with_wrong_bytes, "last value", f"rank 2 ({FIRST}) checksum"),
-    (spoilt.with_wrong_bytes, "replicas differ", "(training) checksum"),
+    (spoilt.build_with_plan, "nothing", "fine"),
+    (spoilt.build_with_plan, "removed", "expected once by the plan, found never written"),
+    (spoilt.build_with_plan, "duplicated", "expected once by the plan, found written twice or more"),
+    (spoilt.build_with_plan, "ranks swapped", "found never written"),
+    (spoilt.build_with_unequal_plans, "bucket", "ranks do not have the same plan: rank 0 has the digest"),
+    (spoilt.build_with_unequal_plans, "rollout", ", rank 1 has the digest"),
+    (spoilt.build_with_memory, "nothing", "fine"),
+    (spoilt.build_with_memory, "unmapped", f"rank 1: {FIRST}[64:72] arrives, but is unmapped: no live parameter"),
+    (spoilt.build_with_memory, "half mapped", f"rank 1: {FIRST}[65:72] arrives, but is unmapped"),
+    (spoilt.build_with_memory, "too much", "rank 1: model.layers.0.mlp.never.weight is not in the inventory"),
+    (spoilt.build_with_memory, "shape", f"in {FIRST}: expected shape (8, 8), found (3, 5)"),
+    (spoilt.build_with_memory, "not trained", "found nothing of it in training"),
+    (spoilt.check_wrong_bytes, "nothing", "fine"),
+    (spoilt.check_wrong_bytes, "NaN in training", "fine"),
+    (spoilt.check_wrong_bytes, "left out", "with 32 NaN"),
+    (spoilt.check_wrong_bytes, "transposed", "rank 2 (model.layers."),
+    (spoilt.check_wrong_bytes, "swapped", "2 of 119 regions"),
+    (spoilt.check_wrong_bytes, "last value", f"rank 2 ({FIRST}) checksum"),
+    (spoilt.check_wrong_bytes, "replicas differ", "(training) checksum"),
 ])  # fmt: skip
 def test_an_error_of_plan_memory_or_bytes_is_named_on_every_rank(ranks4, function, spoil, expected):
     messages = ranks4.run(function, PLAIN, spoil)
@@ -79,7 +79,7 @@ def test_an_error_of_plan_memory_or_bytes_is_named_on_every_rank(ranks4, functio
      ("offloaded", f"rank 1: RuntimeError: {FIRST} and 0 more have no device memory")],
 )  # fmt: skip
 def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(ranks4, spoil, expected):
-    for first, second, allocated in ranks4.run(spoilt.while_running, PLAIN, spoil):
+    for first, second, allocated in ranks4.run(spoilt.fail_first_sync, PLAIN, spoil):
         assert expected in first
         assert (second, allocated) == ("fine", 0)
 
@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(ranks4, spoil,
 def test_peak_is_what_the_allocator_sees_and_within_four_buckets(ranks4):
     model = replace(TINY, hidden_size=256, vocab_size=2048)
     case = replace(PLAIN, model=model, bucket_bytes=1 << 17, rollout_dtype="float32")
-    for allocated, reported, left, held in ranks4.run(spoilt.peak_while_running, case):
+    for allocated, reported, left, held in ranks4.run(spoilt.measure_peak_bytes, case):
         assert 4096 < reported <= 4 * case.bucket_bytes
         assert reported <= allocated <= reported + 4096  # flags, and torch's own small blocks
         assert left == 0 < held <= reported
@@ -97,6 +97,6 @@ def test_peak_is_what_the_allocator_sees_and_within_four_buckets(ranks4):
 
 @pytest.mark.parametrize("spoil", ["nothing", "transposed", "exchanged"])
 def test_a_wrong_map_is_found_by_loading_again(ranks4, spoil):
-    for problems in ranks4.run(spoilt.with_wrong_map, PLAIN, spoil):
+    for problems in ranks4.run(spoilt.check_wrong_map, PLAIN, spoil):
         names = [text.split(" on rank ")[0] for text in problems]
         assert names == ([] if spoil == "nothing" else ["model.layers.1.mlp.experts.down_proj.weight"])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("side", ["rollout", "training"])
 def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4, side):
-    for results in ranks4.run(in_loop_job.syncs, PLAIN, "first", side):
+    for results in ranks4.run(in_loop_job.run_syncs, PLAIN, "first", side):
         assert [(sync.message, sync.wrong) for sync in results] == [("fine", [])] * 3
         for fact in ("learnt", "verified"):
             assert [sync.report[fact] for sync in results] == [True, True, False]
@@ -35,7 +35,7 @@ def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4,
 ])  # fmt: skip
 def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, step, number, todo):
     """Move memory before the second sync: the executor of the first would write into the old one."""
-    results = ranks4.run(in_loop_job.syncs, PLAIN, "every", "all", step, number)
+    results = ranks4.run(in_loop_job.run_syncs, PLAIN, "every", "all", step, number)
     (message,) = {syncs[number - 1].message for syncs in results}
     assert f"reshard: {todo}" in message and f"rank 1: OSError: broken {step}" in message
     for syncs in results:

@@ -21,8 +21,8 @@ from verl_patches.layout.parallel import parse_layout, rollout_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.blocks import Block
 from verl_patches.reshard.check import check_plan
-from verl_patches.reshard.plan import Topology, plan_reshard, route, schedule
-from verl_patches.reshard.region import Region, region_of, wire_bytes
+from verl_patches.reshard.plan import Topology, plan_reshard, route_blocks, schedule_pieces
+from verl_patches.reshard.region import Region, shard_region, wire_bytes
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG, TINY = (build_inventory(MODELS / f"deepseekv3_{size}.json") for size in ("671b", "tiny"))
@@ -35,14 +35,14 @@ BIG_PAIRS = {
 GB = 1e9
 
 
-def plan_of(train, rollout, inventory=TINY, train_library="megatron-local", rollout_library="vllm", **more):
+def make_plan(train, rollout, inventory=TINY, train_library="megatron-local", rollout_library="vllm", **more):
     train, rollout = (parse_layout(x) if isinstance(x, str) else x for x in (train, rollout))
     return plan_reshard(inventory, train, rollout, train_library=train_library, rollout_library=rollout_library, **more)
 
 
 @functools.cache
 def big_plan(pair):
-    return plan_of(*BIG_PAIRS[pair], BIG, "mindspeed", "vllm-ascend")
+    return make_plan(*BIG_PAIRS[pair], BIG, "mindspeed", "vllm-ascend")
 
 
 @pytest.fixture(params=BIG_PAIRS)
@@ -109,14 +109,14 @@ def _held_and_needed(plan, rank, experts=True):
 
 
 def _box(shard):
-    region = region_of(shard)
+    region = shard_region(shard)
     return [(region.start, region.stop) if i == region.axis else (0, n) for i, n in enumerate(shard.parameter.shape)]
 
 
 def _needed(plan, rank):
     shards = local_parameters(plan.inventory, plan.rollout, rank, plan.rollout_library).shards.values()
     return sum(
-        DTYPE_BYTES[s.parameter.dtype] * math.prod(region_of(s).shape_in(s.parameter.shape)) for s in shards
+        DTYPE_BYTES[s.parameter.dtype] * math.prod(shard_region(s).shape_in(s.parameter.shape)) for s in shards
     )  # without padding
 
 
@@ -126,7 +126,7 @@ def _needed(plan, rank):
 def test_any_pair_of_layouts_is_proven_and_minimal(case, dies):
     arguments = case.train, case.rollout, case.inventory, case.train_library, case.rollout_library
     more = dict(bucket_bytes=case.bucket_bytes, topology=Topology(*dies))
-    plan = plan_of(*arguments, **more)
+    plan = make_plan(*arguments, **more)
     check_plan(plan)
     for rank in range(plan.world_size):
         needed, lower_bound = _needed(plan, rank), plan.lower_bound_bytes[rank]
@@ -138,12 +138,12 @@ def test_any_pair_of_layouts_is_proven_and_minimal(case, dies):
             regions = [region for _, regions in segments for region in regions]
             assert size[rank] == sum(wire_bytes(plan.inventory.by_name[r.name], r) for r in regions)
             assert all(peer != rank for peer, _ in segments)
-    assert plan_of(*arguments, **more).digest() == plan.digest()
+    assert make_plan(*arguments, **more).digest() == plan.digest()
 
 
 def test_pieces_are_few():
     """Check that there are as many pieces as routes if one bucket holds them all; the digest covers each piece."""
-    plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 30)
+    plan = make_plan("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 30)
     check_plan(plan)
     assert replace(plan, pieces=plan.pieces[:-1]).digest() != plan.digest()
     assert plan.bucket_count == 1
@@ -158,9 +158,9 @@ def _near_share(plan, dies_per_node):
 def test_nearer_ranks_send_first():
     """Let every node of 4 hold everything: little crosses nodes, unless the topology has no near ranks."""
     train, rollout = "tp4 ep1 etp4 @16", rollout_layout(8, 1, 2)
-    assert _near_share(plan_of(train, rollout, topology=Topology(2, 4)), 4) > 0.95
-    assert _near_share(plan_of(train, rollout, topology=Topology(1, 1)), 4) < 0.5
-    assert _near_share(plan_of("tp2 @16", rollout_layout(16, 1, 1), topology=Topology(2, 16)), 2) > 0.95
+    assert _near_share(make_plan(train, rollout, topology=Topology(2, 4)), 4) > 0.95
+    assert _near_share(make_plan(train, rollout, topology=Topology(1, 1)), 4) < 0.5
+    assert _near_share(make_plan("tp2 @16", rollout_layout(16, 1, 1), topology=Topology(2, 16)), 2) > 0.95
 
 
 def _block(rows, holders=(0,), receivers=(1,)):
@@ -177,7 +177,7 @@ def _block(rows, holders=(0,), receivers=(1,)):
 def test_holders_send_equally_much(blocks, dies, sent):
     """Use four ranks of one stage, `dies` on a card and node, and blocks of (rows, holders, receivers)."""
     blocks = [_block(*arguments) for arguments in blocks]
-    routes = route(blocks, [0] * 4, Topology(dies, dies))
+    routes = route_blocks(blocks, [0] * 4, Topology(dies, dies))
     assert [sum(blocks[i].wire_bytes for numbers in to.values() for i in numbers) // 16 for to in routes] == sent
 
 
@@ -186,7 +186,7 @@ def test_holders_send_equally_much(blocks, dies, sent):
 )
 def test_room_of_less_than_a_sixteenth_is_left_empty(rows, pieces):
     """Put two blocks into buckets of 100 rows: 5 rows of room stay empty, 10 are filled."""
-    scheduled = schedule([_block(rows)] * 2, [{1: [0, 1]}, {}], 1600)
+    scheduled = schedule_pieces([_block(rows)] * 2, [{1: [0, 1]}, {}], 1600)
     assert [(piece.bucket, piece.block, piece.start, piece.stop) for piece in scheduled] == pieces
 
 
@@ -204,4 +204,4 @@ def test_a_region_takes_whole_16_bytes():
 ])  # fmt: skip
 def test_pairs_that_cannot_be_served_are_refused_by_name(train, rollout, more, message):
     with pytest.raises(ConfigError, match=message):
-        plan_of(train, rollout, **more)
+        make_plan(train, rollout, **more)

@@ -14,8 +14,8 @@ from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.parameters import te_name
-from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.train_tensors import are_views_of, views_of
+from verl_patches.reshard.region import Region, shard_region
+from verl_patches.reshard.train_tensors import train_tensors_from_native, views_match_memory
 
 INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
 LAYOUTS = (
@@ -34,12 +34,12 @@ def weights() -> dict[str, torch.Tensor]:
     return {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters}
 
 
-def views(weights, text, rank, storage, **how):
-    native = pack(weights, INVENTORY, parse_layout(text), rank, storage, **how)
-    return views_of(native, INVENTORY, parse_layout(text), rank, STORAGES[storage][0]), native
+def views(weights, text, rank, storage, **pack_options):
+    native = pack(weights, INVENTORY, parse_layout(text), rank, storage, **pack_options)
+    return train_tensors_from_native(native, INVENTORY, parse_layout(text), rank, STORAGES[storage][0]), native
 
 
-def wrong(found, weights) -> list[str]:
+def wrong_names(found, weights) -> list[str]:
     """Return HF names whose view is not the expected slice of the whole tensor."""
     return [name for name, t in found.items() if not torch.equal(t.tensor, part(weights[name], t.region))]
 
@@ -51,18 +51,18 @@ def test_views_are_the_ranks_slices(weights, text, storage):
     for rank in range(layout.world_size):
         found, native = views(weights, text, rank, storage)
         shards = local_parameters(INVENTORY, layout, rank, STORAGES[storage][0]).shards
-        assert {name: t.region for name, t in found.items()} == {name: region_of(s) for name, s in shards.items()}
+        assert {name: t.region for name, t in found.items()} == {name: shard_region(s) for name, s in shards.items()}
         assert all(t.tensor.shape == t.region.shape_in(weights[name].shape) for name, t in found.items())
-        assert not wrong(found, weights)
+        assert not wrong_names(found, weights)
         for tensor in (t for chunk in native for t in chunk.values()):
             tensor.mul_(2)
-        assert not wrong(found, doubled)  # views show what is written to parameters
+        assert not wrong_names(found, doubled)  # views show what is written to parameters
 
 
 @pytest.mark.parametrize("storage", ["grouped", "mindspeed"])
 def test_experts_stacked_by_columns_are_not_taken_for_right(weights, storage):
     found, _ = views(weights, "@1", 0, storage, stack_up=lambda pieces: torch.cat([p.t() for p in pieces], dim=1))
-    spoilt = wrong(found, weights)
+    spoilt = wrong_names(found, weights)
     assert {INVENTORY.by_name[name].kind for name in spoilt} == {GATE, UP}
     assert len(spoilt) == 2 * 3 * 16
 
@@ -96,7 +96,7 @@ def test_parameters_that_are_not_the_layouts_are_refused(weights, change, messag
         chunk |= change(chunk)
     native = [{name: tensor for name, tensor in chunk.items() if tensor is not None} for chunk in native]
     with pytest.raises(ConfigError, match=message):
-        views_of(native, INVENTORY, parse_layout("ep2 pp2 @4"), 1, "megatron-local")
+        train_tensors_from_native(native, INVENTORY, parse_layout("ep2 pp2 @4"), 1, "megatron-local")
 
 
 def test_parts_of_a_view(weights):
@@ -120,18 +120,18 @@ def test_views_outlive_offload_by_resize_but_not_other_memory(weights):
     for name, tensor in native[0].items():
         native[0][name] = torch.nn.Parameter(buffer[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
-    found = views_of(native, INVENTORY, parse_layout("@1"), 0, "mindspeed")
+    found = train_tensors_from_native(native, INVENTORY, parse_layout("@1"), 0, "mindspeed")
     saved, size = buffer.clone(), buffer.untyped_storage().nbytes()
     buffer.untyped_storage().resize_(0)
-    assert are_views_of(found, native)
+    assert views_match_memory(found, native)
     buffer.untyped_storage().resize_(size)
     buffer.copy_(saved)
-    assert are_views_of(found, native) and not wrong(found, weights)
+    assert views_match_memory(found, native) and not wrong_names(found, weights)
     before = native[0]["output_layer.weight"].data
     for other in (before.clone(), buffer[: before.numel()].view(before.shape), before.t().contiguous().t()):
         native[0]["output_layer.weight"].data = other
-        assert not are_views_of(found, native)
+        assert not views_match_memory(found, native)
     native[0]["output_layer.weight"].data = before
-    assert are_views_of(found, native)
+    assert views_match_memory(found, native)
     del native[0]["output_layer.weight"]
-    assert not are_views_of(found, native)
+    assert not views_match_memory(found, native)

@@ -25,6 +25,6 @@ def test_a_checksum_adds_up_from_parts_and_depends_on_places():
 def test_checksum_of_large_tensors_goes_by_pieces(monkeypatch):
     whole = torch.arange(50, dtype=torch.float32).view(10, 5)
     at_once = checksum(whole, Region("w", 0, 0, 10), whole.shape)
-    monkeypatch.setattr("verl_patches.reshard.verify._CHUNK", 12)
+    monkeypatch.setattr("verl_patches.reshard.verify._CHUNK_ELEMENTS", 12)
     assert checksum(whole, Region("w", 0, 0, 10), whole.shape) == at_once
     assert [int(count_nan(torch.tensor(values))) for values in ([1.0, float("nan")], [1, 2])] == [1, 0]

@@ -14,7 +14,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.destination import learn_destinations
-from verl_patches.reshard.region import region_of
+from verl_patches.reshard.region import shard_region
 
 
 def values(model) -> dict[str, torch.Tensor]:
@@ -42,9 +42,11 @@ def run_rank(case: dict, rank: int) -> dict:
         learnt = learn_destinations(model, inventory, rank=rank)
         shards = local_parameters(inventory, layout, rank, planned.get("library", "vllm")).shards
         shapes = {parameter.name: parameter.shape for parameter in inventory.parameters}
-        regions = {name: region_of(shard).along(0, shapes[name]) for name, shard in shards.items()}
+        regions = {name: shard_region(shard).along_axis(0, shapes[name]) for name, shard in shards.items()}
         regions = {name: [region] for name, region in regions.items() if region.rows}
-        found = {name: [p.region.along(0, shapes[name]) for p in places] for name, places in learnt.tensors.items()}
+        found = {
+            name: [p.region.along_axis(0, shapes[name]) for p in places] for name, places in learnt.tensors.items()
+        }
         dtypes = {name: (shards[name].dtype, places[0].tensor.dtype) for name, places in learnt.tensors.items()}
         return {
             "rank": rank,
@@ -71,7 +73,7 @@ def compare(learnt, model, inventory) -> dict:
     return {"differ": differ, "transposed": differing(model, expected)}
 
 
-def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
+def learn_cases(cases: dict[str, dict]) -> dict[str, list[dict]]:
     """Return {name: rows}; a case is one of build_vllm.py with `planned`, other sizes or another library in the plan.
 
     A row is a rank's: rank, groups, mapped, constants, and

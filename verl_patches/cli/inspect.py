@@ -18,7 +18,7 @@ from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.model.mindspeed.arguments import explain as explain_engine
 from verl_patches.patching.boot.install_prelude import PLACES
-from verl_patches.reshard.check import check_plan, figures, path_of
+from verl_patches.reshard.check import check_plan, figures, tensor_path
 from verl_patches.reshard.plan import plan_reshard
 from verl_patches.run.compose import output_root
 from verl_patches.run.files import hook_checks
@@ -114,7 +114,7 @@ def reshard_plan_command(
     plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
     seconds = time.perf_counter() - start
     if param is not None and rank is not None:
-        path = path_of(plan, param, rank)
+        path = tensor_path(plan, param, rank)
         if as_json:
             print_json(path)
         else:

@@ -19,7 +19,7 @@ from verl_patches.errors import Check, ConfigError, fault_of
 from verl_patches.layout.inventory import Inventory, ModelShape, Parameter, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
-from verl_patches.reshard.region import Region, align, region_of, row_bytes
+from verl_patches.reshard.region import Region, align, row_bytes, shard_region
 from verl_patches.spec import RunSpec
 
 DEFAULT_BUCKET_BYTES = 512 << 20
@@ -48,15 +48,16 @@ class Block(NamedTuple):
 
 
 class _Interval(NamedTuple):
-    """Describe rows [start, stop) along `axis`; `indices`: those that hold them in training, and need them in rollout.
+    """Describe rows [start, stop) along `axis` by who holds them in training and who needs them in rollout.
 
-    An index is a rank's tp index, for routed experts its etp index.
+    `holders`, `receivers`: tp indices of ranks, for routed experts their etp indices.
     """
 
     axis: int
     start: int
     stop: int
-    indices: tuple[tuple[int, ...], tuple[int, ...]]
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
 def make_blocks(
@@ -72,8 +73,8 @@ def make_blocks(
     Raises ConfigError for pairs of layouts between which no plan can be made, as `local_parameters` does for either
     side, and where `bucket_bytes` is too small for one row of some tensor.
     """
-    _check_pair(train, rollout)
-    sides = _Side(inventory, train, train_library), _Side(inventory, rollout, rollout_library)
+    _check_layouts(train, rollout)
+    sides = _RankIndex(inventory, train, train_library), _RankIndex(inventory, rollout, rollout_library)
     intervals: dict[tuple, list[_Interval]] = {}  # tensors of one kind and shape are cut alike
     blocks: list[Block] = []
     units: list[tuple[Parameter, ...]] = [(parameter,) for parameter in inventory.outer]
@@ -86,11 +87,11 @@ def make_blocks(
             if key not in intervals:
                 held = shards_of(inventory, train, train_library, parameter)
                 needed = shards_of(inventory, rollout, rollout_library, parameter)
-                intervals[key] = list(_intervals(held, needed))
-            indices = tuple(interval.indices for interval in intervals[key])
-            alike[indices].append((parameter, intervals[key]))
+                intervals[key] = list(_tensor_intervals(held, needed))
+            ends = tuple((interval.holders, interval.receivers) for interval in intervals[key])
+            alike[ends].append((parameter, intervals[key]))
         for members in alike.values():
-            blocks += _blocks(members, *sides)
+            blocks += _group_blocks(members, *sides)
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
     if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
         raise ConfigError(
@@ -100,36 +101,40 @@ def make_blocks(
     return blocks
 
 
-def _intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_Interval]:
+def _tensor_intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_Interval]:
     """Yield the intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
     parameter = train[0].parameter
     axes = {shard.axis for shard in (*train, *rollout) if shard.axis is not None}
     assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # all libraries share the table AXES
     axis = axes.pop() if axes else 0
-    held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))
-    cuts = sorted({0, parameter.shape[axis]}.union(*held, *needed))
-    for start, stop in itertools.pairwise(cuts):
+    held, needed = ([shard_region(s).along_axis(axis, parameter.shape) for s in shards] for shards in (train, rollout))
+    cuts = {0, parameter.shape[axis]}
+    for region in (*held, *needed):
+        cuts |= {region.start, region.stop}
+    for start, stop in itertools.pairwise(sorted(cuts)):
         holders, receivers = (
-            tuple(i for i, (a, b) in enumerate(rows) if a <= start and stop <= b) for rows in (held, needed)
+            tuple(i for i, region in enumerate(regions) if region.start <= start and stop <= region.stop)
+            for regions in (held, needed)
         )
-        yield _Interval(axis, start, stop, (holders, receivers))
+        yield _Interval(axis, start, stop, holders, receivers)
 
 
-def _blocks(members: list[tuple[Parameter, list[_Interval]]], train: _Side, rollout: _Side) -> Iterable[Block]:
+def _group_blocks(
+    members: list[tuple[Parameter, list[_Interval]]], train: _RankIndex, rollout: _RankIndex
+) -> Iterable[Block]:
     """Yield one block for each interval of tensors whose intervals are held and needed alike."""
-    first, its_intervals = members[0]
-    for number, interval in enumerate(its_intervals):
-        regions = [(p, Region(p.name, *intervals[number][:3])) for p, intervals in members]
-        holders, receivers = interval.indices
+    first, first_intervals = members[0]
+    for number, interval in enumerate(first_intervals):
+        parts = [(parameter, intervals[number]) for parameter, intervals in members]
         yield Block(
-            tuple(region for _, region in regions),
-            tuple(row_bytes(p, region.axis) for p, region in regions),
-            train.ranks(first, holders),
-            rollout.ranks(first, receivers),
+            tuple(Region(parameter.name, part.axis, part.start, part.stop) for parameter, part in parts),
+            tuple(row_bytes(parameter, part.axis) for parameter, part in parts),
+            train.ranks(first, interval.holders),
+            rollout.ranks(first, interval.receivers),
         )
 
 
-class _Side:
+class _RankIndex:
     """Index the ranks of one layout by what they hold."""
 
     def __init__(self, inventory: Inventory, layout: ParallelLayout, library: str):
@@ -138,7 +143,7 @@ class _Side:
         self._stages = {i: s for s in range(layout.pp) for i in layout.stage_layers(s, model.num_hidden_layers)}
         self._groups: dict[tuple, list[int]] = defaultdict(list)  # (stage, ep index or None, tp or etp index) -> ranks
         self._ep_index: dict[int, int] = {}  # expert -> ep index
-        self._known: dict[tuple, tuple[int, ...]] = {}
+        self._ranks_by_key: dict[tuple, tuple[int, ...]] = {}
         for rank in range(layout.world_size):
             at = layout.coordinates(rank)
             self._groups[at.pp, None, at.tp].append(rank)
@@ -154,12 +159,12 @@ class _Side:
             stage = 0 if parameter.kind == "embedding" else self._last_stage
         ep_index = None if parameter.expert is None else self._ep_index[parameter.expert]
         key = stage, ep_index, indices
-        if key not in self._known:
-            self._known[key] = tuple(sorted(rank for i in indices for rank in self._groups[stage, ep_index, i]))
-        return self._known[key]
+        if key not in self._ranks_by_key:
+            self._ranks_by_key[key] = tuple(sorted(rank for i in indices for rank in self._groups[stage, ep_index, i]))
+        return self._ranks_by_key[key]
 
 
-def _check_pair(train: ParallelLayout, rollout: ParallelLayout) -> None:
+def _check_layouts(train: ParallelLayout, rollout: ParallelLayout) -> None:
     """Raise ConfigError for a pair of valid layouts between which no plan can be made."""
     if train.world_size != rollout.world_size:
         raise ConfigError(

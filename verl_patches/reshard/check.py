@@ -5,7 +5,7 @@ are covered exactly once by what it copies and receives; that what it copies and
 buckets stay within their bytes; and that sender and receiver of every segment (what one rank sends another in a bucket)
 name the same regions in the same order. So the plan writes every rollout element once, from the right training element.
 
-`figures` and `path_of` describe a plan: bytes against their bounds, the busiest ranks, the path of one parameter.
+`figures` and `tensor_path` describe a plan: bytes against their bounds, the busiest ranks, the path of one parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.plan import NEARNESS, RankPlan, ReshardPlan
-from verl_patches.reshard.region import Region, contains, cover, region_of, row_bytes, wire_bytes
+from verl_patches.reshard.region import Region, contains, cover, row_bytes, shard_region, wire_bytes
 
 
 def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:
@@ -30,9 +30,9 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
         if rank_plan.rank != rank:
             raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}; plan again")
         _check_buckets(plan, rank_plan)
-        _check_held(plan, rank_plan)
-        _check_written(plan, rank_plan)
-    _check_ends(rank_plans)
+        _check_sources(plan, rank_plan)
+        _check_destinations(plan, rank_plan)
+    _check_segments(rank_plans)
 
 
 def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
@@ -52,20 +52,20 @@ def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
                 )
 
 
-def _check_held(plan: ReshardPlan, rank_plan: RankPlan) -> None:
+def _check_sources(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     shards = local_parameters(plan.inventory, plan.train, rank_plan.rank, plan.train_library).shards
     sent = [region for bucket in rank_plan.buckets for regions in bucket.send.values() for region in regions]
     for verb, regions in (("keeps", rank_plan.local), ("sends", sent)):
         for region in regions:
             shard = shards.get(region.name)
-            if shard is None or not contains(region_of(shard), region, shard.parameter.shape):
+            if shard is None or not contains(shard_region(shard), region, shard.parameter.shape):
                 raise RecipeError(
                     f"reshard plan: rank {rank_plan.rank} {verb} {region}, expected a part of what it holds in "
-                    f"training ({plan.train}), found {region_of(shard) if shard else 'nothing of that tensor'}"
+                    f"training ({plan.train}), found {shard_region(shard) if shard else 'nothing of that tensor'}"
                 )
 
 
-def _check_written(plan: ReshardPlan, rank_plan: RankPlan) -> None:
+def _check_destinations(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     needed = local_parameters(plan.inventory, plan.rollout, rank_plan.rank, plan.rollout_library).shards
     written: dict[str, list[Region]] = defaultdict(list)
     received = (region for bucket in rank_plan.buckets for regions in bucket.receive.values() for region in regions)
@@ -77,17 +77,18 @@ def _check_written(plan: ReshardPlan, rank_plan: RankPlan) -> None:
             f"rollout layout ({plan.rollout}) does not hold it"
         )
     for name, shard in needed.items():
-        shape, regions, expected = shard.parameter.shape, written.get(name, ()), region_of(shard)
+        shape, regions, expected = shard.parameter.shape, written.get(name, ()), shard_region(shard)
         outside = [region for region in regions if not contains(expected, region, shape)]
         never, twice = cover(expected, regions, shape) if not outside else ((), ())
         for fault, at in (("outside of it", outside), ("twice", twice), ("never", never)):
             if at:
                 raise RecipeError(
-                    f"reshard plan: rank {rank_plan.rank} needs {expected} exactly once, found {fault}: {_list(at)}"
+                    f"reshard plan: rank {rank_plan.rank} needs {expected} exactly once, "
+                    f"found {fault}: {_region_list(at)}"
                 )
 
 
-def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
+def _check_segments(rank_plans: Mapping[int, RankPlan]) -> None:
     sends: dict[tuple[int, int, int], tuple[Region, ...]] = {}
     receives: dict[tuple[int, int, int], tuple[Region, ...]] = {}
     for rank, rank_plan in rank_plans.items():
@@ -100,12 +101,12 @@ def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
         if sent != expected or not sent or sender == receiver:
             raise RecipeError(
                 f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
-                f"{_list(sent) or 'nothing'}, which expects {_list(expected) or 'nothing'}; expected "
+                f"{_region_list(sent) or 'nothing'}, which expects {_region_list(expected) or 'nothing'}; expected "
                 "the same regions in the same order on two ranks, and a segment only where there are any"
             )
 
 
-def _list(regions: Iterable[Region]) -> str:
+def _region_list(regions: Iterable[Region]) -> str:
     texts = [str(region) for region in regions]
     return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
@@ -117,8 +118,8 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
     the ranks of a training stage can send its layers, so the busiest of them sends at least their mean.
     """
     over_bound = [r / b for r, b in zip(plan.received_bytes, plan.lower_bound_bytes, strict=True) if b]
-    stages = [_stage(plan, stage) for stage in range(plan.train.pp)]
-    sent = _spread(plan.sent_bytes)
+    stages = [_stage_figures(plan, stage) for stage in range(plan.train.pp)]
+    sent = _min_mean_max(plan.sent_bytes)
     near = dict.fromkeys(NEARNESS[1:], 0)
     for piece in plan.pieces:
         near[plan.topology.nearness(piece.sender, piece.receiver)] += piece.size_bytes
@@ -129,13 +130,13 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
         "train_library": plan.train_library,
         "rollout": str(plan.rollout),
         "rollout_library": plan.rollout_library,
-        "kept_bytes": _spread(plan.local_bytes),
-        "must_arrive_bytes": _spread(plan.lower_bound_bytes),
-        "received_bytes": _spread(plan.received_bytes),
+        "kept_bytes": _min_mean_max(plan.local_bytes),
+        "must_arrive_bytes": _min_mean_max(plan.lower_bound_bytes),
+        "received_bytes": _min_mean_max(plan.received_bytes),
         "received_over_bound": max(over_bound, default=1.0),
         "sent_bytes": sent,
-        "imbalance": _over_mean(sent["max"], sent),
-        "imbalance_bound": _over_mean(max(stage["sent_bytes"]["mean"] for stage in stages), sent),
+        "imbalance": _ratio_to_mean(sent["max"], sent),
+        "imbalance_bound": _ratio_to_mean(max(stage["sent_bytes"]["mean"] for stage in stages), sent),
         "stages": stages,
         "nearness_bytes": near,
         "bucket_bytes": plan.bucket_bytes,
@@ -146,28 +147,30 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
     }
 
 
-def _stage(plan: ReshardPlan, stage: int) -> dict[str, Any]:
+def _stage_figures(plan: ReshardPlan, stage: int) -> dict[str, Any]:
     ranks = [rank for rank, stage_of_rank in enumerate(plan.stages) if stage_of_rank == stage]
-    sent, received = (_spread([sizes[rank] for rank in ranks]) for sizes in (plan.sent_bytes, plan.received_bytes))
+    sent, received = (
+        _min_mean_max([sizes[rank] for rank in ranks]) for sizes in (plan.sent_bytes, plan.received_bytes)
+    )
     return {
         "stage": stage,
         "ranks": len(ranks),
         "layers": len(plan.train.stage_layers(stage, plan.inventory.model.num_hidden_layers)),
         "sent_bytes": sent,
-        "imbalance": _over_mean(sent["max"], sent),
+        "imbalance": _ratio_to_mean(sent["max"], sent),
         "received_bytes": received,
     }
 
 
-def _spread(numbers: Sequence[int]) -> dict[str, float]:
+def _min_mean_max(numbers: Sequence[int]) -> dict[str, float]:
     return {"min": min(numbers), "mean": sum(numbers) / len(numbers), "max": max(numbers)}
 
 
-def _over_mean(number: float, spread: Mapping[str, float]) -> float:
+def _ratio_to_mean(number: float, spread: Mapping[str, float]) -> float:
     return number / spread["mean"] if spread["mean"] else 1.0
 
 
-def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
+def tensor_path(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
     """Return how HF tensor `name` gets to `rank`, and what the rank sends of it, as plain data.
 
     The steps have regions, peers, nearness, buckets and bytes.
@@ -202,8 +205,8 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
         "shape": list(parameter.shape),
         "dtype": parameter.dtype,
         "rank": rank,
-        "holds_in_training": str(region_of(held)) if held else None,
-        "needs_in_rollout": str(region_of(needed)) if needed else None,
+        "holds_in_training": str(shard_region(held)) if held else None,
+        "needs_in_rollout": str(shard_region(needed)) if needed else None,
         "holders": [
             {"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
             for block in plan.blocks

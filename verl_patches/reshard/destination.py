@@ -50,7 +50,7 @@ from verl_patches.memory.live_memory import (
 )
 from verl_patches.reshard.region import Region
 
-_SHOWN = 5  # number of problems that a message lists
+_SHOWN_PROBLEMS = 5  # number of problems that a message lists
 _aten = torch.ops.aten
 
 
@@ -94,37 +94,37 @@ class Trace(TorchDispatchMode):
             self._track(tensor, name, None)
         try:
             with torch.no_grad(), self:
-                load_weights(self._feed(sources))
+                load_weights(self._feed_sources(sources))
         except Exception as error:
             self.problems.append(f"{self._current}: {type(error).__name__}: {error}")
 
-    def _feed(self, sources: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _feed_sources(self, sources: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for self._current, tensor in sources.items():
             yield self._current, tensor
         self._current = "after the last tensor"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        kind = _kind(func)
+        kind = _operation_kind(func)
         if kind == "view":
             return func(*args, **kwargs)
         return (self._write if kind == "write" else self._compute)(func, args, kwargs)
 
     def _compute(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        origin = self._origin_of(args, kwargs)
+        origin = self._find_origin(args, kwargs)
         if origin is None:
             return func(*args, **kwargs)
         if func in (_aten.clone.default, _aten._to_copy.default) and origin.reason is None:
             source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
             if torch.promote_types(source.dtype, dtype) == dtype:
-                return self._same_elements(source, dtype, origin)
+                return self._cast_storage(source, dtype, origin)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if storage_id(tensor) not in self._origins:  # a view is tracked already
                 self._track(tensor, origin.name, origin.reason or f"{func} computes something from it")
         return result
 
-    def _same_elements(self, source: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
+    def _cast_storage(self, source: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
         """Return `source` in `dtype`, in a storage with the same places, so that its views can still be located."""
         if dtype == source.dtype:
             return _aten.alias.default(source)
@@ -134,32 +134,32 @@ class Trace(TorchDispatchMode):
         return whole.as_strided(source.shape, source.stride(), source.storage_offset())
 
     def _write(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        written = _written(func, args, kwargs)
+        written = _written_tensors(func, args, kwargs)
         live = [tensor for tensor in written if storage_id(tensor) in self._live]
         if live:
             self._record(func, args, kwargs, live)
-            return _answer(func, written)
-        origin = self._origin_of(args, kwargs)
+            return _in_place_result(func, written)
+        origin = self._find_origin(args, kwargs)
         if origin is not None:  # the loader's own memory depends on a weight from now on
             for tensor in written:
                 self._track(tensor, origin.name, origin.reason or f"{func} changes it, or stores it elsewhere")
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
-                return _answer(func, written)
+                return _in_place_result(func, written)
         return func(*args, **kwargs)
 
     def _record(self, func: Any, args: tuple, kwargs: dict, live: list[torch.Tensor]) -> None:
         if func is _aten.copy_.default:
             return self._record_copy(args[0], args[1])
-        value = self._filled_with(func, args)
+        value = self._fill_value(func, args)
         if value is not None:
             self.constants += [Constant(value, live[0])] if live[0].numel() else []
         elif any(tensor.numel() for tensor in live):
-            self._refuse(self._origin_of(args, kwargs), f"{func} writes it")
+            self._refuse(self._find_origin(args, kwargs), f"{func} writes it")
 
     def _record_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if view_id(target) == view_id(source) or not target.numel():
             return  # it copies a tensor onto itself, or no elements
-        origin = self._origin_of((source,), {})
+        origin = self._find_origin((source,), {})
         if origin is None or origin.reason is not None:
             return self._refuse(origin, "copy_ of a tensor that is none of the weights")
         if (source.dtype, target.dtype) != (origin.dtype, self._live[storage_id(target)]):
@@ -173,7 +173,7 @@ class Trace(TorchDispatchMode):
         name, reason = (origin.name, origin.reason or reason) if origin else (self._current, reason)
         self.problems.append(f"{name}: {reason}")
 
-    def _filled_with(self, func: Any, args: tuple) -> float | None:
+    def _fill_value(self, func: Any, args: tuple) -> float | None:
         """Return the number that fills the target, None if a weight or a live tensor decides it."""
         if func is _aten.zero_.default:
             return 0.0
@@ -183,7 +183,7 @@ class Trace(TorchDispatchMode):
             return args[1].item()
         return None
 
-    def _origin_of(self, args: tuple, kwargs: dict) -> _Origin | None:
+    def _find_origin(self, args: tuple, kwargs: dict) -> _Origin | None:
         origins = (self._origins.get(storage_id(tensor)) for tensor in _tensors((args, kwargs)))
         return next((origin for origin in origins if origin is not None), None)
 
@@ -197,7 +197,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _kind(func: Any) -> str:
+def _operation_kind(func: Any) -> str:
     schema = func._schema
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
         return "write"
@@ -205,7 +205,7 @@ def _kind(func: Any) -> str:
     return "view" if returns and all(value.alias_info is not None for value in returns) else "compute"
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def _written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Return the tensors that the operation writes to."""
     written = []
     for place, argument in enumerate(func._schema.arguments):
@@ -214,7 +214,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return written
 
 
-def _answer(func: Any, written: list[torch.Tensor]) -> Any:
+def _in_place_result(func: Any, written: list[torch.Tensor]) -> Any:
     """Return the value of an operation that writes in place: its target, its targets, or None."""
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written)
@@ -275,25 +275,25 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
     finally:
         restore_memory(model, before, data, rank)
     names = {storage_id(tensor): name for name, tensor in before.items()}
-    tensors, problems = _map(trace.copies, inventory, names)
-    _raise(rank, trace.problems + problems, "load_weights does what no weight sync can follow")
+    tensors, problems = _map_copies(trace.copies, inventory, names)
+    _raise_problems(rank, trace.problems + problems, "load_weights does what no weight sync can follow")
     writes = [(str(place.region), place.tensor) for places in tensors.values() for place in places]
     writes += [(f"the constant {constant.value:g}", constant.target) for constant in trace.constants]
     written = {names[storage_id(target)] for _, target in writes}
     loaded = dict(model.named_parameters()) | {name: before[name] for name in written}
-    _raise(rank, write_faults(loaded, writes), "the rollout would compute with stale values")
+    _raise_problems(rank, write_faults(loaded, writes), "the rollout would compute with stale values")
     views = {name: view_id(tensor) for name, tensor in loaded.items()}
     return Destinations(tensors, tuple(trace.constants), model, views)
 
 
-def _map(
+def _map_copies(
     copies: Iterable[Copy], inventory: Inventory, names: Mapping[int, str]
 ) -> tuple[dict[str, tuple[RolloutTensor, ...]], list[str]]:
     """Return (HF name -> places, problems); `names`: storage -> name of the live tensor."""
     tensors, problems = dict[str, tuple[RolloutTensor, ...]](), []
     for copy in copies:
         owner = names[storage_id(copy.target)]
-        private, place = private_format(copy.target), _placed(inventory.by_name[copy.name], copy, owner)
+        private, place = private_format(copy.target), _locate_copy(inventory.by_name[copy.name], copy, owner)
         if private is not None:
             problems.append(f"{copy.name}: {owner} is kept in the private NPU format {private}")
         elif place is None:
@@ -303,7 +303,7 @@ def _map(
     return tensors, problems
 
 
-def _placed(parameter: Parameter, copy: Copy, owner: str) -> RolloutTensor | None:
+def _locate_copy(parameter: Parameter, copy: Copy, owner: str) -> RolloutTensor | None:
     """Return the copy's target with the region of the HF tensor that goes there; None if the source is not a region."""
     shape, source, target = parameter.shape, copy.source, copy.target
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # its strides: the meta tensor is contiguous
@@ -324,10 +324,10 @@ def _placed(parameter: Parameter, copy: Copy, owner: str) -> RolloutTensor | Non
     return RolloutTensor(region, target.as_strided(sizes, strides, target.storage_offset()), owner)
 
 
-def _raise(rank: int, problems: list[str], meaning: str) -> None:
+def _raise_problems(rank: int, problems: list[str], meaning: str) -> None:
     if problems:
-        more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
+        more = f" (and {len(problems) - _SHOWN_PROBLEMS} more)" if len(problems) > _SHOWN_PROBLEMS else ""
         raise RecipeError(
-            f"reshard: rank {rank}: {'; '.join(problems[:_SHOWN])}{more}: {meaning}; "
+            f"reshard: rank {rank}: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}: {meaning}; "
             "use verl's path, recipe.patches=[-reshard.*]"
         )

@@ -36,10 +36,10 @@ from verl_patches.memory.live_memory import storage_id
 from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.reshard.plan import BucketPlan, RankPlan, ReshardPlan
 from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
-from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes
+from verl_patches.reshard.region import Region, cover, overlap, region_view, row_bytes, wire_bytes
 from verl_patches.reshard.train_tensors import TrainTensor
 
-FLAGS = 2  # number of all-reduces in each sync by which ranks tell each other of an error
+ERROR_ALL_REDUCES = 2  # number of all-reduces in each sync by which ranks tell each other of an error
 _SIDES = (0, 1)  # send and receive, the indices of BucketPlan
 
 
@@ -47,13 +47,13 @@ _SIDES = (0, 1)  # send and receive, the indices of BucketPlan
 class Copies:
     """Hold pairs of views of equal shape, copied by one call; dtypes and strides may differ."""
 
-    to: list[torch.Tensor] = field(default_factory=list)
-    source: list[torch.Tensor] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
 
     def run(self) -> None:
         """Copy each source view to its target view."""
-        if self.to:
-            torch._foreach_copy_(self.to, self.source)
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
 
 
 @dataclass
@@ -83,9 +83,9 @@ class Compiler:
         self.plan, self.sources, self.parameters = plan, sources, inventory.by_name
         self.world_size, self.device = world_size, device
         self.destinations = destinations
-        self.arriving: dict[str, list[Region]] = {}
-        for region in (*plan.local, *self._exchanged(1)):
-            self.arriving.setdefault(region.name, []).append(region)
+        self.arriving_regions: dict[str, list[Region]] = {}
+        for region in (*plan.local, *self._exchanged_regions(1)):
+            self.arriving_regions.setdefault(region.name, []).append(region)
         # bytes exchanged by (bucket, side); even and odd buckets have their own buffers
         self._sizes = {
             (number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
@@ -94,24 +94,24 @@ class Compiler:
         }
         self.wire: dict[tuple[int, int], torch.Tensor] = {}
         for parity, side in itertools.product((0, 1), _SIDES):
-            sizes = [size for (number, of), size in self._sizes.items() if (number % 2, of) == (parity, side)]
+            sizes = [size for (number, at), size in self._sizes.items() if number % 2 == parity and at == side]
             self.wire[parity, side] = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def problems(self) -> Iterator[str]:
         """Yield a text for each part that is unmapped, written twice or never, or of a wrong shape."""
-        for name in dict.fromkeys([*self.arriving, *self.destinations]):
+        for name in dict.fromkeys([*self.arriving_regions, *self.destinations]):
             if name not in self.parameters:
                 yield f"{name} is not in the inventory of the model"
                 continue
             shape, parts = self.parameters[name].shape, self.destinations.get(name, ())
-            arriving = self.arriving.get(name, ())
-            for region in arriving:
+            arriving_regions = self.arriving_regions.get(name, ())
+            for region in arriving_regions:
                 missing, _ = cover(region, [part.region for part in parts], shape)
                 yield from (f"{gap} arrives, but is unmapped: no live parameter takes it" for gap in missing)
             for part in parts:
                 if not part.region.rows:
                     continue
-                missing, doubled = cover(part.region, arriving, shape)
+                missing, doubled = cover(part.region, arriving_regions, shape)
                 where = f"in {part.parameter}: expected once by the plan"
                 yield from (f"{gap} {where}, found never written" for gap in missing)
                 yield from (f"{region} {where}, found written twice or more" for region in doubled)
@@ -119,12 +119,12 @@ class Compiler:
                 if found != expected:
                     yield f"{part.region} in {part.parameter}: expected shape {expected}, found {found}"
 
-    def local(self) -> Copies:
+    def local_copies(self) -> Copies:
         """Return the copies from this rank's training memory to its rollout memory."""
         copies = Copies()
         for region in self.plan.local:
-            for wanted, view in self._targets(region):
-                self._read(copies, wanted, view)
+            for wanted, view in self._target_views(region):
+                self._add_copy(copies, wanted, view)
         return copies
 
     def buckets(self) -> list[Bucket]:
@@ -133,58 +133,60 @@ class Compiler:
 
     def traffic(self) -> tuple[int, int, int]:
         """Return the bytes of elements sent, received and copied on the rank."""
-        sent, received = (sum(map(self._bytes, self._exchanged(side))) for side in _SIDES)
-        return sent, received, sum(map(self._bytes, self.plan.local))
+        sent, received = (sum(map(self._raw_bytes, self._exchanged_regions(side))) for side in _SIDES)
+        return sent, received, sum(map(self._raw_bytes, self.plan.local))
 
-    def _exchanged(self, side: int) -> Iterator[Region]:
+    def _exchanged_regions(self, side: int) -> Iterator[Region]:
         """Yield all regions that this rank sends or receives, in order."""
         return (region for bucket in self.plan.buckets for region in _regions(bucket[side]))
 
     def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
         send, receive = (self.wire[number % 2, side][: self._sizes[number, side]] for side in _SIDES)
         pack, unpack = Copies(), Copies()
-        for region, view in self._on_wire(send, plan.send):
-            self._read(pack, region, view)
-        for region, view in self._on_wire(receive, plan.receive):
-            for wanted, to in self._targets(region):
-                unpack.to.append(to)
-                unpack.source.append(part_of(view, region, wanted, self.parameters[region.name].shape))
+        for region, view in self._wire_views(send, plan.send):
+            self._add_copy(pack, region, view)
+        for region, view in self._wire_views(receive, plan.receive):
+            for wanted, target in self._target_views(region):
+                unpack.targets.append(target)
+                unpack.sources.append(region_view(view, region, wanted, self.parameters[region.name].shape))
         splits = [[sum(map(self._wire_bytes, side.get(peer, ()))) for peer in range(self.world_size)] for side in plan]
         return Bucket(pack, unpack, send, receive, *splits)
 
-    def _on_wire(self, buffer: torch.Tensor, segments: Mapping[int, Sequence[Region]]) -> Iterator[tuple[Region, Any]]:
+    def _wire_views(
+        self, buffer: torch.Tensor, segments: Mapping[int, Sequence[Region]]
+    ) -> Iterator[tuple[Region, Any]]:
         """Yield each region of the segments, and its view in the wire buffer."""
         start = 0
         for region in _regions(dict(sorted(segments.items()))):
             shape = region.shape_in(self.parameters[region.name].shape)
-            yield region, buffer[start : start + self._bytes(region)].view(self._dtype(region)).view(shape)
+            yield region, buffer[start : start + self._raw_bytes(region)].view(self._dtype(region)).view(shape)
             start += self._wire_bytes(region)
 
-    def _read(self, copies: Copies, region: Region, to: torch.Tensor) -> None:
+    def _add_copy(self, copies: Copies, region: Region, target: torch.Tensor) -> None:
         source, wire = self.sources.get(region.name), self._dtype(region)
         if source is None:
             raise ReshardError(f"reshard: rank {self.plan.rank} should send {region}, found nothing of it in training")
         view = source.read(region)
-        if tuple(view.shape) != tuple(to.shape) or torch.promote_types(view.dtype, wire) != wire:
+        if tuple(view.shape) != tuple(target.shape) or torch.promote_types(view.dtype, wire) != wire:
             raise ReshardError(
-                f"reshard: {region} on training rank {self.plan.rank}: expected {wire} {tuple(to.shape)}, "
+                f"reshard: {region} on training rank {self.plan.rank}: expected {wire} {tuple(target.shape)}, "
                 f"found {view.dtype} {tuple(view.shape)}; the inventory is not of this model"
             )
-        copies.to.append(to)
-        copies.source.append(view.detach())
+        copies.targets.append(target)
+        copies.sources.append(view.detach())
 
-    def _targets(self, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
+    def _target_views(self, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
         """Yield each part of `region` that rollout memory takes, and its view there."""
         shape = self.parameters[region.name].shape
         for part in self.destinations.get(region.name, ()):
             wanted = overlap(part.region, region, shape)
             if wanted is not None:
-                yield wanted, part_of(part.tensor.detach(), part.region, wanted, shape)
+                yield wanted, region_view(part.tensor.detach(), part.region, wanted, shape)
 
     def _dtype(self, region: Region) -> torch.dtype:
         return getattr(torch, self.parameters[region.name].dtype)
 
-    def _bytes(self, region: Region) -> int:
+    def _raw_bytes(self, region: Region) -> int:
         return region.rows * row_bytes(self.parameters[region.name], region.axis)
 
     def _wire_bytes(self, region: Region) -> int:
@@ -217,16 +219,20 @@ class Executor:
 
     def __init__(self, compiler: Compiler, finish: Callable[[], Any]):
         self.device, self._finish, self._traffic = compiler.device, finish, compiler.traffic()
-        self._local, self._buckets, self._wire = compiler.local(), compiler.buckets(), list(compiler.wire.values())
+        self._local, self._buckets, self._wire = (
+            compiler.local_copies(),
+            compiler.buckets(),
+            list(compiler.wire.values()),
+        )
         views = [(name, source.tensor) for name, source in compiler.sources.items()]
         views += [(part.parameter, part.tensor) for parts in compiler.destinations.values() for part in parts]
         self._storages = {storage_id(view): (name, view.untyped_storage()) for name, view in views if view.numel()}
-        self._close_all()
+        self._close_buffers()
         self._problem: Exception | None = None
         self._seconds: dict[str, float] = {}
 
     @property
-    def held_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Return the bytes that wire buffers have now, 0 between two syncs."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._wire)
 
@@ -240,45 +246,45 @@ class Executor:
         begin = time.perf_counter()
         self._seconds = dict.fromkeys(("pack", "exchange", "unpack", "local", "memory", "load"), 0.0)
         self._problem = None
-        self._step("memory", self._open_all)
+        self._run_step("memory", self._open_buffers)
         if before:
-            self._step("load", before)
+            self._run_step("load", before)
         try:
             self._raise_on_any_rank("nothing was sent; stop, do not sample with the present weights")
         except ReshardError:
-            self._close_all()
+            self._close_buffers()
             raise
         self._exchange_all()  # if it raises, buffers stay: a collective may still write to them
-        self._step("load", self._finish)
-        self._step("memory", self._close_all)
+        self._run_step("load", self._finish)
+        self._run_step("memory", self._close_buffers)
         self._raise_on_any_rank("rollout weights are incomplete; stop, do not sample with them")
         self._seconds["total"] = time.perf_counter() - begin
         peak = sum(buffer.nbytes for buffer in self._wire)
-        return SyncReport(*self._traffic, len(self._buckets) + FLAGS, peak, self._seconds)
+        return SyncReport(*self._traffic, len(self._buckets) + ERROR_ALL_REDUCES, peak, self._seconds)
 
     def _exchange_all(self) -> None:
         if not self._buckets:
-            self._step("local", self._local.run)
+            self._run_step("local", self._local.run)
             return
-        self._step("pack", self._buckets[0].pack.run)
+        self._run_step("pack", self._buckets[0].pack.run)
         under_way = self._exchange(self._buckets[0])
-        self._step("local", self._local.run)
+        self._run_step("local", self._local.run)
         for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
             if following:
-                self._step("pack", following.pack.run)
+                self._run_step("pack", following.pack.run)
             begin = time.perf_counter()
             under_way.wait()
             self._seconds["exchange"] += time.perf_counter() - begin
             if following:
                 under_way = self._exchange(following)
-            self._step("unpack", bucket.unpack.run)
+            self._run_step("unpack", bucket.unpack.run)
 
     def _exchange(self, bucket: Bucket) -> dist.Work:
         return dist.all_to_all_single(
             bucket.receive, bucket.send, bucket.receive_splits, bucket.send_splits, async_op=True
         )
 
-    def _step(self, phase: str, do: Callable[[], Any]) -> None:
+    def _run_step(self, phase: str, do: Callable[[], Any]) -> None:
         """Run one local step; after an error steps are skipped, but exchanges go on so that no rank waits forever."""
         if self._problem is not None and phase != "memory":
             return
@@ -289,11 +295,11 @@ class Executor:
             self._problem = self._problem or why
         self._seconds[phase] += time.perf_counter() - begin
 
-    def _raise_on_any_rank(self, todo: str) -> None:
+    def _raise_on_any_rank(self, failure: str) -> None:
         problems = [] if self._problem is None else [f"{type(self._problem).__name__}: {self._problem}"]
-        raise_on_any_rank(problems, None, self.device, todo)
+        raise_on_any_rank(problems, None, self.device, failure)
 
-    def _open_all(self) -> None:
+    def _open_buffers(self) -> None:
         freed = [name for name, storage in self._storages.values() if not storage.nbytes()]
         if freed:
             raise RuntimeError(
@@ -303,7 +309,7 @@ class Executor:
         for buffer in self._wire:
             buffer.untyped_storage().resize_(buffer.nbytes)
 
-    def _close_all(self) -> None:
+    def _close_buffers(self) -> None:
         for buffer in self._wire:
             buffer.untyped_storage().resize_(0)
 
@@ -339,6 +345,6 @@ def build_executor(
             made.append(Executor(compiler, finish))
         return problems
 
-    todo = "the plan does not fit the memory of these ranks; compare layouts and model"
-    raise_on_any_rank(catch_errors(make), None, device, todo)
+    failure = "the plan does not fit the memory of these ranks; compare layouts and model"
+    raise_on_any_rank(catch_errors(make), None, device, failure)
     return made[0]

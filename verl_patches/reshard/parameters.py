@@ -30,12 +30,12 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.sharding import MEGATRON_NAMES
 
 # (pattern of one spelling, template of the other spelling)
-_TO_TE = (
+_TE_SPELLINGS = (
     (r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"{0}.{2}.weight{1}"),
     (r"(.*\.self_attention)\.q_layernorm\.weight", r"{0}.linear_q_up_proj.layer_norm_weight"),
     (r"(.*\.self_attention)\.kv_layernorm\.weight", r"{0}.linear_kv_up_proj.layer_norm_weight"),
 )
-_FROM_TE = (
+_LOCAL_SPELLINGS = (
     (r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)", r"{0}.local_experts.{2}.{1}.weight"),
     (r"(.*\.self_attention)\.linear_q_up_proj\.layer_norm_weight", r"{0}.q_layernorm.weight"),
     (r"(.*\.self_attention)\.linear_kv_up_proj\.layer_norm_weight", r"{0}.kv_layernorm.weight"),
@@ -54,7 +54,7 @@ MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind !
     "routed_expert_down": _EXPERTS + "weight2",
 }
 # library of layout/sharding.py -> (its names, unsupported settings that give other names)
-NAMES = dict.fromkeys(
+NAMES_BY_LIBRARY = dict.fromkeys(
     ("megatron-local", "megatron-te"),
     (MEGATRON_NAMES, "a grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
 ) | {"mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction and SequentialMLP")}
@@ -73,12 +73,12 @@ class ParsedName(NamedTuple):
 
 def te_name(name: str) -> str:
     """Return the name of a parameter in Transformer Engine's spelling; names that are equal in both stay."""
-    return _respell(name, _TO_TE)
+    return _respell(name, _TE_SPELLINGS)
 
 
 def local_name(name: str) -> str:
     """Return the name of a parameter in the spelling of Megatron's own modules: the inverse of `te_name`."""
-    return _respell(name, _FROM_TE)
+    return _respell(name, _LOCAL_SPELLINGS)
 
 
 def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
@@ -92,8 +92,8 @@ def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
 def parse_name(name: str, library: str) -> ParsedName:
     """Return what the parameter or buffer `name` of a GPTModel chunk holds; both spellings are accepted.
 
-    The name may have the prefixes ("module.") of DDP and Float16Module. `library`: a key of NAMES. Raises ConfigError
-    for a name that no DeepSeek-V3 parameter of the library has.
+    The name may have the prefixes ("module.") of DDP and Float16Module. `library`: a key of NAMES_BY_LIBRARY.
+    Raises ConfigError for a name that no DeepSeek-V3 parameter of the library has.
     """
     bare = re.sub(r"^(module\.)*", "", name)
     for pattern, kinds in _patterns(library):
@@ -101,7 +101,7 @@ def parse_name(name: str, library: str) -> ParsedName:
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
             return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))
-    names, others = NAMES[library]
+    names, others = NAMES_BY_LIBRARY[library]
     raise ConfigError(
         f"{library}: parameter {name!r} is not one of DeepSeek-V3's: expected names as {names['router']}; others are "
         f"given by what is not supported here: {others}"
@@ -112,14 +112,14 @@ def parse_name(name: str, library: str) -> ParsedName:
 def _patterns(library: str) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
     """Return (pattern, kinds) of each parameter; kinds of one name are joined."""
     kinds: dict[str, tuple[str, ...]] = {}
-    for kind, template in NAMES[library][0].items():
+    for kind, template in NAMES_BY_LIBRARY[library][0].items():
         kinds[template] = (*kinds.get(template, ()), kind)
     patterns = []
-    for template, joined in kinds.items():
+    for template, joined_kinds in kinds.items():
         text = re.escape(template)
         for number in ("layer", "expert"):
             text = text.replace(re.escape("{" + number + "}"), rf"(?P<{number}>\d+)")
-        patterns.append((re.compile(text), joined))
+        patterns.append((re.compile(text), joined_kinds))
     return tuple(patterns)
 
 
@@ -160,11 +160,11 @@ def keep_bias_fp32(chunk: torch.nn.Module) -> None:
             module._maintain_float32_expert_bias()
 
 
-def split_up(weight1: torch.Tensor, count: int) -> list[torch.Tensor]:
+def split_weight1(weight1: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Return views [2F, H], rows of gate and then of up, of each of `count` experts in weight1 [H, e * 2F]."""
     return [expert.t() for expert in weight1.view(count, weight1.shape[0], -1)]
 
 
-def split_down(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
+def split_weight2(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Return views [H, F] of each of `count` experts in weight2 [e * F, H]."""
     return [expert.t() for expert in weight2.view(count, -1, weight2.shape[1])]

@@ -7,13 +7,13 @@ in training already, so it receives exactly its lower bound: what it needs minus
 Senders: each rank that needs a block gets it from one of the ranks that hold it. Blocks with one holder are assigned
 first, then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that
 sends least so far. A near holder is passed over if it would then send more than its stage's mean, and already sends
-more than the block's least-loaded holder plus AHEAD of that mean.
+more than the block's least-loaded holder plus SENDER_LEAD of that mean.
 
 Buckets: each is one collective, in which each rank sends and receives at most `bucket_bytes`. A bucket is filled sender
 by sender, those with most left first, each towards the receivers with most left. So every bucket mixes all pipeline
 stages, and the rank that must send most is busy in every bucket. A region that does not fit is cut along its axis, but
-room of less than 1/CUT of a bucket is left empty. This avoids tiny pieces and loses at most that share of a busy rank's
-bucket.
+room of less than 1/CUT_DIVISOR of a bucket is left empty. This avoids tiny pieces and loses at most that share of a
+busy rank's bucket.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Topology:
 
 
 NEARNESS = ("itself", "card", "node", "across")  # the same die, card or node, or another node
-AHEAD = 0.05  # share of the stage's mean by which a near sender may be ahead of the block's other holders
+SENDER_LEAD = 0.05  # share of the stage's mean by which a near sender may be ahead of the block's other holders
 Routes = list[dict[int, list[int]]]  # by sender: receiver -> numbers of blocks, in wire order
 
 
-def route(blocks: Sequence[Block], stages: Sequence[int], topology: Topology) -> Routes:
+def route_blocks(blocks: Sequence[Block], stages: Sequence[int], topology: Topology) -> Routes:
     """Return the sender of every block for each receiver without it; `stages[rank]` is its training pipeline stage."""
     router = _Router(blocks, stages, topology)
     # blocks with few holders first, as they have the least choice; then large ones, whose unevenness small ones level
@@ -86,7 +86,7 @@ class _Router:
             for rank in others:
                 self._send(block.holders[0], rank, number)
             return []
-        by_card, by_node = self._near(block.holders)
+        by_card, by_node = self._holders_by_place(block.holders)
         mean = self.mean[self.stages[block.holders[0]]]
         far = []
         for rank in others:
@@ -102,9 +102,9 @@ class _Router:
 
     def _may_send(self, sender: int, size: int, mean: float, holders: tuple[int, ...]) -> bool:
         load = self.load[sender]
-        return load + size <= mean or load <= min(self.load[rank] for rank in holders) + AHEAD * mean
+        return load + size <= mean or load <= min(self.load[rank] for rank in holders) + SENDER_LEAD * mean
 
-    def _near(self, holders: tuple[int, ...]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    def _holders_by_place(self, holders: tuple[int, ...]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         if holders not in self._places:
             by_card, by_node = defaultdict(list), defaultdict(list)
             for rank in holders:
@@ -127,7 +127,7 @@ class _Router:
         self.routes[sender][receiver].append(number)
 
 
-CUT = 16  # a region is cut only for room of at least 1/CUT of a bucket
+CUT_DIVISOR = 16  # a region is cut only for room of at least 1/CUT_DIVISOR of a bucket
 
 
 class Piece(NamedTuple):
@@ -145,7 +145,7 @@ class Piece(NamedTuple):
     size_bytes: int
 
 
-def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
+def block_regions(block: Block, start: int, stop: int) -> tuple[Region, ...]:
     """Return the regions of rows [start, stop) of `block`, counted through all its regions."""
     regions, first = [], 0
     for region in block.regions:
@@ -156,7 +156,7 @@ def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
+def schedule_pieces(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
     """Return all pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
     packer, bucket = _Packer(blocks, routes, bucket_bytes), 0
     while any(packer.queues):
@@ -169,12 +169,12 @@ class _Packer:
     def __init__(self, blocks: Sequence[Block], routes: Routes, bucket_bytes: int):
         self.bucket_bytes = bucket_bytes
         self.rows = [[(r.rows, size) for r, size in zip(b.regions, b.row_bytes, strict=True)] for b in blocks]
-        self.end = [sum(rows for rows, _ in block) for block in self.rows]
-        self.least = -(-bucket_bytes // CUT)  # a rank with less room than this gets no more of the bucket
+        self.row_counts = [sum(rows for rows, _ in block) for block in self.rows]
+        self.min_room = -(-bucket_bytes // CUT_DIVISOR)  # a rank with less room than this gets no more of the bucket
         sizes = [block.wire_bytes for block in blocks]
-        # by sender: receiver -> numbers of the blocks left, the next one last; `begun`: the next one's first row left
+        # by sender: receiver -> numbers of the blocks left, the next one last; `first_rows`: where that one goes on
         self.queues = [{receiver: numbers[::-1] for receiver, numbers in pairs.items()} for pairs in routes]
-        self.begun: dict[tuple[int, int], int] = {}
+        self.first_rows: dict[tuple[int, int], int] = {}
         self.to_send, self.to_receive = [0] * len(routes), [0] * len(routes)
         for sender, pairs in enumerate(routes):
             for receiver, numbers in pairs.items():
@@ -194,9 +194,9 @@ class _Packer:
                 taken = self._take(bucket, sender, receiver, min(room, rooms[receiver]))
                 room -= taken
                 rooms[receiver] -= taken
-                if rooms[receiver] < self.least:
+                if rooms[receiver] < self.min_room:
                     receivers.remove(receiver)
-                if room < self.least:
+                if room < self.min_room:
                     break
 
     def _take(self, bucket: int, sender: int, receiver: int, room: int) -> int:
@@ -204,16 +204,16 @@ class _Packer:
         queue, pair, taken = self.queues[sender][receiver], (sender, receiver), 0
         while queue:
             number = queue[-1]
-            start = self.begun.get(pair, 0)
+            start = self.first_rows.get(pair, 0)
             stop, size = self._fit(number, start, room - taken)
             if stop > start:
                 self.pieces.append(Piece(bucket, sender, receiver, number, start, stop, size))
                 taken += size
-            if stop < self.end[number]:
-                self.begun[pair] = stop
+            if stop < self.row_counts[number]:
+                self.first_rows[pair] = stop
                 break
             queue.pop()
-            self.begun.pop(pair, None)
+            self.first_rows.pop(pair, None)
         else:
             del self.queues[sender][receiver]
         self.to_send[sender] -= taken
@@ -231,7 +231,7 @@ class _Packer:
             if size + align(left * row) <= room:
                 stop, size = stop + left, size + align(left * row)
                 continue
-            if room - size >= self.least:
+            if room - size >= self.min_room:
                 fitting = (room - size) // ALIGN_BYTES * ALIGN_BYTES // row
                 stop, size = stop + fitting, size + align(fitting * row)
             break
@@ -286,13 +286,13 @@ class ReshardPlan:
         self.train.coordinates(rank)
         send = [defaultdict[int, tuple[Region, ...]](tuple) for _ in range(self.bucket_count)]
         receive = [defaultdict[int, tuple[Region, ...]](tuple) for _ in range(self.bucket_count)]
-        for piece in self._pieces_of[rank]:
-            regions = regions_of(self.blocks[piece.block], piece.start, piece.stop)
+        for piece in self._pieces_by_rank[rank]:
+            regions = block_regions(self.blocks[piece.block], piece.start, piece.stop)
             if piece.sender == rank:
                 send[piece.bucket][piece.receiver] += regions
             else:
                 receive[piece.bucket][piece.sender] += regions
-        local = tuple(region for block in self._local_blocks[rank] for region in block.regions)
+        local = tuple(region for block in self._local_blocks_by_rank[rank] for region in block.regions)
         sides = zip(send, receive, strict=True)
         return RankPlan(
             rank, local, tuple(BucketPlan(*(dict(sorted(side.items())) for side in pair)) for pair in sides)
@@ -319,7 +319,7 @@ class ReshardPlan:
     @functools.cached_property
     def local_bytes(self) -> list[int]:
         """Return the bytes that each rank needs and holds already."""
-        return [sum(block.raw_bytes for block in blocks) for blocks in self._local_blocks]
+        return [sum(block.raw_bytes for block in blocks) for blocks in self._local_blocks_by_rank]
 
     @functools.cached_property
     def lower_bound_bytes(self) -> list[int]:
@@ -355,7 +355,7 @@ class ReshardPlan:
         return digest.hexdigest()
 
     @functools.cached_property
-    def _pieces_of(self) -> list[list[Piece]]:
+    def _pieces_by_rank(self) -> list[list[Piece]]:
         by_rank: list[list[Piece]] = [[] for _ in range(self.world_size)]
         for piece in self.pieces:
             by_rank[piece.sender].append(piece)
@@ -363,7 +363,7 @@ class ReshardPlan:
         return by_rank
 
     @functools.cached_property
-    def _local_blocks(self) -> list[list[Block]]:
+    def _local_blocks_by_rank(self) -> list[list[Block]]:
         by_rank: list[list[Block]] = [[] for _ in range(self.world_size)]
         for block in self.blocks:
             for rank in set(block.holders).intersection(block.receivers):
@@ -389,6 +389,6 @@ def plan_reshard(
     """
     blocks = make_blocks(inventory, train, rollout, train_library, rollout_library, bucket_bytes)
     stages = [train.coordinates(rank).pp for rank in range(train.world_size)]
-    pieces = schedule(blocks, route(blocks, stages, topology), bucket_bytes)
+    pieces = schedule_pieces(blocks, route_blocks(blocks, stages, topology), bucket_bytes)
     sides = inventory, train, rollout, train_library, rollout_library
     return ReshardPlan(*sides, bucket_bytes, topology, blocks, pieces)

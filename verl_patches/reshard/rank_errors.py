@@ -14,19 +14,19 @@ import torch.distributed as dist
 
 from verl_patches.errors import RecipeError
 
-_SHOWN, _OF_A_RANK = 8, 3  # numbers of problems that a message lists in all, and of one rank
+_SHOWN_PROBLEMS, _SHOWN_OF_ONE_RANK = 8, 3  # numbers of problems that a message lists in all, and of one rank
 
 
 class RankError(RecipeError):
-    """Report on every rank that some rank has a problem (`raise_on_any_rank`); `what` names the work that failed."""
+    """Report on every rank that some rank has a problem (`raise_on_any_rank`); `task` names the work that failed."""
 
-    what: str
+    task: str
 
 
 class ReshardError(RankError):
     """Report that weights cannot be moved or did not arrive; the message names parameter, rank, expected and found."""
 
-    what = "reshard"
+    task = "reshard"
 
 
 def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
@@ -38,19 +38,19 @@ def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
 
 
 def raise_on_any_rank(
-    problems: Sequence[str], group: Any, device: torch.device | str, todo: str, error: type[RankError] = ReshardError
+    problems: Sequence[str], group: Any, device: torch.device | str, failure: str, error: type[RankError] = ReshardError
 ) -> None:
-    """Raise the same `error` on every rank if any rank has a problem; collective. `todo` begins the message."""
+    """Raise the same `error` on every rank if any rank has a problem; collective. `failure` begins the message."""
     flag = torch.tensor([len(problems)], dtype=torch.int64, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     if not flag.item():
         return
-    by_rank = gather((len(problems), problems[:_OF_A_RANK]), group)
-    lines = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(by_rank) for text in texts][:_SHOWN]
+    by_rank = gather((len(problems), problems[:_SHOWN_OF_ONE_RANK]), group)
+    lines = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(by_rank) for text in texts][:_SHOWN_PROBLEMS]
     left = sum(count for count, _ in by_rank) - len(lines)
     if left:
         lines.append(f"and {left} more")
-    raise error("\n  ".join([f"{error.what}: {todo}", *lines]))
+    raise error("\n  ".join([f"{error.task}: {failure}", *lines]))
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:

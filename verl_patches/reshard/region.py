@@ -36,7 +36,7 @@ class Region(NamedTuple):
         """Return the region's own shape, given the HF tensor's."""
         return tuple(self.rows if i == self.axis else n for i, n in enumerate(whole))
 
-    def along(self, axis: int, shape: Sequence[int]) -> Region:
+    def along_axis(self, axis: int, shape: Sequence[int]) -> Region:
         """Return a region that is the complete HF tensor of `shape` as rows along `axis`, any other one unchanged."""
         if (self.start, self.stop) == (0, shape[self.axis]):
             return Region(self.name, axis, 0, shape[axis])
@@ -46,7 +46,7 @@ class Region(NamedTuple):
         return f"{self.name}[{':, ' * self.axis}{self.start}:{self.stop}]"
 
 
-def region_of(shard: Shard) -> Region:
+def shard_region(shard: Shard) -> Region:
     """Return the region of its HF tensor that `shard` holds, without padding of the vocabulary."""
     parameter = shard.parameter
     if shard.axis is None:
@@ -74,7 +74,7 @@ def overlap(a: Region, b: Region, shape: Sequence[int]) -> Region | None:
 
     Raises ConfigError for two parts cut along different axes: their intersection is not a region.
     """
-    a, b = _along_one_axis(a, b, shape)
+    a, b = _with_common_axis(a, b, shape)
     if a.axis != b.axis:
         raise _different_axes(a, b)
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
@@ -83,11 +83,11 @@ def overlap(a: Region, b: Region, shape: Sequence[int]) -> Region | None:
 
 def contains(held: Region, wanted: Region, shape: Sequence[int]) -> bool:
     """Return whether `wanted` has rows, and all of them lie in `held`, a region of the same HF tensor of `shape`."""
-    held, wanted = _along_one_axis(held, wanted, shape)
+    held, wanted = _with_common_axis(held, wanted, shape)
     return held[:2] == wanted[:2] and held.start <= wanted.start < wanted.stop <= held.stop
 
 
-def part_of(tensor: Any, held: Region, wanted: Region, shape: Sequence[int]) -> Any:
+def region_view(tensor: Any, held: Region, wanted: Region, shape: Sequence[int]) -> Any:
     """Return the view of `wanted` in `tensor`, which has the shape of `held`; None if `wanted` is not inside `held`."""
     if not contains(held, wanted, shape):
         return None
@@ -101,7 +101,7 @@ def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tup
     Raises ConfigError for pieces cut along different axes.
     """
     shared = sorted((s for s in (overlap(wanted, p, shape) for p in pieces) if s is not None), key=lambda s: s[1:])
-    wanted = wanted.along(shared[0].axis, shape) if shared else wanted
+    wanted = wanted.along_axis(shared[0].axis, shape) if shared else wanted
     missing, doubled, reached = [], [], wanted.start
     for piece in shared:
         if piece.axis != wanted.axis:
@@ -120,9 +120,9 @@ def _different_axes(a: Region, b: Region) -> ConfigError:
     return ConfigError(f"reshard: {a} and {b} are cut along different axes, which is not supported")
 
 
-def _along_one_axis(a: Region, b: Region, shape: Sequence[int]) -> tuple[Region, Region]:
+def _with_common_axis(a: Region, b: Region, shape: Sequence[int]) -> tuple[Region, Region]:
     """Return both regions along one axis, which is possible where at least one is a complete tensor."""
     if a.axis != b.axis:
-        a = a.along(b.axis, shape)
-        b = b.along(a.axis, shape)
+        a = a.along_axis(b.axis, shape)
+        b = b.along_axis(a.axis, shape)
     return a, b

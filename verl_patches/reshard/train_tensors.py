@@ -7,13 +7,13 @@ How a parameter holds HF tensors depends on the library. Its HF kinds (those of 
 rows, and under TP each rank joins its own part of each: gated fc1 is [gate's part; up's part]. Shape letters: H hidden,
 F this rank's part of an expert's intermediate size, e local experts.
 
-    parameter                                  holds                                how                     libraries
-    ...experts.local_experts.{expert}.fc1      routed gate, up of one expert        as HF, [2F, H]          megatron-*
-    ...experts.linear_fc1.weight{expert}       the same by Transformer Engine       as HF, [2F, H]          megatron-*
-    ...experts.weight1   shape [H, e * 2F]     routed gate, up of all local ones    view(e, H, 2F), each .t()   all
-    ...experts.weight2   shape [e * F, H]      routed down of all local ones        view(e, F, H), each .t()    all
-    ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
-    every other one                            one kind, or gate and up             as HF                   all
+    parameter                                  holds                              stacking                    libraries
+    ...experts.local_experts.{expert}.fc1      routed gate, up of one expert      as HF, [2F, H]              megatron-*
+    ...experts.linear_fc1.weight{expert}       the same by Transformer Engine     as HF, [2F, H]              megatron-*
+    ...experts.weight1   shape [H, e * 2F]     routed gate, up of all local ones  view(e, H, 2F), each .t()   all
+    ...experts.weight2   shape [e * F, H]      routed down of all local ones      view(e, F, H), each .t()    all
+    ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)   as HF                       mindspeed
+    every other one                            one kind, or gate and up           as HF                       all
 
 Names are tabulated in layout/sharding.py and reshard/parameters.py. megatron-core 0.12.2 views weight1 and weight2 so
 (megatron.core.transformer.moe.experts.GroupedMLP.forward), and so does MindSpeed
@@ -36,49 +36,54 @@ from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.memory.live_memory import storage_id, view_id
 from verl_patches.reshard import parameters as megatron
 from verl_patches.reshard.rank_errors import gather
-from verl_patches.reshard.region import Region, part_of, region_of
+from verl_patches.reshard.region import Region, region_view, shard_region
 
-Native = Mapping[str, torch.Tensor]  # the library's parameter name -> tensor, of one model chunk
-PLAIN, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
+NativeTensors = Mapping[str, torch.Tensor]  # the library's parameter name -> tensor, of one model chunk
+UNSTACKED, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
 _STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 
 
-class Storage(NamedTuple):
-    """Describe a parameter's contents: HF kinds joined along rows, local layer, local expert (None: none or all).
+class ParameterContents(NamedTuple):
+    """Describe what a parameter holds: HF kinds joined along rows, local layer, local expert (None: none or all).
 
-    `how`: PLAIN, or the stack of experts as which the parameter holds them: UP_STACK or DOWN_STACK.
+    `stacking`: UNSTACKED, or the stack of experts as which the parameter holds them: UP_STACK or DOWN_STACK.
     """
 
     kinds: tuple[str, ...]
     layer: int | None
     expert: int | None
-    how: str
+    stacking: str
 
-    def shape(self, joined: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return the parameter's shape; `joined`: that of its joined HF tensors (stacked: of one expert of `count`)."""
-        if self.how == PLAIN:
-            return tuple(joined)
-        rows, columns = joined
-        return (columns, count * rows) if self.how == UP_STACK else (count * columns, rows)
+    def shape(self, hf_shape: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the parameter's shape.
 
-    def joined(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+        hf_shape: the shape of its joined HF tensors, if stacked that of one of `count` experts.
+        """
+        if self.stacking == UNSTACKED:
+            return tuple(hf_shape)
+        rows, columns = hf_shape
+        return (columns, count * rows) if self.stacking == UP_STACK else (count * columns, rows)
+
+    def hf_views(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Return views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
 
         Expects the parameter's own shape (see `shape`).
         """
-        if self.how == PLAIN:
+        if self.stacking == UNSTACKED:
             return [tensor]
-        return megatron.split_up(tensor, count) if self.how == UP_STACK else megatron.split_down(tensor, count)
+        split = megatron.split_weight1 if self.stacking == UP_STACK else megatron.split_weight2
+        return split(tensor, count)
 
 
-def storage_of(name: str, library: str) -> Storage:
+def parameter_contents(name: str, library: str) -> ParameterContents:
     """Return what the parameter or buffer `name` of a GPTModel chunk holds; it may have wrapper prefixes ("module.").
 
     Raises ConfigError for a name that no DeepSeek-V3 parameter of `library` has.
     """
-    how = next((how for end, how in _STACKS.items() if name.endswith(end)), PLAIN)
-    place = megatron.parse_name(name, "mindspeed" if how != PLAIN else library)  # all libraries use the same GroupedMLP
-    return Storage(*place, how)
+    stacking = next((stack for end, stack in _STACKS.items() if name.endswith(end)), UNSTACKED)
+    if stacking != UNSTACKED:
+        library = "mindspeed"  # all libraries use the same GroupedMLP
+    return ParameterContents(*megatron.parse_name(name, library), stacking)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +91,7 @@ class TrainTensor:
     """Hold this rank's part of one HF tensor.
 
     `tensor`: a view of live memory with the region's own shape. `shape`: that of the complete HF tensor. The view is in
-    `parameter` of model chunk `chunk`; `native`: that parameter when the view was made (see `are_views_of`).
+    `parameter` of model chunk `chunk`; `native`: that parameter when the view was made (see `views_match_memory`).
     """
 
     region: Region
@@ -98,7 +103,7 @@ class TrainTensor:
 
     def read(self, region: Region) -> torch.Tensor:
         """Return the view of `region`; raises ConfigError if it does not lie inside this one."""
-        view = part_of(self.tensor, self.region, region, self.shape)
+        view = region_view(self.tensor, self.region, region, self.shape)
         if view is None:
             raise ConfigError(
                 f"reshard: {region} is needed where {self.region} is held: the plan is not of this rank's layout; "
@@ -117,8 +122,8 @@ def train_tensors(
     model disagree: another layer, expert or TP part, another shape or dtype, an unknown, missing or doubled parameter;
     the message names parameter, rank, expected and found.
     """
-    _check_place(unwrapped(chunks), inventory, layout, rank)
-    return views_of(native_tensors(chunks), inventory, layout, rank, library)
+    _check_model(unwrap_chunks(chunks), inventory, layout, rank)
+    return train_tensors_from_native(native_tensors(chunks), inventory, layout, rank, library)
 
 
 def inventory_and_library(
@@ -130,10 +135,10 @@ def inventory_and_library(
     """
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     model = replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype)
-    return build_inventory(model, value), library_of(chunks, line)
+    return build_inventory(model, value), library_from_chunks(chunks, line)
 
 
-def library_of(chunks: Sequence[torch.nn.Module], line: str) -> str:
+def library_from_chunks(chunks: Sequence[torch.nn.Module], line: str) -> str:
     """Return the key of layout.sharding.LIBRARIES for the parameters of `chunks` on this line."""
     if line == "a3":
         return "mindspeed"
@@ -141,11 +146,11 @@ def library_of(chunks: Sequence[torch.nn.Module], line: str) -> str:
     return "megatron-te" if any(megatron.local_name(name) != name for name in names) else "megatron-local"
 
 
-def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
+def model_layout(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
     """Return the layout of a live model, by Megatron's process groups; collective over the ranks of a pipeline."""
     from megatron.core import parallel_state
 
-    models = unwrapped(chunks)
+    models = unwrap_chunks(chunks)
     layers = [layer for model in models for layer in model.decoder.layers]
     experts = [len(layer.mlp.local_expert_indices) for layer in layers if hasattr(layer.mlp, "local_expert_indices")]
     ep = models[0].config.num_moe_experts // experts[0] if experts else 1
@@ -155,7 +160,7 @@ def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
         dist.get_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         cp=parallel_state.get_context_parallel_world_size(),
-        ep=max(of_stage for _, of_stage in stages),  # it is 1 on stages with dense layers only
+        ep=max(stage_ep for _, stage_ep in stages),  # it is 1 on stages with dense layers only
         etp=parallel_state.get_expert_tensor_parallel_world_size(),
         pp=len(stages),
         vpp=len(models),
@@ -163,13 +168,13 @@ def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
     )
 
 
-def still_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
+def views_are_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether `tensors` still are views of what `chunks` train; if not, make them again. Reads no data."""
-    return are_views_of(tensors, native_tensors(chunks))
+    return views_match_memory(tensors, native_tensors(chunks))
 
 
-def views_of(
-    native: Sequence[Native], inventory: Inventory, layout: ParallelLayout, rank: int, library: str
+def train_tensors_from_native(
+    native: Sequence[NativeTensors], inventory: Inventory, layout: ParallelLayout, rank: int, library: str
 ) -> dict[str, TrainTensor]:
     """Return the same as `train_tensors`, from names and tensors of each model chunk, without Megatron."""
     if len(native) != layout.vpp:
@@ -179,21 +184,21 @@ def views_of(
     experts = layout.local_experts(rank, inventory.model.n_routed_experts)
     tensors: dict[str, TrainTensor] = {}
     for chunk, parameters in enumerate(native):
-        layers = _layers(inventory, layout, rank, chunk)
+        layers = _chunk_layers(inventory, layout, rank, chunk)
         for name, parameter in parameters.items():
-            storage, parameter = storage_of(name, library), parameter.detach()
-            layer = _global_id(layers, storage.layer)
+            contents, parameter = parameter_contents(name, library), parameter.detach()
+            layer = _global_id(layers, contents.layer)
             stack = [
-                [_held_shard(by_place, (kind, layer, expert), name, rank) for kind in storage.kinds]
-                for expert in (experts if storage.how != PLAIN else [_global_id(experts, storage.expert)])
+                [_shard_at(by_place, (kind, layer, expert), name, rank) for kind in contents.kinds]
+                for expert in (experts if contents.stacking != UNSTACKED else [_global_id(experts, contents.expert)])
             ]
-            _check_shape(name, parameter, storage, stack, rank)
-            for shard, part in _shard_views(storage, parameter, stack):
+            _check_shape(name, parameter, contents, stack, rank)
+            for shard, part in _shard_views(contents, parameter, stack):
                 hf = shard.parameter
                 if hf.name in tensors:
                     first = tensors[hf.name].parameter
                     raise ConfigError(f"reshard: rank {rank} has {hf.name} in {first} and in {name}")
-                tensors[hf.name] = TrainTensor(region_of(shard), hf.shape, part, chunk, name, parameter)
+                tensors[hf.name] = TrainTensor(shard_region(shard), hf.shape, part, chunk, name, parameter)
     missing = [name for name in shards if name not in tensors]
     if missing:
         raise ConfigError(
@@ -203,7 +208,7 @@ def views_of(
     return {name: tensors[name] for name in shards}
 
 
-def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -> bool:
+def views_match_memory(tensors: Mapping[str, TrainTensor], native: Sequence[NativeTensors]) -> bool:
     """Return whether `tensors` are views of the present memory of `native`.
 
     Offload that resizes a storage (verl's, for DDP buffers) leaves views valid; giving a parameter other memory
@@ -216,23 +221,23 @@ def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -
 
 
 def _shard_views(
-    storage: Storage, parameter: torch.Tensor, stack: Sequence[Sequence[Shard]]
+    contents: ParameterContents, parameter: torch.Tensor, stack: Sequence[Sequence[Shard]]
 ) -> Iterator[tuple[Shard, torch.Tensor]]:
     """Yield (shard, view) of each HF tensor in `parameter`; `stack`: shards joined in each local expert, or once."""
-    for held, view in zip(stack, storage.joined(parameter, len(stack)), strict=True):
+    for held, view in zip(stack, contents.hf_views(parameter, len(stack)), strict=True):
         # MindSpeed's torch.Tensor.view copies a tensor that is not contiguous (mindspeed/megatron_adaptor.py)
-        assert storage_id(view) == storage_id(parameter), storage
+        assert storage_id(view) == storage_id(parameter), contents
         yield from zip(held, view.split([shard.shape[0] for shard in held]), strict=True)
 
 
 def _global_id(ids: range, number: int | None) -> int | None:
-    """Return the layer or expert at local `number`, or where there is none an id that `_held_shard` will refuse."""
+    """Return the layer or expert at local `number`, or where there is none an id that `_shard_at` will refuse."""
     if number is None:
         return None
     return ids[number] if number < len(ids) else ids.stop + number - len(ids)
 
 
-def _held_shard(by_place: Mapping[tuple, Shard], place: tuple, name: str, rank: int) -> Shard:
+def _shard_at(by_place: Mapping[tuple, Shard], place: tuple, name: str, rank: int) -> Shard:
     """Return the shard of the HF tensor at `place`, which is (kind, layer, expert); ConfigError if there is none."""
     if place not in by_place:
         raise ConfigError(
@@ -242,13 +247,15 @@ def _held_shard(by_place: Mapping[tuple, Shard], place: tuple, name: str, rank: 
     return by_place[place]
 
 
-def _check_shape(name: str, parameter: torch.Tensor, storage: Storage, stack: list[list[Shard]], rank: int) -> None:
+def _check_shape(
+    name: str, parameter: torch.Tensor, contents: ParameterContents, stack: list[list[Shard]], rank: int
+) -> None:
     shards = stack[0]
-    joined = (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
-    expected = f"{shards[0].dtype} {storage.shape(joined, len(stack))}"
+    hf_shape = (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
+    expected = f"{shards[0].dtype} {contents.shape(hf_shape, len(stack))}"
     found = f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
     if expected != found:
-        regions = ", ".join(str(region_of(shard)) for shard in shards)
+        regions = ", ".join(str(shard_region(shard)) for shard in shards)
         more = f" and {len(stack) - 1} more experts" if len(stack) > 1 else ""
         raise ConfigError(
             f"reshard: {name!r} on rank {rank}: expected {expected}, which holds {regions}{more}, "
@@ -256,24 +263,24 @@ def _check_shape(name: str, parameter: torch.Tensor, storage: Storage, stack: li
         )
 
 
-def _layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int) -> range:
+def _chunk_layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int) -> range:
     stage = layout.coordinates(rank).pp
     return layout.chunk_layers(inventory.model.num_hidden_layers)[chunk * layout.pp + stage]
 
 
-def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+def unwrap_chunks(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """Return the model chunks without Megatron's wrappers (DDP, Float16Module)."""
     from verl.utils.megatron_utils import unwrap_model  # not at the top: patches are applied while it is half imported
 
     return unwrap_model(list(chunks))
 
 
-def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[Native]:
+def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[NativeTensors]:
     """Return the live parameters and correction biases of each of `chunks`, wrapped or not."""
-    return [dict(megatron.named_weights(chunk)) for chunk in unwrapped(chunks)]
+    return [dict(megatron.named_weights(chunk)) for chunk in unwrap_chunks(chunks)]
 
 
-def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout, rank: int) -> None:
+def _check_model(models: list[Any], inventory: Inventory, layout: ParallelLayout, rank: int) -> None:
     """Raise ConfigError unless the live model has the layers, experts and TP parts that the layout gives `rank`."""
     from megatron.core import parallel_state
 
@@ -285,7 +292,9 @@ def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout
     facts.append(("(expert TP rank, expert TP)", (at.etp, layout.etp), etp))
     for chunk, model in enumerate(models[: layout.vpp]):
         layers = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers}  # Megatron counts from 1
-        facts.append((f"layers of model chunk {chunk}", list(_layers(inventory, layout, rank, chunk)), list(layers)))
+        facts.append(
+            (f"layers of model chunk {chunk}", list(_chunk_layers(inventory, layout, rank, chunk)), list(layers))
+        )
         for layer, mlp in layers.items():
             if hasattr(mlp, "local_expert_indices"):
                 facts.append((f"experts of layer {layer}", experts, list(mlp.local_expert_indices)))

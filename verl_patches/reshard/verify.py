@@ -19,16 +19,16 @@ import torch.distributed as dist
 from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.reshard.plan import ReshardPlan
 from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
-from verl_patches.reshard.region import Region, overlap, part_of
+from verl_patches.reshard.region import Region, overlap, region_view
 from verl_patches.reshard.train_tensors import TrainTensor
 
-_NONE = torch.iinfo(torch.int64).max  # the checksum of a rank that does not hold the region
-_TRAINING = "training"
-_SHOWN = 4  # number of wrong regions that a message explains
+_NO_CHECKSUM = torch.iinfo(torch.int64).max  # the checksum of a rank that does not hold the region
+_TRAINING_HOLDER = "training"
+_SHOWN_REGIONS = 4  # number of wrong regions that a message explains
 
 
 class _Copy(NamedTuple):
-    """Describe one copy of a region on this rank: `holder` is _TRAINING or the live parameter's name."""
+    """Describe one copy of a region on this rank: `holder` is _TRAINING_HOLDER or the live parameter's name."""
 
     number: int  # the region's, in the plan's order
     holder: str
@@ -52,7 +52,7 @@ class Verifier:
     ):
         self.rank, self.sources, self.destinations, self.device = rank, sources, destinations, device
         self.parameters = plan.inventory.by_name
-        self.items = [
+        self.regions = [
             (region, rank in block.holders, rank in block.receivers)
             for block in plan.blocks
             for region in block.regions
@@ -77,35 +77,35 @@ class Verifier:
 
         def compute() -> None:
             nonlocal elements
-            for number, holder, values in self._values():
-                region = self.items[number][0]
+            for number, holder, values in self._region_values():
+                region = self.regions[number][0]
                 places.append((number, holder))
                 sums.extend((checksum(values, region, self.parameters[region.name].shape), count_nan(values)))
-                elements += values.numel() if holder != _TRAINING else 0
+                elements += values.numel() if holder != _TRAINING_HOLDER else 0
 
         raise_on_any_rank(catch_errors(compute), None, self.device, "weights could not be compared")
         numbers = torch.stack(sums).view(-1, 2).tolist() if sums else []  # a single copy from the device
         copies = [_Copy(*place, *pair) for place, pair in zip(places, numbers, strict=True)]
-        self._raise_for(self._unequal(copies), copies)
+        self._raise_differences(self._unequal_regions(copies), copies)
         return elements
 
-    def _values(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+    def _region_values(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """Yield (number of the region, holder, values) of all copies on this rank."""
-        for number, (region, trains, receives) in enumerate(self.items):
+        for number, (region, trains, receives) in enumerate(self.regions):
             if trains:
                 wire = getattr(torch, self.parameters[region.name].dtype)
                 values = self.sources[region.name].read(region).detach().to(wire)
-                yield number, _TRAINING, values.to(self.dtypes[self.parameters[region.name].kind])
+                yield number, _TRAINING_HOLDER, values.to(self.dtypes[self.parameters[region.name].kind])
             if receives:
-                yield from ((number, name, values) for name, values in self._live(region))
+                yield from ((number, name, values) for name, values in self._live_values(region))
 
-    def _live(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
+    def _live_values(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
         shape = self.parameters[region.name].shape
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
         if not parts:
             raise ReshardError(f"{region}: expected in live memory of rank {self.rank}, found nowhere")
         for part in parts:
-            values = part_of(part.tensor, part.region, region, shape)
+            values = region_view(part.tensor, part.region, region, shape)
             if values is None:
                 raise ReshardError(f"{region}: expected in {part.parameter}, found {part.region} there")
             yield part.parameter, values
@@ -125,9 +125,9 @@ class Verifier:
                 )
         return dtypes
 
-    def _unequal(self, copies: list[_Copy]) -> list[int]:
+    def _unequal_regions(self, copies: list[_Copy]) -> list[int]:
         """Return the numbers of the regions whose copies on all ranks differ in checksum or count of NaN."""
-        low, high = torch.full((2, len(self.items), 2), _NONE, dtype=torch.int64)
+        low, high = torch.full((2, len(self.regions), 2), _NO_CHECKSUM, dtype=torch.int64)
         if copies:
             rows = torch.tensor([[copy.number] * 2 for copy in copies])
             values = torch.tensor([copy[2:] for copy in copies])
@@ -138,39 +138,40 @@ class Verifier:
         low, high = both.cpu()
         return (low != ~high).any(dim=1).nonzero().flatten().tolist()
 
-    def _raise_for(self, unequal: list[int], copies: list[_Copy]) -> None:
+    def _raise_differences(self, unequal: list[int], copies: list[_Copy]) -> None:
         """Raise ReshardError for the regions `unequal`; all ranks have the same ones, so that all enter `gather`."""
         if not unequal:
             return
-        by_rank = gather([copy for copy in copies if copy.number in unequal[:_SHOWN]])
+        by_rank = gather([copy for copy in copies if copy.number in unequal[:_SHOWN_REGIONS]])
         lines = [
             self._explain(
-                number, [(rank, c) for rank, of_rank in enumerate(by_rank) for c in of_rank if c[0] == number]
+                number, [(rank, c) for rank, rank_copies in enumerate(by_rank) for c in rank_copies if c[0] == number]
             )
-            for number in unequal[:_SHOWN]
+            for number in unequal[:_SHOWN_REGIONS]
         ]
         raise ReshardError(
-            f"reshard: {len(unequal)} of {len(self.items)} regions are not everywhere what training holds; stop, do "
+            f"reshard: {len(unequal)} of {len(self.regions)} regions are not everywhere what training holds; stop, do "
             "not sample with these weights\n  " + "\n  ".join(lines)
         )
 
     def _explain(self, number: int, copies: list[tuple[int, _Copy]]) -> str:
         """Return a line with the copies that differ from the first training rank's: expected and found."""
-        region = self.items[number][0]
-        trained = next(((rank, copy) for rank, copy in copies if copy.holder == _TRAINING), None)
+        region = self.regions[number][0]
+        trained = next(((rank, copy) for rank, copy in copies if copy.holder == _TRAINING_HOLDER), None)
         if trained is None:
             return f"{region}: expected a training rank that holds it, found none"
-        texts = [f"rank {rank} ({c.holder}) {_text(c)}" for rank, c in copies if c[2:] != trained[1][2:]]
-        return f"{region}: expected {_text(trained[1])} as on training rank {trained[0]}, found {', '.join(texts)}"
+        texts = [f"rank {rank} ({c.holder}) {_checksum_text(c)}" for rank, c in copies if c[2:] != trained[1][2:]]
+        expected = f"{_checksum_text(trained[1])} as on training rank {trained[0]}"
+        return f"{region}: expected {expected}, found {', '.join(texts)}"
 
 
-def _text(copy: _Copy) -> str:
+def _checksum_text(copy: _Copy) -> str:
     return f"checksum {copy.checksum & (1 << 64) - 1:016x}" + (f" with {copy.nan} NaN" if copy.nan else "")
 
 
-_CHUNK = 1 << 22  # elements summed at a time, so that int64 copies stay below 100 MB
+_CHUNK_ELEMENTS = 1 << 22  # elements summed at a time, so that int64 copies stay below 100 MB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd constants; products wrap around at 64 bits
+_MIX_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd constants; products wrap around at 64 bits
 
 
 def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torch.Tensor:
@@ -186,14 +187,14 @@ def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torc
     rows, columns = values.shape
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     column = torch.arange(first[1], first[1] + columns, device=values.device)
-    step = max(1, _CHUNK // max(1, columns))
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         part = values[start : start + step].contiguous()
         raw = part.view(_INTEGERS[part.element_size()]).to(torch.int64)
         row = torch.arange(first[0] + start, first[0] + start + len(part), device=values.device)
         place = row[:, None] * shape[1] + column
-        mixed = place * _MIX[0]
-        mixed = (mixed ^ (mixed >> 29)) * _MIX[1]
+        mixed = place * _MIX_FACTORS[0]
+        mixed = (mixed ^ (mixed >> 29)) * _MIX_FACTORS[1]
         total += (raw * ((mixed ^ (mixed >> 32)) | 1)).sum()
     return total
 
@@ -220,19 +221,19 @@ def check_map(
         for name, parts in destinations.items():
             whole = torch.zeros(tuple(shapes[name]), dtype=parts[0].tensor.dtype, device=parts[0].tensor.device)
             for part in parts:
-                part_of(whole, Region(name, 0, 0, shapes[name][0]), part.region, shapes[name]).copy_(part.tensor)
+                region_view(whole, Region(name, 0, 0, shapes[name][0]), part.region, shapes[name]).copy_(part.tensor)
             yield name, whole
 
     with torch.no_grad():
-        before = {name: _of_parameter(tensor) for name, tensor in model.named_parameters()}
+        before = {name: _parameter_checksum(tensor) for name, tensor in model.named_parameters()}
         model.load_weights(values())
-        changed = [name for name, tensor in model.named_parameters() if _of_parameter(tensor) != before[name]]
+        changed = [name for name, tensor in model.named_parameters() if _parameter_checksum(tensor) != before[name]]
     return [
         f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
         for name in changed
     ]
 
 
-def _of_parameter(tensor: torch.Tensor) -> int:
+def _parameter_checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     return int(checksum(flat, Region("", 0, 0, len(flat)), (len(flat),)))

@@ -21,11 +21,12 @@ from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.rank_errors import catch_errors, gather, raise_on_any_rank
-from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_library, still_valid, train_tensors
+from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_library, train_tensors, views_are_valid
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
-FLAGS = 2  # number of all-reduces before the executor's: the engine is ready (worker/sharding.py), the maps are valid
+# all-reduces of a sync before the executor's: the engine is ready (worker/sharding.py), and the maps are valid
+CHECK_ALL_REDUCES = 2
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class WorkerReshard:
         self.rank = dist.get_rank()
         self.inventory, self.library = inventory_and_library(chunks, hf_config, settings.line)
         self.sources: dict[str, TrainTensor] = {}
-        self.destinations: Destinations  # `_learn` sets it, and the plan
+        self.destinations: Destinations  # `_map_moved_memory` sets it, and the plan
         self.plan: ReshardPlan
         self.executor: Executor | None = None
         self.verified, self.reports = False, list[dict[str, Any]]()
 
     def sync(self, model: torch.nn.Module) -> SyncReport:
         """Copy training's present weights into `model`; collective. An error raises ReshardError on every rank."""
-        learnt = self._learn(model)
-        assert self.executor is not None  # `_learn` has made it
+        learnt = self._map_moved_memory(model)
+        assert self.executor is not None  # `_map_moved_memory` has made it
         with torch.no_grad():
             for constant in self.destinations.constants:  # padding, undefined after a dummy load or sleep
                 constant.target.fill_(constant.value)
@@ -69,7 +70,7 @@ class WorkerReshard:
             self._verify(verifier, model)
         else:
             report = self.executor.run()
-        facts = {"collectives": report.collectives + FLAGS, "verified": verify, "learnt": learnt}
+        facts = {"collectives": report.collectives + CHECK_ALL_REDUCES, "verified": verify, "learnt": learnt}
         self.reports.append({**asdict(report), **facts})
         return report
 
@@ -80,16 +81,16 @@ class WorkerReshard:
             problems = catch_errors(lambda: check_map(model, self.destinations.tensors, shapes, self.rank))
             raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
         self.verified = True
-        log.info("weight sync verified: %d regions of all ranks, %d elements here", len(verifier.items), elements)
+        log.info("weight sync verified: %d regions of all ranks, %d elements here", len(verifier.regions), elements)
 
     def take_reports(self) -> list[dict[str, Any]]:
         """Return the reports of the syncs since the last call."""
         taken, self.reports = self.reports, []
         return taken
 
-    def _learn(self, model: torch.nn.Module) -> bool:
+    def _map_moved_memory(self, model: torch.nn.Module) -> bool:
         """Map memory and compile the plan if any rank has new or moved memory, and return whether that was done."""
-        valid = self.executor is not None and still_valid(self.sources, self.chunks)
+        valid = self.executor is not None and views_are_valid(self.sources, self.chunks)
         valid = valid and self.destinations.still_valid(model)
         flag = torch.tensor([int(valid)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)

@@ -39,7 +39,7 @@ COUNTS = ("requests", "bytes", "seconds")
 class RebalanceError(RankError):
     """Report that requests cannot be moved between data-parallel ranks; the message names rank and reason."""
 
-    what = "rollout rebalance"
+    task = "rollout rebalance"
 
 
 def step_with_rebalance(step: Callable) -> Callable:
@@ -193,7 +193,7 @@ class Rebalancer:
             raise_on_any_rank(problems, self.instance, "cpu", todo, RebalanceError)
         if (unequal := (rows != rows[:, :1]).any((1, 2))).any():
             raise RebalanceError(
-                f"{RebalanceError.what}: the tensor-parallel ranks of DP rank {int(unequal.argmax())} hold different "
+                f"{RebalanceError.task}: the tensor-parallel ranks of DP rank {int(unequal.argmax())} hold different "
                 "requests; expected equal ones, as their schedulers get the same; look for unequal prompts or settings"
             )
         return rows[:, 0]

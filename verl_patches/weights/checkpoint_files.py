@@ -55,7 +55,7 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.measure import MOMENTS
 from verl_patches.reshard.rank_errors import RankError
-from verl_patches.reshard.train_tensors import Native, TrainTensor, views_of
+from verl_patches.reshard.train_tensors import NativeTensors, TrainTensor, train_tensors_from_native
 from verl_patches.weights.manifest import (
     WEIGHT,
     TensorEntry,
@@ -77,7 +77,7 @@ class CheckpointError(RankError):
     The message names file, rank, expected and found.
     """
 
-    what = "checkpoint"
+    task = "checkpoint"
 
 
 # ---- what a rank holds
@@ -200,7 +200,7 @@ class TrainState:
 
     def __init__(
         self,
-        native: Sequence[Native],
+        native: Sequence[NativeTensors],
         optimizer: Any,
         inventory: Inventory,
         layout: ParallelLayout,
@@ -209,7 +209,9 @@ class TrainState:
     ):
         self.inventory, self.layout, self.rank, self.library = inventory, layout, rank, library
         self.optimizer, self._native = optimizer, native
-        self.held = views_of([_without_data(each) for each in native], inventory, layout, rank, library)
+        self.held = train_tensors_from_native(
+            [_without_data(each) for each in native], inventory, layout, rank, library
+        )
         shards = local_parameters(inventory, layout, rank, library).shards
         self._whole = {name for name, shard in shards.items() if shard.axis is None}
         self._inside: dict[int, list[TrainTensor]] = {}

@@ -24,8 +24,8 @@ from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.reshard.parameters import NAMES
-from verl_patches.reshard.train_tensors import storage_of, views_of
+from verl_patches.reshard.parameters import NAMES_BY_LIBRARY
+from verl_patches.reshard.train_tensors import parameter_contents, train_tensors_from_native
 from verl_patches.shared_files import PARTIAL, free_bytes, sync, writing
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import file_problems, header_of
@@ -213,7 +213,7 @@ def empty_chunks(
     inventory: Inventory, layout: ParallelLayout, rank: int, library: str
 ) -> list[dict[str, torch.Tensor]]:
     """Return uninitialised parameters of `rank` by Megatron's names, for each of its model chunks."""
-    names, experts = NAMES[library][0], layout.local_experts(rank, inventory.model.n_routed_experts)
+    names, experts = NAMES_BY_LIBRARY[library][0], layout.local_experts(rank, inventory.model.n_routed_experts)
     layers = layout.chunk_layers(inventory.model.num_hidden_layers)[layout.coordinates(rank).pp :: layout.pp]
     joined: list[dict[str, list[Shard]]] = [{} for _ in layers]
     for shard in local_parameters(inventory, layout, rank, library).shards.values():
@@ -232,7 +232,7 @@ def _empty(name: str, shards: list[Shard], library: str) -> torch.Tensor:
     """Return an uninitialised parameter `name` that can hold `shards`."""
     experts = len({shard.parameter.expert for shard in shards})
     rows = sum(shard.shape[0] for shard in shards) // experts
-    shape = storage_of(name, library).shape((rows, *shards[0].shape[1:]), experts)
+    shape = parameter_contents(name, library).shape((rows, *shards[0].shape[1:]), experts)
     return torch.empty(shape, dtype=getattr(torch, shards[0].dtype))
 
 
@@ -246,7 +246,7 @@ def write_rank(
     chunks = empty_chunks(inventory, layout, rank, library)
     read: list[int] = []
     with WeightReader(source, read.append, verify=True) as reader:
-        views = views_of(chunks, inventory, layout, rank, library).values()
+        views = train_tensors_from_native(chunks, inventory, layout, rank, library).values()
         for held in sorted(views, key=lambda each: reader.position(each.region)):
             reader.copy(held.region, held.tensor)
     keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]

@@ -26,7 +26,7 @@ from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_in
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.parameters import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
-from verl_patches.reshard.train_tensors import layout_of_model, library_of, train_tensors, unwrapped
+from verl_patches.reshard.train_tensors import library_from_chunks, model_layout, train_tensors, unwrap_chunks
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
@@ -49,16 +49,16 @@ def load_weights(
     """Fill parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; return bytes read.
 
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
-    None takes it from `layout_of_model`, a collective whose timeout names no rank. Values are converted to each
+    None takes it from `model_layout`, a collective whose timeout names no rank. Values are converted to each
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
     a folder that has one, otherwise it is drawn (`draw_head`). `head`: only the head is loaded. `progress` gets the
     bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call it, with the same
     `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after `wait_s`. Raises
     ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
-    for chunk in unwrapped(chunks):
+    for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
-    layout = layout or layout_of_model(chunks)
+    layout = layout or model_layout(chunks)
     source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
     regions = _regions(chunks, source.inventory, layout, line, head)
     sizes: list[int] = []
@@ -125,7 +125,7 @@ def _facts(chunks: Sequence[torch.nn.Module], head: bool) -> Iterator[tuple[str,
 
 def _weights_of(chunks: Sequence[torch.nn.Module], head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name with the chunk's number, tensor) of all that is loaded; correction biases are in fp32."""
-    for number, chunk in enumerate(unwrapped(chunks)):
+    for number, chunk in enumerate(unwrap_chunks(chunks)):
         keep_bias_fp32(chunk)
         for name, tensor in named_weights(chunk):
             if head or not name.startswith(_HEAD):
@@ -146,7 +146,7 @@ def _regions(
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
     of_model = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
-    held = train_tensors(chunks, of_model, layout, dist.get_rank(), library_of(chunks, line))
+    held = train_tensors(chunks, of_model, layout, dist.get_rank(), library_from_chunks(chunks, line))
     return [(each.region, each.tensor) for each in held.values() if not head or _HEAD in each.parameter]
 
 

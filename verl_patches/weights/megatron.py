@@ -206,7 +206,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
     `expert_split`: how experts were split, for a folder that does not record it (`_layout_of`). Raises ConfigError as
     open_source does.
     """
-    from verl_patches.reshard.train_tensors import views_of  # imports torch
+    from verl_patches.reshard.train_tensors import train_tensors_from_native  # imports torch
 
     place = _iteration(folder)
     files = {str(path.relative_to(place)): read_rank_file(path) for path in sorted(place.glob(f"mp_rank_*/{FILE}"))}
@@ -226,7 +226,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
     for name, rank in expected.items():
         chunks = [_of_model(chunk, left_out) for chunk in files[name].chunks]
         shaped = [{n: _like(n, saved, inventory, library) for n, saved in chunk.items()} for chunk in chunks]
-        for held in views_of(shaped, inventory, layout, rank, library).values():
+        for held in train_tensors_from_native(shaped, inventory, layout, rank, library).values():
             if held.region not in found:
                 saved = chunks[held.chunk][held.parameter]
                 where = f"{place.name}/{name}", files[name].records[saved.record].header_offset
@@ -268,9 +268,9 @@ def _like(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> 
     """Return a meta tensor of the saved shape, in the dtype that the model has for it."""
     import torch
 
-    from verl_patches.reshard.train_tensors import storage_of
+    from verl_patches.reshard.train_tensors import parameter_contents
 
-    bias = "router_bias" in storage_of(name, library).kinds
+    bias = "router_bias" in parameter_contents(name, library).kinds
     dtype = torch.float32 if bias else getattr(torch, inventory.model.torch_dtype)
     return torch.empty(saved.shape, dtype=dtype, device="meta")
 

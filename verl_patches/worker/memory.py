@@ -166,7 +166,7 @@ class WorkerMemory:
 def _buffer_bytes(worker: Any) -> int:
     """Return the bytes that the worker's resharder holds now; 0 on verl's own path and before the first sync."""
     executor = getattr(getattr(worker.sharding_manager, "resharder", None), "executor", None)
-    return executor.held_bytes if executor else 0
+    return executor.buffer_bytes if executor else 0
 
 
 def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:

@@ -26,8 +26,8 @@ from verl_patches.memory.offload import parameters_loaded
 from verl_patches.memory.schedule import CRITIC
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
-from verl_patches.reshard.region import Region, part_of
-from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
+from verl_patches.reshard.region import Region, region_view
+from verl_patches.reshard.train_tensors import inventory_and_library, model_layout, train_tensors
 from verl_patches.spec import RUN, run_of
 from verl_patches.weights.load import WAIT_S, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
@@ -172,7 +172,7 @@ def weight_converters() -> dict[Any, Callable]:
 
 def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, whole tensor) of every weight on every rank, in the training dtype. Collective over all ranks."""
-    rank, layout = dist.get_rank(), layout_of_model(chunks)
+    rank, layout = dist.get_rank(), model_layout(chunks)
     inventory, library = inventory_and_library(chunks, hf_config, "a3")
     held = train_tensors(chunks, inventory, layout, rank, library)
     holders: dict[str, dict[Region, int]] = {}
@@ -188,7 +188,7 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
             if holder == rank:
                 part.copy_(held[parameter.name].tensor)
             dist.broadcast(part, holder)
-            part_of(whole, complete, region, parameter.shape).copy_(part)
+            region_view(whole, complete, region, parameter.shape).copy_(part)
         yield parameter.name, whole
 
 

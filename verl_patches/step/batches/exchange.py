@@ -132,7 +132,7 @@ def unpacked_ids(packed: np.ndarray) -> np.ndarray:
 class ExchangeError(RankError):
     """Report, on every rank alike, that a rank does not have the tensors of the plan."""
 
-    what = "exchange"
+    task = "exchange"
 
 
 @dataclass(frozen=True)
