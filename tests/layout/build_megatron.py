@@ -37,7 +37,7 @@ class NoCore(torch.nn.Module):
         super().__init__()
 
 
-def of_chunk(model) -> dict:
+def chunk_facts(model) -> dict:
     """Return the facts of a model chunk, after each router has cast its bias back to fp32 as in a forward pass."""
     for module in model.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
@@ -61,8 +61,8 @@ def _cut_axis(tensor) -> int | None:
 
 
 def groups() -> dict:
-    group_of = {name: getattr(parallel_state, f"get_{long}_group") for name, long in GROUPS.items()}
-    return {name: dist.get_process_group_ranks(group()) for name, group in group_of.items()}
+    group_getters = {name: getattr(parallel_state, f"get_{long}_group") for name, long in GROUPS.items()}
+    return {name: dist.get_process_group_ranks(group()) for name, group in group_getters.items()}
 
 
 def run_case(config: dict, layout: ParallelLayout, ranks: list[int], overrides: dict) -> list[dict]:
@@ -72,13 +72,13 @@ def run_case(config: dict, layout: ParallelLayout, ranks: list[int], overrides: 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         start_parallel(layout)
         chunks = unwrap_model(build_model(folder, torch.bfloat16, overrides, load=False)[0])
-        rows.append({"rank": rank, "groups": groups(), "chunks": [of_chunk(chunk) for chunk in chunks]})
+        rows.append({"rank": rank, "groups": groups(), "chunks": [chunk_facts(chunk) for chunk in chunks]})
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return rows
 
 
-def held(cases: dict[str, tuple]) -> dict[str, list[dict]]:
+def tensors_by_case(cases: dict[str, tuple]) -> dict[str, list[dict]]:
     """Return {name: rows} of cases; a case is HF config, layout, ranks, overrides of Megatron's configuration.
 
     A row is a rank's: {rank, groups: {name: ranks}, chunks: [{tensors: {name: [shape, dtype, cut axis]}, layers,

@@ -69,7 +69,7 @@ def engine_config(case: dict, rank: int):
 
 
 @contextlib.contextmanager
-def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
+def rank_model(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
     """Build vLLM's model of one rank inside its groups.
 
     case: {config: HF config, instances, dp, tp, expert_parallel}.
@@ -90,7 +90,7 @@ def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
 
 
 def groups() -> dict[str, list[int]]:
-    """Return the ranks of this rank's groups, inside `model_of`."""
+    """Return the ranks of this rank's groups, inside `rank_model`."""
     return {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "dp", "ep")}
 
 

@@ -61,8 +61,11 @@ def pack(
             name = names[p.kind].format(layer=(p.layer or 0) - layers.start, expert=(p.expert or 0) - first)
             name = te_name(name) if storage == "te" else name
             joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors[p.name], shard_region(shard)))
-        of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
-        chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
+        pieces_by_name = {
+            name: [torch.cat(pieces) for pieces in pieces_by_expert.values()]
+            for name, pieces_by_expert in joined.items()
+        }
+        chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in pieces_by_name.items()})
     return chunks
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.layout.flops import forward_flops, forward_flops_of, passes
+from verl_patches.layout.flops import batch_forward_flops, forward_flops, passes
 from verl_patches.layout.inventory import read_model_shape
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
@@ -21,14 +21,14 @@ def test_the_tiny_models_forward_is_what_a_hand_counts():
     assert parameters == 560_512
     squares = 10**2 + 30**2
     scores = 4 * 4 * (48 + 32) * squares  # layers, heads, qk + v; causal: half of 2 FLOPs a pair
-    assert forward_flops_of(TINY, [10, 30]) == 2 * parameters * 40 + scores
-    assert forward_flops_of(TINY, []) == 0
+    assert batch_forward_flops(TINY, [10, 30]) == 2 * parameters * 40 + scores
+    assert batch_forward_flops(TINY, []) == 0
 
 
 def test_the_step_of_671b_is_6_n_t_and_the_share_of_attention():
     """Use sequences of 3132 tokens, as in the published run: N without attention scores, which are below a tenth."""
     lengths = [3132] * 8
-    tokens, three = sum(lengths), 3 * forward_flops_of(BIG, lengths)
+    tokens, three = sum(lengths), 3 * batch_forward_flops(BIG, lengths)
     pairs = 61 * 128 * (192 + 128) * 3132**2 * 8
     assert three == pytest.approx(6 * ACTIVE * tokens + 3 * pairs, rel=1e-3)
     assert 0.05 < three / (6 * ACTIVE * tokens) - 1 < 0.12
@@ -38,7 +38,7 @@ def test_routed_experts_count_by_top_k_and_not_by_their_number():
     more = replace(TINY, n_routed_experts=32)
     assert forward_flops(more, 1, 0) - forward_flops(TINY, 1, 0) == 2 * 3 * 16 * 128  # routers
     assert forward_flops(replace(TINY, num_experts_per_tok=8), 1, 0) > 1.2 * forward_flops(TINY, 1, 0)
-    assert forward_flops_of(TINY, [40]) > forward_flops_of(TINY, [20, 20])  # control: lengths, not their sum
+    assert batch_forward_flops(TINY, [40]) > batch_forward_flops(TINY, [20, 20])  # control: lengths, not their sum
 
 
 def test_passes_that_could_be_left_out_do_not_count():

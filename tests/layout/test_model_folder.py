@@ -31,7 +31,7 @@ from verl_patches import prelude_patch
 import sys, torch, types, vllm.platforms
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from verl_patches.layout.model_folder import for_vllm
+from verl_patches.layout.model_folder import edit_for_vllm
 
 for name, has in (("torch_npu.npu.streams", ["Event"]),
                   ("torchair.scope", ["npu_stream_switch", "npu_wait_tensor"])):
@@ -51,7 +51,7 @@ except ValueError as error:
     assert "fp8 quantization is currently not supported in npu" in str(error), error
 else:
     raise AssertionError("vllm-ascend takes fp8")
-view = config(hf_overrides=for_vllm)
+view = config(hf_overrides=edit_for_vllm)
 assert view.quantization is None and view.compute_hash() and repr(view.hf_config)  # both print the configuration
 made = VllmConfig(model_config=view)
 assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worker_cls

@@ -51,10 +51,10 @@ MEGATRON = {
 @pytest.fixture(scope="module")
 def megatron(run_ranks):
     options = {"patches": "line=pypi,platform=cpu", "backend": None}
-    return run_ranks("tests.layout.build_megatron:held", MEGATRON, **options)[0]
+    return run_ranks("tests.layout.build_megatron:tensors_by_case", MEGATRON, **options)[0]
 
 
-def _ours(inventory, layout, rank):
+def _packed_tensors(inventory, layout, rank):
     """Return {name: [shape, dtype, cut axis]} of each chunk."""
     tensors = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
     return [
@@ -76,7 +76,7 @@ def test_megatron_holds_what_we_say(name, megatron):
     inventory = build_inventory(config)
     assert [row["rank"] for row in megatron[name]] == ranks
     for row in megatron[name]:
-        assert _ours(inventory, layout, row["rank"]) == [megatrons["tensors"] for megatrons in row["chunks"]]
+        assert _packed_tensors(inventory, layout, row["rank"]) == [megatrons["tensors"] for megatrons in row["chunks"]]
         for chunk, megatrons in enumerate(row["chunks"]):
             layers = layout.chunk_layers(inventory.model.num_hidden_layers)
             assert list(layers[chunk * layout.pp + layout.coordinates(row["rank"]).pp]) == megatrons["layers"]
@@ -91,6 +91,6 @@ def test_megatron_holds_what_we_say(name, megatron):
 
 def test_another_layout_or_rank_is_noticed(megatron):
     """Check as a negative control that the same comparison fails for the wrong rank or layout."""
-    inventory, tensors_of = build_inventory(TINY), lambda row: [chunk["tensors"] for chunk in row["chunks"]]
-    assert _ours(inventory, ParallelLayout(2, tp=2), 0) != tensors_of(megatron["tp2ep2"][0])
-    assert _ours(inventory, ParallelLayout(2, pp=2), 0) != tensors_of(megatron["pp2"][1])
+    inventory, chunk_tensors = build_inventory(TINY), lambda row: [chunk["tensors"] for chunk in row["chunks"]]
+    assert _packed_tensors(inventory, ParallelLayout(2, tp=2), 0) != chunk_tensors(megatron["tp2ep2"][0])
+    assert _packed_tensors(inventory, ParallelLayout(2, pp=2), 0) != chunk_tensors(megatron["pp2"][1])

@@ -50,12 +50,12 @@ LAYOUTS = [
 def test_shards_of_all_ranks_tile_every_tensor(text, library):
     """Check that each tensor's rows are held exactly once per replica, over all ranks."""
     layout, inventory = parse_layout(text), build_inventory(TINY_CONFIG | {"vocab_size": 500})
-    shards_of = {}
+    shards_by_name = {}
     for rank in range(layout.world_size):
         for name, shard in local_parameters(inventory, layout, rank, library).shards.items():
-            shards_of.setdefault(name, []).append(shard)
-    assert set(shards_of) == set(inventory.by_name)
-    for name, shards in shards_of.items():
+            shards_by_name.setdefault(name, []).append(shard)
+    assert set(shards_by_name) == set(inventory.by_name)
+    for name, shards in shards_by_name.items():
         axis, expert = shards[0].axis, shards[0].parameter.expert is not None
         replicas = layout.edp if expert else layout.dp * layout.cp
         if axis is None:

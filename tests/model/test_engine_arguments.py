@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.runs import composed, section_of
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import REQUIRED
+from verl_patches.layout.model_folder import REQUIRED_VALUES
 from verl_patches.model.mindspeed.arguments import IGNORED, SIZES, TABLE, arguments_of, explain, model_settings
 from verl_patches.model.tiny import CONFIG_FILE
 from verl_patches.plan.memory_plan import LAYERS, recompute_keys
@@ -142,7 +142,7 @@ def test_transformers_knows_no_further_key():
     from transformers import DeepseekV3Config, PretrainedConfig
 
     own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
-    keys = [*SIZES, *REQUIRED, *IGNORED, "num_key_value_heads", "rope_scaling"]
+    keys = [*SIZES, *REQUIRED_VALUES, *IGNORED, "num_key_value_heads", "rope_scaling"]
     assert own <= set(keys) and len(own) > 30 and len(keys) == len(set(keys))
 
 

@@ -1,4 +1,4 @@
-"""Run syncs with one error in them on ranks, and return the error_message that each rank gets, for tests of refusals."""
+"""Run syncs with one error in them on ranks, and return the message that each rank gets, for tests of refusals."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def fail_first_sync(case: Case, spoil: str) -> tuple[str, str, int]:
 
 
 def check_wrong_bytes(case: Case, spoil: str) -> str:
-    """Run a sync that ends but writes wrong bytes on one rank; return the error_message of `Verifier.check`."""
+    """Run a sync that ends but writes wrong bytes on one rank; return the message of `Verifier.check`."""
     rank = Rank(case)
     executor, verifier = rank.build(), rank.verifier()
     if rank.rank == 2:
@@ -130,7 +130,7 @@ def _spoil_copies(executor: Executor, spoil: str) -> None:
 
 
 def check_wrong_map(case: Case, spoil: str) -> list[str]:
-    """Return `check_map`'s error_message for a map with an expert transposed, or two swapped; load_weights is right."""
+    """Return `check_map`'s message for a map with an expert transposed, or two swapped; load_weights is right."""
     rank = Rank(case)
     places, model = rank.destinations, torch.nn.Module()
     add_parameters(model, rank.live)

@@ -34,7 +34,7 @@ def hf_tensors(inventory):
 def run_rank(case: dict, rank: int) -> dict:
     inventory, planned = build_inventory(case["config"]), {**case, **case["planned"]}
     layout = rollout_layout(*(planned[size] for size in ("instances", "dp", "tp", "expert_parallel")))
-    with build_vllm.model_of(case, rank) as model:
+    with build_vllm.rank_model(case, rank) as model:
         for parameter in model.parameters():
             parameter.data.normal_()
         model_utils._model_to_pp_missing_layer_names.clear()  # keyed by id(model), and ids are reused in this process

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import composed
-from verl_patches.layout.flops import forward_flops_of
+from verl_patches.layout.flops import batch_forward_flops
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.run.resolve import changed_run
 from verl_patches.trainer import step_record
@@ -25,7 +25,7 @@ def run():
 
 
 def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(run):
-    forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
+    forward = batch_forward_flops(read_model_shape(TINY), LENGTHS)
     rates = Rates(run, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
     assert (rates["tokens_per_s_per_rank"], rates["generated_per_s_per_rank"]) == (4.0, 15.0)
     tflops = {"rollout": forward / 2, "ref": forward, "update": 3 * forward / 4, "step": 5 * forward / 10}
@@ -48,7 +48,7 @@ def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(run):
 
 
 def test_a_critic_has_columns_and_passes_where_a_run_has_one(run):
-    forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
+    forward = batch_forward_flops(read_model_shape(TINY), LENGTHS)
     metrics = {f"critic/{name}": value for name, value in {"vf_loss": 0.5, "grad_norm": math.nan}.items()}
     metrics["critic/vf_explained_var"] = -0.25
     record = {"loss": 0.5, "grad_norm": None, "explained_var": -0.25}

@@ -20,7 +20,7 @@ from tests.weights.cases import (
 )
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.model_folder import INDEX, SCALE
+from verl_patches.layout.model_folder import INDEX, SCALE_SUFFIX
 from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights.reader import WeightReader
@@ -116,7 +116,7 @@ def test_a_value_that_is_not_finite_is_refused(tmp_path, source, name, value, wo
     with pytest.raises(RecipeError, match=f"{name}: .*{words}"):
         run(tmp_path / source, tmp_path / "out", layout, dtype)
     assert is_incomplete(tmp_path / "out")
-    weight = build_inventory(SMALL).by_name[name.replace(SCALE, "weight")]
+    weight = build_inventory(SMALL).by_name[name.replace(SCALE_SUFFIX, "weight")]
     with WeightReader(open_source(tmp_path / source)) as reader, pytest.raises(RecipeError, match=f"{name}: .*{words}"):
         reader.copy(Region(weight.name, 0, 0, weight.shape[0]), torch.empty(weight.shape))
 

@@ -110,7 +110,7 @@ def forward_flops(model: ModelShape, tokens: float, length: float) -> float:
     return 2 * model.vocab_size * model.hidden_size * tokens + layers
 
 
-def forward_flops_of(model: ModelShape, lengths: Sequence[int]) -> float:
+def batch_forward_flops(model: ModelShape, lengths: Sequence[int]) -> float:
     """Return the FLOPs of a forward pass over sequences of these lengths, whose squares count for attention."""
     tokens = sum(lengths)
     return forward_flops(model, tokens, sum(length * length for length in lengths) / tokens) if tokens else 0.0

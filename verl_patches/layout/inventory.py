@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import read_config, unlike_deepseek
+from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.values import Count, Natural, types_of, value_faults
 
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's; HF's ...ForSequenceClassification has the first
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # dtypes of a model; single tensors of it may be fp8
-_OF_NAMES = ("model_type", "tie_word_embeddings", "attention_bias")  # keys on which the names of tensors depend
+_NAMING_KEYS = ("model_type", "tie_word_embeddings", "attention_bias")  # keys on which the names of tensors depend
 
 
 class Parameter(NamedTuple):
@@ -88,12 +88,12 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read the model's sizes from an HF config: a dict, a config.json, or the folder that holds one.
 
     Raises ConfigError for a file that cannot be read, a missing key, a wrong size, and a model other than DeepSeek-V3
-    (model_folder.REQUIRED).
+    (model_folder.REQUIRED_VALUES).
     """
     where = "HF config"
     if not isinstance(config, Mapping):
         where, config = str(config), read_config(config)
-    if fault := unlike_deepseek({"model_type": "none", **config}, _OF_NAMES):
+    if fault := config_mismatches({"model_type": "none", **config}, _NAMING_KEYS):
         raise ConfigError(f"{where} is of another model than DeepSeek-V3: {fault}")
     types = types_of(ModelShape)
     required = dict.fromkeys(field.name for field in fields(ModelShape) if field.default is MISSING)
@@ -116,7 +116,7 @@ def first_layers(model: ModelShape, layers: int | None) -> ModelShape:
     return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
 
 
-def differences(found: ModelShape, expected: ModelShape) -> str:
+def size_differences(found: ModelShape, expected: ModelShape) -> str:
     """Return the sizes in which two models differ, as text; empty where they do not."""
     names = [field.name for field in fields(ModelShape)]
     unequal = [name for name in names if getattr(found, name) != getattr(expected, name)]
@@ -154,11 +154,11 @@ def build_inventory(config: ModelShape | Mapping | str | Path, value: bool = Fal
 
     With `value` it is a value model, which has a head of one number in place of the vocabulary's.
     """
-    return _inventory_of(config if isinstance(config, ModelShape) else read_model_shape(config), value)
+    return _cached_inventory(config if isinstance(config, ModelShape) else read_model_shape(config), value)
 
 
 @functools.lru_cache(4)  # a command reads its model's inventory many times, in two dtypes
-def _inventory_of(model: ModelShape, value: bool) -> Inventory:
+def _cached_inventory(model: ModelShape, value: bool) -> Inventory:
     h, v, dtype = model.hidden_size, model.vocab_size, model.torch_dtype
     heads = [Parameter("lm_head.weight", "head", "head", (v, h), dtype)]
     if value:

@@ -28,10 +28,10 @@ from safetensors import SafetensorError, safe_open
 from verl_patches.errors import ConfigError
 
 QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SCALE = "weight_scale_inv"  # the names of fp8 weights' scales end so
+INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+SCALE_SUFFIX = "weight_scale_inv"  # the names of fp8 weights' scales end so
 # keys of config.json with the only value that training, rollout and plans support; a missing key means this value
-REQUIRED: Mapping[str, Any] = {
+REQUIRED_VALUES: Mapping[str, Any] = {
     "model_type": "deepseek_v3",
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -68,27 +68,27 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def unlike_deepseek(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED) -> str:
-    """Return those of `keys` whose values differ from `REQUIRED` in a config, as text; empty without any."""
-    found = {key: config[key] for key in keys if config.get(key) not in (None, REQUIRED[key])}
-    return ", ".join(f"{key} is {value!r}, expected {REQUIRED[key]!r}" for key, value in found.items())
+def config_mismatches(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED_VALUES) -> str:
+    """Return those of `keys` whose values differ from `REQUIRED_VALUES` in a config, as text; empty without any."""
+    found = {key: config[key] for key in keys if config.get(key) not in (None, REQUIRED_VALUES[key])}
+    return ", ".join(f"{key} is {value!r}, expected {REQUIRED_VALUES[key]!r}" for key, value in found.items())
 
 
-def for_training(hf_config: Any) -> None:
+def edit_for_training(hf_config: Any) -> None:
     """Edit a transformers configuration in place, as `read_config` edits the file's content."""
     vars(hf_config).pop(QUANTIZATION, None)
     if getattr(hf_config, MTP_LAYERS, 0):
         setattr(hf_config, MTP_LAYERS, 0)
 
 
-def for_vllm(hf_config: Any) -> Any:
+def edit_for_vllm(hf_config: Any) -> Any:
     """Edit the configuration of a DeepSeek-V3 in place and return it (vLLM's `hf_overrides`); others stay unchanged."""
-    if hf_config.model_type == REQUIRED["model_type"]:
+    if hf_config.model_type == REQUIRED_VALUES["model_type"]:
         vars(hf_config).pop(QUANTIZATION, None)
     return hf_config
 
 
-def with_fewer_layers(hf_config: Any, layers: int | None) -> None:
+def reduce_layers(hf_config: Any, layers: int | None) -> None:
     """Reduce vLLM's configuration of a model folder to the first `layers` layers (None: all), in place.
 
     The folder may have tensors of the other layers: they count as layers of MTP, which vLLM's loader skips.

@@ -8,13 +8,15 @@ from typing import NamedTuple
 class StepPhase(NamedTuple):
     """Describe one phase of a step.
 
-    name: its name in the step's record (summary.json), metrics and columns; planned: its name in the memory schedule
-    (memory/schedule.py), the step model and heartbeats; timer: verl's timer around it, None where workers measure it;
-    call: the trainer's call that contains it, None where several or none do; critic: only runs with a critic have it.
+    name: its name in the step's record (summary.json), metrics and columns.
+    schedule_name: its name in the memory schedule (memory/schedule.py), the step model and heartbeats.
+    timer: verl's timer around it; None where workers measure it.
+    call: the trainer's call that contains it; None where several or none do.
+    critic: only runs with a critic have it.
     """
 
     name: str
-    planned: str
+    schedule_name: str
     timer: str | None
     call: str | None
     critic: bool = False
@@ -32,7 +34,7 @@ STEP_PHASES = (  # in the order of the step table
     StepPhase("update_critic", "update_critic", "update_critic", "update_critic", critic=True),
     StepPhase("update", "update", "update_actor", "update_actor"),
 )
-CALLS = {  # {call of the trainer: text shown while it runs}, in a step's order; workers take no part in the reward
+CALL_LABELS = {  # call of the trainer -> text shown while it runs, in a step's order; the reward runs without workers
     "generate_sequences": "reshard, rollout",
     "reward": "reward",
     "compute_log_prob": "log-prob",

@@ -125,7 +125,9 @@ def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, li
     return LocalParameters(shards)
 
 
-def shards_of(inventory: Inventory, layout: ParallelLayout, library: str, parameter: Parameter) -> tuple[Shard, ...]:
+def tensor_shards(
+    inventory: Inventory, layout: ParallelLayout, library: str, parameter: Parameter
+) -> tuple[Shard, ...]:
     """Return the pieces of one tensor: the shard of each tp index, or of each etp index for a routed expert.
 
     Raises ConfigError as `local_parameters`.

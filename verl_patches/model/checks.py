@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import Check, ConfigError, divides, either, fault_of
-from verl_patches.layout.inventory import ModelShape, differences, first_layers, read_model_shape
-from verl_patches.layout.model_folder import read_config, unlike_deepseek
+from verl_patches.layout.inventory import ModelShape, first_layers, read_model_shape, size_differences
+from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.spec import A3, RunSpec
@@ -42,7 +42,7 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
     """
     model, hf = run.model, run.hf_config
     faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
-    faults += [unlike] if (unlike := unlike_deepseek(hf)) else []
+    faults += [unlike] if (unlike := config_mismatches(hf)) else []
     if not hf.get("n_shared_experts"):
         faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
@@ -51,7 +51,7 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
     if not faults:
         try:
             found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
-            faults += [unlike] if (unlike := differences(found, model)) else []
+            faults += [unlike] if (unlike := size_differences(found, model)) else []
         except ConfigError as error:
             faults.append(str(error))
     where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
@@ -169,7 +169,7 @@ def value_model_differences(run: RunSpec, model: ModelShape, folder: Path) -> st
     the keys that change no weight are compared too.
     """
     model = replace(first_layers(model, run.recipe.num_hidden_layers), torch_dtype=run.model.torch_dtype)
-    if unlike := differences(model, run.model):
+    if unlike := size_differences(model, run.model):
         return unlike
     own, actors = read_config(folder), run.hf_config
     keys = [key for key in _COMPUTED if run.line == A3 and own.get(key) != actors.get(key)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import for_training, unlike_deepseek
+from verl_patches.layout.model_folder import config_mismatches, edit_for_training
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
     """
     from verl.models.mcore.config_converter import hf_to_mcore_config_dpskv3
 
-    for_training(hf_config)
+    edit_for_training(hf_config)
     check(hf_config)
     defaults: dict[str, Any] = {
         "moe_router_dtype": "fp32",
@@ -47,7 +47,7 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
 
 def check(hf_config) -> None:
     """Refuse an `hf_config` that verl's converter and Megatron would not compute as DeepSeek-V3, with ConfigError."""
-    if fault := unlike_deepseek(hf_config.to_dict()):
+    if fault := config_mismatches(hf_config.to_dict()):
         raise ConfigError(f"HF config: {fault}: Megatron would compute another model")
     if getattr(hf_config, "moe_layer_freq", 1) != 1:
         raise ConfigError(f"HF config: moe_layer_freq is {hf_config.moe_layer_freq}, expected 1 on Megatron")

@@ -64,7 +64,7 @@ EMPTY_CACHE_S_PER_BYTE = 4 / 26e9  # quoted
 EAGER_LAYER_S = 0.0012  # assumed: about 120 kernel launches of 10 us; binds for short micro batches only
 HEAD_PASSES = 6  # assumed: reads and writes of the fp32 logits for log-softmax, entropy and their reductions
 _SEGMENTS = 64  # steps of the rollout's integral over response tokens
-PHASES = tuple(phase.planned for phase in STEP_PHASES)
+PHASES = tuple(phase.schedule_name for phase in STEP_PHASES)
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     """Return seconds by phase, their sum, tokens/s of a die, the assumptions, and the model's error on each row."""
     seconds = step_time(run, FITTED)
     total = sum(seconds.values())
-    absent = [] if run.critic_micro_batch else [phase.planned for phase in STEP_PHASES if phase.critic]
+    absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
     return {
         "modelled": True,
         "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from verl_patches.errors import Check, ConfigError, fault_of
 from verl_patches.layout.inventory import Inventory, ModelShape, Parameter, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import Shard, library_rule, shards_of
+from verl_patches.layout.sharding import Shard, library_rule, tensor_shards
 from verl_patches.reshard.region import Region, align, row_bytes, shard_region
 from verl_patches.spec import RunSpec
 
@@ -85,8 +85,8 @@ def make_blocks(
         for parameter in tensors:
             key = parameter.kind, parameter.shape
             if key not in intervals:
-                held = shards_of(inventory, train, train_library, parameter)
-                needed = shards_of(inventory, rollout, rollout_library, parameter)
+                held = tensor_shards(inventory, train, train_library, parameter)
+                needed = tensor_shards(inventory, rollout, rollout_library, parameter)
                 intervals[key] = list(_tensor_intervals(held, needed))
             ends = tuple((interval.holders, interval.receivers) for interval in intervals[key])
             alike[ends].append((parameter, intervals[key]))

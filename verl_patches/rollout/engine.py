@@ -19,7 +19,7 @@ from typing import Any
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import for_vllm, with_fewer_layers
+from verl_patches.layout.model_folder import edit_for_vllm, reduce_layers
 from verl_patches.memory.live_memory import absorb_in_place
 from verl_patches.rollout.ascend import PREFIX_CACHING
 
@@ -54,10 +54,10 @@ def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
     def view(hf_config: Any) -> Any:
-        hf_config = for_vllm(hf_config)
+        hf_config = edit_for_vllm(hf_config)
         if callable(overrides):
             return overrides(hf_config)
-        with_fewer_layers(hf_config, overrides.get("num_hidden_layers"))
+        reduce_layers(hf_config, overrides.get("num_hidden_layers"))
         hf_config.update(overrides)
         return hf_config
 

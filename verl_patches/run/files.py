@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_patches.errors import Check, ConfigError, either
-from verl_patches.layout.inventory import SCORE, build_inventory, differences, first_layers, read_model_shape
+from verl_patches.layout.inventory import SCORE, build_inventory, first_layers, read_model_shape, size_differences
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.model.checks import value_model_differences
 from verl_patches.rewards.parts import SHORT_FORM
@@ -68,7 +68,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation
-    fault = f"{path}: expected the sizes of recipe.model_shape {run.recipe.model_shape}: {differences(held, model)}"
+    fault = f"{path}: expected the sizes of recipe.model_shape {run.recipe.model_shape}: {size_differences(held, model)}"
     yield either("model shape", held == model, "same model", fault)
     if run.reads_weights:
         yield _weights_check(run, path.parent)

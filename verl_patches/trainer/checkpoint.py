@@ -37,7 +37,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.inventory import differences, read_model_shape
+from verl_patches.layout.inventory import read_model_shape, size_differences
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
@@ -332,7 +332,7 @@ class Checkpoints:
     def _check(self, folder: Path, manifest: Manifest) -> None:
         """Raise ConfigError if the checkpoint is of another model, line or data, or if no step is left to run."""
         recipe, faults = self.config.recipe, []
-        if unlike := differences(manifest.model, self._model()):
+        if unlike := size_differences(manifest.model, self._model()):
             faults.append(f"it is of another model: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
             faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")

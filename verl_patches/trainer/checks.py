@@ -72,7 +72,7 @@ def profile_checks(run: RunSpec) -> Iterator[Check]:
 
 def _without(run: RunSpec) -> set[str]:
     """Return the phases that the run does not have: of a critic, of reward models, of a rollout."""
-    absent = {phase.planned for phase in STEP_PHASES if phase.critic and not run.has_critic}
+    absent = {phase.schedule_name for phase in STEP_PHASES if phase.critic and not run.has_critic}
     absent |= set() if run.reward_models else {"rm_scores"}
     return absent if run.samples else {*absent, *ROLLOUT_PHASES}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
-from verl_patches.layout.phases import CALLS
+from verl_patches.layout.phases import CALL_LABELS
 from verl_patches.patching import engine
 from verl_patches.patching.handshake import (
     not_as_reviewed,
@@ -205,10 +205,10 @@ class Run:
     def show_call(self, step: int, name: str) -> None:
         """Show the call that runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         heartbeat.current_heartbeat().set_controller_step(step, name)
-        self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+        self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALL_LABELS[name]}")
         now = time.time()
         begun = self.now["step_since"] if self.now.get("step") == step else now
-        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]}
+        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALL_LABELS[name]}
         self.now |= {"since": now, "step_since": begun}
         if self.folder is not None:
             write_json(self.folder / NOW, self.now)

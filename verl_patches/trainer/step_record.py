@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
+from verl_patches.layout.flops import PEAK_FLOPS_PER_S, batch_forward_flops, passes
 from verl_patches.layout.phases import STEP_PHASES, VALIDATE
 from verl_patches.memory.counters import offload_summary
 from verl_patches.memory.ledger import memory_summary, violation_text
@@ -311,7 +311,7 @@ class Rates:
         generated = tokens["responses"] / seconds["rollout"] / self.ranks if seconds.get("rollout") else None
         measured |= {"generated_per_s_per_rank": generated, "tflops_per_s_per_rank": None, "mfu": None}
         if self.model is not None:
-            forward = forward_flops_of(self.model, lengths)
+            forward = batch_forward_flops(self.model, lengths)
             counts = {**self.passes, "step": sum(self.passes.values())}
             rates = {
                 phase: count * forward / seconds[phase] / self.ranks

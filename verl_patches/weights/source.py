@@ -19,12 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory, differences, read_model_shape
+from verl_patches.layout.inventory import (
+    SCORE,
+    SCORE_BIAS,
+    Inventory,
+    build_inventory,
+    read_model_shape,
+    size_differences,
+)
 from verl_patches.layout.model_folder import (
     INDEX,
     QUANTIZATION,
-    SCALE,
-    SINGLE,
+    SCALE_SUFFIX,
+    SINGLE_FILE,
     read_config,
     read_json_object,
     safetensors_header,
@@ -125,7 +132,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
 
 def scale_name(name: str) -> str:
     """Return the name of the block scales of the weight `name`."""
-    return name.removesuffix("weight") + SCALE
+    return name.removesuffix("weight") + SCALE_SUFFIX
 
 
 def open_source(folder: str | Path, only_plan: bool = False, expert_split: str | None = None) -> Source:
@@ -162,7 +169,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         found = read_folder(folder, inventory, expert_split)
         stored, identity, layout, left_out = found.stored, found.identity, str(found.layout), found.left_out
     elif manifest:
-        if unlike := differences(model, manifest.model):
+        if unlike := size_differences(model, manifest.model):
             raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
         stored, states = _of_manifest(folder, manifest)
         identity = [manifest.identity]
@@ -194,7 +201,7 @@ def _tensors(
     folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[Stored]]
 ) -> dict[str, SourceTensor]:
     """Return the inventory's tensors, each from its `stored` parts; a conflict with config.json raises ConfigError."""
-    scales = {name for name in stored if name.endswith(SCALE)}
+    scales = {name for name in stored if name.endswith(SCALE_SUFFIX)}
     _check_names(folder, inventory, stored.keys() - scales)
     tensors = {}
     for parameter in inventory.parameters:
@@ -265,10 +272,10 @@ def _of_headers(headers: Iterable[_Header]) -> Iterator[Stored]:
 def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[Stored]:
     """Yield parts to plan with before the files are there: dtypes and shapes by config.json, offsets unknown."""
     for name, file in index.items():
-        parameter = inventory.by_name.get(name.replace(SCALE, "weight"))
+        parameter = inventory.by_name.get(name.replace(SCALE_SUFFIX, "weight"))
         dtype, shape = ("F32", (1,)) if parameter is None else (SAFETENSORS_NAMES[parameter.dtype], parameter.shape)
         if block and parameter is not None and scale_name(parameter.name) in index and parameter.kind in FP8_KINDS:
-            is_scale = name.endswith(SCALE)
+            is_scale = name.endswith(SCALE_SUFFIX)
             dtype, shape = ("F32", scale_shape(shape, block)) if is_scale else (FP8, shape)
         yield Stored(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
 
@@ -322,10 +329,12 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:
     found = weight_files(folder)
     if index is None:
-        if found != {SINGLE}:
+        if found != {SINGLE_FILE}:
             what = ", ".join(sorted(found)[:_SHOWN]) or "no safetensors files"
-            raise ConfigError(f"{folder}: expected {INDEX}, or {SINGLE} alone, found {what}; download the folder again")
-        return [SINGLE]
+            raise ConfigError(
+                f"{folder}: expected {INDEX}, or {SINGLE_FILE} alone, found {what}; download the folder again"
+            )
+        return [SINGLE_FILE]
     named = set(index.values())
     if missing := sorted(named - found):
         raise ConfigError(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import REQUIRED
+from verl_patches.layout.model_folder import REQUIRED_VALUES
 from verl_patches.recipe import Recipe
 from verl_patches.values import leaves
 
@@ -88,14 +88,14 @@ MODEL_FIXED = (
     (("--moe-aux-loss-coeff", "0"), "balancing would change the model by something that is not the RL loss"),
     (("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"), "verl tokenizes; validators want some tokenizer"),
 )
-_KNOWN_HF_KEYS = {*SIZES, *REQUIRED, *IGNORED, "num_key_value_heads", "rope_scaling"}
+_KNOWN_HF_KEYS = {*SIZES, *REQUIRED_VALUES, *IGNORED, "num_key_value_heads", "rope_scaling"}
 
 
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     """Return the settings of an HF config (its config.json as a mapping); a refused one has its reason in `why`."""
     hf = dict(hf_config)
     settings = [_size(key, argument, hf) for key, argument in SIZES.items()]
-    settings += [_only(key, expected, ONLY.get(key, ()), hf.get(key)) for key, expected in REQUIRED.items()]
+    settings += [_only(key, expected, ONLY.get(key, ()), hf.get(key)) for key, expected in REQUIRED_VALUES.items()]
     unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
     settings += [_refused(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")

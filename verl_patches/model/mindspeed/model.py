@@ -26,7 +26,7 @@ from verl.models.mcore.model_initializer import BaseModelInitializer
 from verl.models.mcore.registry import SupportedModel
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import for_training
+from verl_patches.layout.model_folder import edit_for_training
 from verl_patches.model.mindspeed.compat import (
     count_trained_tokens_only,
     keep_all_positions,
@@ -43,7 +43,7 @@ def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
     Removes fp8 and MTP entries from `hf_config` in place (layout/model_folder.py). Raises ConfigError for another model
     or dtype. `overrides` is always empty: engine start refuses them.
     """
-    for_training(hf_config)
+    edit_for_training(hf_config)
     args = get_args()
     if dtype != args.params_dtype:
         raise ConfigError(f"dtype {dtype} requested, but the engine was started for {args.params_dtype}")
