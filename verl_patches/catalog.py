@@ -247,7 +247,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.compat:get_gpt_decoder_block_spec",
         "verl imports it for its other models (verl.models.mcore.model_initializer)", exit=_NEWER_MEGATRON),
     _a3("model.packed_fields", "wrap", "megatron.core.packed_seq_params:PackedSeqParams",
-        f"{_MINDSPEED}.compat:with_padded_lengths",
+        f"{_MINDSPEED}.compat:add_padded_lengths",
         "verl.models.mcore.util.preprocess_packed_seqs gives it lengths with padding; core_r0.8.0 has no such fields",
         exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED)),
     *(_a3(f"model.etp_{name}", "extend", f"megatron.core.parallel_state:get_expert_tensor_parallel_{name}",
@@ -309,7 +309,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "no no_sync, without which each micro batch would start a reduction", feature="grad_overlap",
         exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-        f"{_MINDSPEED}.start:with_lr_schedule",
+        f"{_MINDSPEED}.start:step_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (a TODO of verl.utils.megatron.optimizer)",
         exit="verl steps Megatron's scheduler (0.4.1 and later)"),
 )  # fmt: skip

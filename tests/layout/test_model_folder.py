@@ -11,7 +11,7 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import MTP_LAYERS, QUANTIZATION, read_config
-from verl_patches.model.mindspeed.arguments import arguments_of, model_settings
+from verl_patches.model.mindspeed.arguments import command_line_arguments, model_settings
 
 PUBLIC = Path(__file__).with_name("deepseek_v3_public_config.json")
 SOURCES = ("vllm-ascend", "verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM")
@@ -21,9 +21,9 @@ def test_training_reads_the_public_config_without_fp8_and_mtp():
     public, ours = json.loads(PUBLIC.read_text()), json.loads(PUBLIC.read_text())
     ours.pop(QUANTIZATION)
     assert read_config(PUBLIC) == {**ours, MTP_LAYERS: 0} and public[MTP_LAYERS] == 1
-    assert arguments_of(model_settings(read_config(PUBLIC)))  # MindSpeed-LLM's arguments: every key is decided
+    assert command_line_arguments(model_settings(read_config(PUBLIC)))  # no key is refused
     with pytest.raises(ConfigError, match=f"{MTP_LAYERS} is 1.*\n.*{QUANTIZATION} is"):
-        arguments_of(model_settings(public))
+        command_line_arguments(model_settings(public))
 
 
 VLLM = """

@@ -94,12 +94,12 @@ def answer(case: Case) -> dict[str, torch.Tensor]:
 
     logits, labels = case.inputs()
     own = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
-    of_model = own * 1.0  # keeps nothing for its backward, as Megatron's output layer
+    model_logits = own * 1.0  # keeps nothing for its backward, as Megatron's output layer
     with mock.patch.object(log_prob, "CHUNK_BYTES", ROWS_OF_A_CHUNK * own.shape[-1] * 4):
         found = {}
         if case.entropy_weight is not None:
-            found["entropy"] = megatron_actor.vocab_parallel_entropy(of_model)
-        found["log_probs"] = megatron_actor.vocab_parallel_log_probs_from_logits(of_model, labels)
+            found["entropy"] = megatron_actor.vocab_parallel_entropy(model_logits)
+        found["log_probs"] = megatron_actor.vocab_parallel_log_probs_from_logits(model_logits, labels)
         case.loss(**found).backward()
     return {**{name: value.detach() for name, value in found.items()}, "gradient": own.grad}
 
@@ -147,24 +147,26 @@ def in_place() -> dict[str, object]:
     logits, labels = case.inputs()
     calls = []
     with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: calls.append(args)):
-        of_model = logits.requires_grad_() * 1.0
-        of_model.register_hook(lambda gradient: found.update(same_memory=gradient.data_ptr() == of_model.data_ptr()))
-        log_probs, entropy = _both(of_model, labels)
+        model_logits = logits.requires_grad_() * 1.0
+        model_logits.register_hook(
+            lambda gradient: found.update(same_memory=gradient.data_ptr() == model_logits.data_ptr())
+        )
+        log_probs, entropy = _entropy_and_log_probs(model_logits, labels)
         loss = log_probs.sum() + entropy.sum()
         loss.backward(retain_graph=True)
-        found |= {"calls": len(calls), "attribute_left": log_prob._PASS in vars(of_model)}
+        found |= {"calls": len(calls), "attribute_left": log_prob._PASS_ATTRIBUTE in vars(model_logits)}
         found["second_backward"] = _error(loss.backward)
         found["entropy_after_log_probs"] = _error(functools.partial(_wrong_order, logits * 1.0, labels))
         strided = logits.detach().t().contiguous().requires_grad_()
-        log_probs, entropy = _both(strided.t() * 1.0, labels)  # not contiguous
+        log_probs, entropy = _entropy_and_log_probs(strided.t() * 1.0, labels)  # not contiguous
         (log_probs.sum() + entropy.sum()).backward()
         found["same_if_strided"] = torch.equal(strided.grad.t(), logits.grad)
         with torch.no_grad():
-            found["graph"] = [value.requires_grad for value in _both(logits * 1.0, labels)]
+            found["graph"] = [value.requires_grad for value in _entropy_and_log_probs(logits * 1.0, labels)]
     return found
 
 
-def _both(logits, labels):
+def _entropy_and_log_probs(logits, labels):
     entropy = log_prob.vocab_parallel_entropy(logits)
     return log_prob.vocab_parallel_log_probs_from_logits(logits, labels), entropy
 

@@ -26,7 +26,7 @@ def load_checkpoint_job(model: Path, config, folder: Path, args) -> list[str]:
     args.consumed_train_samples = args.consumed_valid_samples = 0
     iteration, _ = checkpointing.load_checkpoint(found, None, None, strict=True)
     assert iteration == 1
-    return _unlike(found, expected)
+    return _unequal_parameters(found, expected)
 
 
 def our_loader_job(model: Path, config, folder: Path, args) -> list[str]:
@@ -35,17 +35,17 @@ def our_loader_job(model: Path, config, folder: Path, args) -> list[str]:
 
     expected, found = _build(model / "model", args, True), _build(model / "model", args, False)
     load_weights(folder, found, "a3", key="megatron folder")
-    return _unlike(found, expected)
+    return _unequal_parameters(found, expected)
 
 
 def _build(model: Path, args, load: bool):
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     chunks, _, _ = build_model(model, args.params_dtype, load=load, line="a3")
-    return chunks if load else _spoilt(chunks)
+    return chunks if load else _fill_with_nan(chunks)
 
 
-def _spoilt(chunks):
+def _fill_with_nan(chunks):
     with torch.no_grad():
         for chunk in chunks:
             for _, tensor in named_weights(chunk):
@@ -53,7 +53,7 @@ def _spoilt(chunks):
     return chunks
 
 
-def _unlike(found, expected) -> list[str]:
+def _unequal_parameters(found, expected) -> list[str]:
     pairs = zip(unwrap_model(found), unwrap_model(expected), strict=True)
     tensors = [(dict(named_weights(a)), dict(named_weights(b))) for a, b in pairs]
     assert all(a.keys() == b.keys() and a for a, b in tensors)
@@ -70,7 +70,7 @@ def load_state_dict_job(model: Path, folders: dict[str, Path]) -> dict[str, list
         layout, rank = parse_layout(text), torch.distributed.get_rank()
         start_parallel(layout)
         expected, _, _ = build_model(model)
-        chunks = _spoilt(build_model(model, load=False)[0])
+        chunks = _fill_with_nan(build_model(model, load=False)[0])
         name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}" if layout.pp > 1 else ""
         name += f"_{mpu.get_expert_model_parallel_rank():03d}" if layout.ep > 1 else ""
@@ -79,5 +79,5 @@ def load_state_dict_job(model: Path, folders: dict[str, Path]) -> dict[str, list
         assert (state["checkpoint_version"], state["iteration"]) == (3.0, 1)
         for number, chunk in enumerate(unwrap_model(chunks)):
             chunk.load_state_dict(state["model" if layout.vpp == 1 else f"model{number}"], strict=True)
-        found[text] = [f"{rank} {name}" for name in _unlike(chunks, expected)]
+        found[text] = [f"{rank} {name}" for name in _unequal_parameters(chunks, expected)]
     return found

@@ -114,7 +114,7 @@ def start_worker(folder: Path, config, role: str = "actor_rollout"):
     return worker, {name: t[share].contiguous() for name, t in tensors.items()}
 
 
-def update_of(worker, tensors) -> tuple[torch.Tensor, dict]:
+def run_update(worker, tensors) -> tuple[torch.Tensor, dict]:
     """Make one update by verl's actor in micro batches of one; return (log-probs before it, metrics)."""
     data = DataProto.from_dict(dict(tensors))
     data.meta_info["micro_batch_size"] = 1
@@ -138,7 +138,7 @@ def worker_job(folder: Path, config, args) -> dict:
     overlapped = _count(grouped_mlp_with_comp_and_comm_overlap_all2all, "npu_groupmatmul_add_fp32")
     recomputed = _count(tensor_parallel, "checkpoint")
     worker, tensors = start_worker(folder, config)
-    log_probs, metrics = zip(*(update_of(worker, tensors) for _ in range(2)), strict=True)
+    log_probs, metrics = zip(*(run_update(worker, tensors) for _ in range(2)), strict=True)
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
     calls = {"fused_linear_wgrad": len(linear), "unpadded_attention": unpadded}
     calls["fused_expert_wgrad"] = len(grouped) + len(overlapped)
@@ -165,7 +165,7 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
     for number in range(2 if bad_rank is None else 4):
         hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
         events.clear()
-        found["metrics"].append(update_of(worker, tensors)[1])
+        found["metrics"].append(run_update(worker, tensors)[1])
         found["skipped"].append(context().step_guards[-1].take())
         found["weights"].append([param.detach().clone() for param in chunk.parameters()])
         found["biases"].append([bias.clone() for name, bias in chunk.named_buffers() if name.endswith("expert_bias")])
@@ -241,8 +241,8 @@ def batches_job(folder: Path, config, boundaries: bool, args) -> dict:
     worker, tensors = start_worker(folder, config)
     tensors = _unequal(tensors)
     if not boundaries:
-        lengths_of = mindspeed_model.lengths_of
-        mindspeed_model.lengths_of = lambda lengths: lengths_of(lengths)._replace(ends=lengths_of(lengths).ends[-1:])
+        original = mindspeed_model.packed_lengths
+        mindspeed_model.packed_lengths = lambda seqlens: original(seqlens)._replace(ends=original(seqlens).ends[-1:])
     chunk, shapes = worker.actor_module[0], []
     chunk.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
     found = {"log_probs": [], "entropy": [], "grad_norm": [], "shapes": [], "weights": []}

@@ -110,7 +110,7 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
 
     from verl_patches.errors import ConfigError
     from verl_patches.model.mindspeed import start
-    from verl_patches.model.mindspeed.arguments import arguments_of, explain
+    from verl_patches.model.mindspeed.arguments import command_line_arguments, engine_settings
 
     before = {"compile": torch.compile, "argv": sys.argv}
     if early is not None:
@@ -124,8 +124,8 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     for name, case in cases.items():
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
-            words = arguments_of(explain(case["config"], run_of(case["config"]).recipe, case["hf"]))
-            args = start._arguments(words)
+            words = command_line_arguments(engine_settings(case["config"], run_of(case["config"]).recipe, case["hf"]))
+            args = start._parse_arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
         except ConfigError as error:
             found[name] = str(error)

@@ -47,8 +47,8 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
         data = DataProto.from_dict(batch)
         data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
         (norm,) = worker.update_actor(data).meta_info["metrics"]["actor/grad_norm"]
-        of_update = losses.sft((log_probs.double() * mask).sum(1), lengths).item()
-        found[name] = fixed.metrics.get(f"{METRIC_PREFIX}loss", of_update), norm
+        sft_loss = losses.sft((log_probs.double() * mask).sum(1), lengths).item()
+        found[name] = fixed.metrics.get(f"{METRIC_PREFIX}loss", sft_loss), norm
     return found
 
 

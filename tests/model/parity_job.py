@@ -35,7 +35,7 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_bat
 
     micro_batches: rows of each, by default one of all rows. The loss is next_token_loss of the whole batch.
     """
-    forward, kept = get_mcore_forward_fn(hf_config), {}
+    forward, sample_logits = get_mcore_forward_fn(hf_config), {}
     micro_batches = micro_batches or [list(range(len(batch[0])))]
 
     def tokens(mask):
@@ -51,7 +51,7 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_bat
         torch.distributed.all_gather(parts, logits.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
         parts[mpu.get_tensor_model_parallel_rank()] = logits
         whole = torch.cat(parts, dim=-1)
-        kept.update(zip(rows, whole.detach(), strict=True))
+        sample_logits.update(zip(rows, whole.detach(), strict=True))
         # every TP rank sees the whole loss: Megatron's embedding and head expect the gradient of their own shard only
         return next_token_loss(whole, ids, mask) * tokens(mask) / tokens(batch[1]) * len(micro_batches), {}
 
@@ -66,7 +66,7 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_bat
         micro_batch_size=1,
         forward_only=not backward,
     )
-    return torch.stack([kept[row] for row in sorted(kept)]) if kept else None
+    return torch.stack([sample_logits[row] for row in sorted(sample_logits)]) if sample_logits else None
 
 
 def local_gradients(chunks, folder, line):

@@ -11,7 +11,14 @@ from tests.runs import composed, section_of
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import REQUIRED_VALUES
-from verl_patches.model.mindspeed.arguments import IGNORED, SIZES, TABLE, arguments_of, explain, model_settings
+from verl_patches.model.mindspeed.arguments import (
+    IGNORED_KEYS,
+    SIZE_ARGUMENTS,
+    TABLE,
+    command_line_arguments,
+    engine_settings,
+    model_settings,
+)
 from verl_patches.model.tiny import CONFIG_FILE
 from verl_patches.plan.memory_plan import LAYERS, recompute_keys
 from verl_patches.recipe import recipe_keys
@@ -25,7 +32,7 @@ CP = [f"{ACTOR}context_parallel_size=2"]
 
 
 def _words(run) -> list[str]:
-    return arguments_of(explain(run.verl.actor_rollout_ref, run.recipe))
+    return command_line_arguments(engine_settings(run.verl.actor_rollout_ref, run.recipe))
 
 
 def _tiny(*overrides: str):
@@ -47,13 +54,13 @@ def test_unknown_key_is_refused_not_dropped(die256):
     changed = section_of(die256)
     changed.actor.megatron["overlap_everything"] = True
     with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: TABLE of .* does not map it"):
-        arguments_of(explain(changed, die256.recipe))
+        command_line_arguments(engine_settings(changed, die256.recipe))
 
 
 @pytest.mark.parametrize("name", ["deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"])
 def test_256_dies(name):
     run = composed(name)
-    words = arguments_of(explain(run.verl.actor_rollout_ref, run.recipe, run.hf_config))
+    words = command_line_arguments(engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config))
     for expected in (  # EP: 32 / TP 4
         "expert-model-parallel-size 8",
         "tensor-model-parallel-size 4",
@@ -75,7 +82,7 @@ def test_256_dies(name):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ([f"{ACTOR}pipeline_model_parallel_size=2", f"{ACTOR}virtual_pipeline_model_parallel_size=2"],
          "virtual_pipeline_model_parallel_size is 2"),
@@ -102,12 +109,12 @@ def test_256_dies(name):
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_done_is_refused_with_its_reason(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         _words(_tiny(*overrides))
 
 
-@pytest.mark.parametrize(("overrides", "said", "no_longer"), [
+@pytest.mark.parametrize(("overrides", "added", "removed"), [
     (["recipe.train.fused_expert_wgrad=true"], ["--gemm-gradient-accumulation-fusion"], []),
     (["recipe.train.unpadded_attention=true"], ["--mla-fa-without-pad"], []),
     (["recipe.train.fused_linear_wgrad=true"], [], ["--no-gradient-accumulation-fusion"]),
@@ -118,10 +125,10 @@ def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
       f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"],
      ["--lr-decay-style cosine", "--lr-warmup-iters 5", "--min-lr 0.0005", "--lr-decay-iters 50"], []),
 ])  # fmt: skip
-def test_settings_become_arguments(overrides, said, no_longer):
+def test_settings_become_arguments(overrides, added, removed):
     before, words = (" ".join(_words(_tiny(*some))) for some in ([], overrides))
-    assert [argument in before for argument in (*said, *no_longer)] == [False] * len(said) + [True] * len(no_longer)
-    assert [argument in words for argument in (*said, *no_longer)] == [True] * len(said) + [False] * len(no_longer)
+    assert [argument in before for argument in (*added, *removed)] == [False] * len(added) + [True] * len(removed)
+    assert [argument in words for argument in (*added, *removed)] == [True] * len(added) + [False] * len(removed)
 
 
 @pytest.mark.parametrize("number", ["0", "[0]"])
@@ -142,12 +149,12 @@ def test_transformers_knows_no_further_key():
     from transformers import DeepseekV3Config, PretrainedConfig
 
     own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
-    keys = [*SIZES, *REQUIRED_VALUES, *IGNORED, "num_key_value_heads", "rope_scaling"]
+    keys = [*SIZE_ARGUMENTS, *REQUIRED_VALUES, *IGNORED_KEYS, "num_key_value_heads", "rope_scaling"]
     assert own <= set(keys) and len(own) > 30 and len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"scoring_func": "softmax"}, "HF scoring_func is 'softmax': must be 'sigmoid'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
@@ -155,6 +162,6 @@ def test_transformers_knows_no_further_key():
         ({"q_lora_rank": None}, "q_lora_rank is None"),
     ],
 )
-def test_another_model_is_refused_by_name(change, said):
-    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
-        arguments_of(model_settings({**HF, **change}))
+def test_another_model_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        command_line_arguments(model_settings({**HF, **change}))

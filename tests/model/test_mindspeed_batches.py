@@ -53,7 +53,7 @@ def assert_same(found, plain, whole=True):
         assert max((a - b).abs().max() for a, b in zip(there, here, strict=True)) < 1e-4
 
 
-def tokens_of(shapes) -> list[int]:
+def token_counts(shapes) -> list[int]:
     return [batch * width for batch, width in shapes]
 
 
@@ -64,8 +64,8 @@ def test_dynamic_micro_batches_give_the_same_updates(run_batches, plain, layout)
         assert_same(found, plain, whole=layout == "tp1")
         if not found["first_stage"]:
             continue
-        before, update = map(tokens_of, found["shapes"][:2])
-        share = sorted(tokens_of(plain["shapes"][0])[number] for number in found["samples"])
+        before, update = map(token_counts, found["shapes"][:2])
+        share = sorted(token_counts(plain["shapes"][0])[number] for number in found["samples"])
         assert sum(before) == sum(update) == sum(share)
         assert len(before) < len(update) < len(share)  # a budget of their own
         assert max(update) < 1.3 * sum(update) / len(update)  # balanced by tokens
@@ -82,7 +82,7 @@ def test_packed_sequences_of_a_micro_batch_do_not_see_each_other(run_batches, pl
     four = [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"]
     (found,) = run_batches(more=four)
     assert_same(found, plain)
-    assert tokens_of(found["shapes"][0]) == [sum(tokens_of(plain["shapes"][0])[at : at + 4]) for at in (0, 4)]
+    assert token_counts(found["shapes"][0]) == [sum(token_counts(plain["shapes"][0])[at : at + 4]) for at in (0, 4)]
     (found,) = run_batches(more=four, boundaries=False)  # negative control
     assert (found["log_probs"][0] - plain["log_probs"][0])[plain["mask"]].abs().max() > 1e-2
 
@@ -92,6 +92,6 @@ def test_context_parallel_ranks_give_the_same_updates(run_batches, plain, layout
     found = run_batches(PARTS[layout], DYNAMIC if layout == "cp2_tp2_ep4" else [])
     for rank in found:
         assert_same(rank, plain, whole=False)
-    parts = [sum(tokens_of(rank["shapes"][0])) for rank in found]
-    whole = sum(tokens_of(plain["shapes"][0]))
+    parts = [sum(token_counts(rank["shapes"][0])) for rank in found]
+    whole = sum(token_counts(plain["shapes"][0]))
     assert all(whole <= 2 * part <= whole + 8 * 3 for part in parts)  # 8 samples, each padded to 4

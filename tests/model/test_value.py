@@ -90,10 +90,10 @@ def test_reward_models_score_as_transformers_and_as_algo_rm_trains_them(referenc
 
 def test_the_norm_is_that_of_all_ranks_gradients_at_every_layout(found):
     norms = {name: found[name][0]["norms"] for name in (*layouts(found), *(["moved"] if "moved" in found else []))}
-    for name, of_layout in norms.items():
-        for update, (norm, expected) in enumerate(zip(of_layout, norms["ep2"], strict=True), 1):
+    for name, layout_norms in norms.items():
+        for update, (norm, expected) in enumerate(zip(layout_norms, norms["ep2"], strict=True), 1):
             assert norm == pytest.approx(expected, rel=norm_tolerance(update, 1e-4)), (name, norms)
-        assert all(rank["norms"] == of_layout for rank in found[name])
+        assert all(rank["norms"] == layout_norms for rank in found[name])
     assert found["reduction"][0]["norms"][0] != pytest.approx(norms["ep2"][0], rel=1e-2)  # verl's own: the control
 
 

@@ -49,7 +49,7 @@ def start_critic(section: DictConfig):
     return worker
 
 
-def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[int, torch.Tensor]:
+def reward_scores(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[int, torch.Tensor]:
     """Return {sample: scores [M]} of the reward models of `folders`, beside the worker of `start_critic`."""
     from verl.workers.megatron_workers import RewardModelWorker
 
@@ -71,7 +71,7 @@ def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[i
     return dict(zip(tensors["sample"].tolist(), found, strict=True))
 
 
-def with_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
+def append_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
     """Return (samples with one more token, its place in the response [B]), as algo=rm trains on them."""
     longer = {name: tensor.clone() for name, tensor in tensors.items()}
     places = torch.stack([row.nonzero().max() for row in longer["attention_mask"]]) + 1
@@ -92,15 +92,15 @@ def samples(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor[share].contiguous() for name, tensor in tensors.items()}
 
 
-def values_of(worker, tensors: dict) -> dict[int, torch.Tensor]:
+def sample_values(worker, tensors: dict) -> dict[int, torch.Tensor]:
     """Return {sample: values [R]}."""
     values = worker.compute_values(DataProto.from_dict(dict(tensors))).batch["values"]
     return dict(zip(tensors["sample"].tolist(), values, strict=True))
 
 
-def update_of(worker, tensors: dict) -> dict:
+def run_update(worker, tensors: dict) -> dict:
     """Make one update by the critic and return verl's metrics."""
-    values = torch.stack(list(values_of(worker, tensors).values()))
+    values = torch.stack(list(sample_values(worker, tensors).values()))
     data = DataProto.from_dict({**tensors, "values": values})
     data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
     metrics = worker.update_critic(data).meta_info["metrics"]
@@ -108,7 +108,7 @@ def update_of(worker, tensors: dict) -> dict:
     return metrics
 
 
-def head_of(worker) -> tuple[torch.Tensor, ...]:
+def score_head(worker) -> tuple[torch.Tensor, ...]:
     """Return (weight, bias) of the score head; empty on other pipeline stages."""
     named = [p for chunk in worker.critic_module for n, p in chunk.named_parameters() if "output_layer.score" in n]
     return tuple(p.detach() for p in named)
@@ -116,7 +116,7 @@ def head_of(worker) -> tuple[torch.Tensor, ...]:
 
 def set_head(worker, weight) -> None:
     """Set the score head to this weight and no bias."""
-    for parameter in head_of(worker):
+    for parameter in score_head(worker):
         parameter.copy_(weight if parameter.dim() == 2 else torch.zeros(1))
 
 
@@ -135,21 +135,21 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     if not spoilt and run_of(section).line == "pypi":
         found["copied"] = copied_from_the_critic(folder / "model")
     if not section.actor.megatron.param_offload:  # with offload nothing is on the device between the phases
-        found["drawn"] = [t.clone() for t in head_of(worker)]
+        found["drawn"] = [t.clone() for t in score_head(worker)]
         set_head(worker, torch.load(folder / "word.pt"))
-        found["as_word"] = values_of(worker, tensors)
-        longer, places = with_second_end(tensors)
-        behind = values_of(worker, longer)
-        of_sample = zip(tensors["sample"].tolist(), places.tolist(), strict=True)
-        found["behind"] = {sample: behind[sample][place] for sample, place in of_sample}
+        found["as_word"] = sample_values(worker, tensors)
+        longer, places = append_second_end(tensors)
+        behind = sample_values(worker, longer)
+        sample_places = zip(tensors["sample"].tolist(), places.tolist(), strict=True)
+        found["behind"] = {sample: behind[sample][place] for sample, place in sample_places}
         set_head(worker, found["drawn"][0] if found["drawn"] else None)
-    updates = [update_of(worker, tensors) for _ in range(2)]
+    updates = [run_update(worker, tensors) for _ in range(2)]
     found["norms"] = [norm for metrics in updates for norm in metrics["critic/grad_norm"]]
     found["last_stage"] = mpu.is_pipeline_last_stage(ignore_virtual=True)
-    found["head"] = [t.clone() for t in head_of(worker)] if "as_word" in found else []
+    found["head"] = [t.clone() for t in score_head(worker)] if "as_word" in found else []
     if spoilt or "as_word" not in found:
         return found
-    found["scored"] = scores_of(section, tensors, [folder / "reward_0", folder / "reward_1"])
+    found["scored"] = reward_scores(section, tensors, [folder / "reward_0", folder / "reward_1"])
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
     checkpoint = found["checkpoint"] = folder / f"critic_{run_of(section).line}"
     if not checkpoint.exists():
@@ -157,9 +157,9 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         save(worker, checkpoint, section)
     else:  # the checkpoint was written by another layout
         worker.load_checkpoint(str(checkpoint))
-    found["values"], found["norm"] = values_of(worker, tensors), update_of(worker, tensors)["critic/grad_norm"][0]
+    found["values"], found["norm"] = sample_values(worker, tensors), run_update(worker, tensors)["critic/grad_norm"][0]
     set_head(worker, 0.0)
-    metrics = update_of(worker, tensors)
+    metrics = run_update(worker, tensors)
     if found["last_stage"]:
         found["loss"] = metrics["critic/vf_loss"]
     return found

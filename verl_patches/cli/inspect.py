@@ -15,8 +15,7 @@ from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, comp
 from verl_patches.errors import ConfigError, require
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
-from verl_patches.model.mindspeed.arguments import Setting
-from verl_patches.model.mindspeed.arguments import explain as explain_engine
+from verl_patches.model.mindspeed.arguments import Setting, engine_settings
 from verl_patches.patching.boot.install_prelude import PLACES
 from verl_patches.reshard.check import check_plan, figures, tensor_path
 from verl_patches.reshard.plan import plan_reshard
@@ -75,7 +74,7 @@ def config_command(
 
 def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
     """Print what each key becomes; the exit code is 1 where one is refused."""
-    rows = explain_engine(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
+    rows = engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
     if as_json:
         settings, keys = [row._asdict() for row in rows], [row.key for row in refused]

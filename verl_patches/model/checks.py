@@ -11,16 +11,16 @@ from verl_patches.errors import Check, ConfigError, divides, either, fault_of
 from verl_patches.layout.inventory import ModelShape, first_layers, read_model_shape, size_differences
 from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.mindspeed.arguments import explain
+from verl_patches.model.mindspeed.arguments import engine_settings
 from verl_patches.spec import A3, RunSpec
 from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR = "actor_rollout_ref.actor.megatron"
 
-_SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
+_PARALLEL_SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 
 
-_RECOMPUTED = "granularity", "method", "num_layers"
+_RECOMPUTE_KEYS = "granularity", "method", "num_layers"
 
 
 _HF_NUMBERS = {  # keys of config.json that training reads in addition to the sizes of layout/inventory.py
@@ -66,12 +66,12 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
     actor, layers, heads = run.verl.actor_rollout_ref.actor.megatron, model.num_hidden_layers, model.num_attention_heads
     fault = fault_of(train.chunk_layers, layers)
     if run.line == A3 and not fault:
-        fault = _fault_of_stages(train, model)
+        fault = _stage_fault(train, model)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
     yield experts_check("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size")
     key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
     yield divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
-    keys = [f"{name}_parallel_size" for name in _SIZES]
+    keys = [f"{name}_parallel_size" for name in _PARALLEL_SIZES]
     others = {
         "ref": run.verl.actor_rollout_ref.ref,
         "critic": run.critic,
@@ -93,7 +93,7 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
         yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
 
 
-def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
+def _stage_fault(train: ParallelLayout, model: ModelShape) -> str | None:
     """Return why an update on line a3 would hang with these pipeline stages, None where it would not."""
     layers = [train.stage_layers(stage, model.num_hidden_layers) for stage in range(train.pp)]
     dense = [stage for stage, held in enumerate(layers) if not any(map(model.is_moe, held))]
@@ -126,7 +126,7 @@ def recomputation_checks(run: RunSpec) -> Iterator[Check]:
         if section is None or not section.model.enable_gradient_checkpointing:
             continue
         given = section.model.get("gradient_checkpointing_kwargs") or {}
-        kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTED)
+        kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTE_KEYS)
         if kind == "full" and method != "block" and number == 0:
             fault = (
                 f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, or the "
@@ -148,7 +148,7 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
     """Check, on line a3, that the training engine refuses no key of the configuration and the model."""
     if run.line != A3:
         return
-    rows = explain(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
+    rows = engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
     yield from (Check("engine arguments", False, text) for text in refused)
     if not refused:
@@ -157,7 +157,7 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
 
 
 # keys of config.json that change what a model computes but not its sizes
-_COMPUTED = (
+_COMPUTATION_KEYS = (
     "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
 )
 
@@ -172,5 +172,5 @@ def value_model_differences(run: RunSpec, model: ModelShape, folder: Path) -> st
     if unlike := size_differences(model, run.model):
         return unlike
     own, actors = read_config(folder), run.hf_config
-    keys = [key for key in _COMPUTED if run.line == A3 and own.get(key) != actors.get(key)]
+    keys = [key for key in _COMPUTATION_KEYS if run.line == A3 and own.get(key) != actors.get(key)]
     return ", ".join(f"{key} {own.get(key)} != {actors.get(key)}" for key in keys)

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 8 << 20  # bytes of a chunk of this rank's logits in fp32
-_PASS = "_vocab_parallel_pass"  # attribute of logits that keeps a pass from the entropy's call to the log-probs'
+_PASS_ATTRIBUTE = "_vocab_parallel_pass"  # attribute of logits that keeps a pass for the call for log-probs
 
 
 @dataclass
-class _Rows:
+class _PassResults:
     """Hold the results of a pass over logits [T, V/tp]; each is fp32 [T] and equal on all TP ranks.
 
     maximum: the largest logit. log_sum: log(sum(exp(logit - maximum))), kept apart from maximum because their sum would
@@ -52,8 +52,8 @@ def vocab_parallel_entropy(vocab_parallel_logits: torch.Tensor) -> torch.Tensor:
     gradient. Differs from verl's: it subtracts the maximum from logits before it weighs them, so that large logits do
     not cancel; it needs no torch.compile; its backward works together with that of the log-probs of the same tensor.
     """
-    rows, entropy, link = _pass_over(vocab_parallel_logits, with_entropy=True)
-    setattr(vocab_parallel_logits, _PASS, (rows, link))
+    results, entropy, link = _run_pass(vocab_parallel_logits, with_entropy=True)
+    setattr(vocab_parallel_logits, _PASS_ATTRIBUTE, (results, link))
     return entropy
 
 
@@ -64,27 +64,31 @@ def vocab_parallel_log_probs_from_logits(logits: torch.Tensor, labels: torch.Ten
     overwrites the logits by their gradient. Megatron's vocab_parallel_cross_entropy overwrites them in forward (with
     MindSpeed it copies them in fp32).
     """
-    rows, link = logits.__dict__.pop(_PASS, None) or _pass_over(logits, with_entropy=False)[::2]
-    return link + _log_probs(logits.detach().flatten(0, -2), labels.flatten(), rows).view(labels.shape)
+    entropy_pass = logits.__dict__.pop(_PASS_ATTRIBUTE, None)
+    if entropy_pass is not None:
+        results, link = entropy_pass
+    else:
+        results, _, link = _run_pass(logits, with_entropy=False)
+    return link + _log_probs(logits.detach().flatten(0, -2), labels.flatten(), results).view(labels.shape)
 
 
-def _pass_over(logits: torch.Tensor, with_entropy: bool) -> tuple[_Rows, torch.Tensor | None, torch.Tensor]:
-    """Return (rows, entropy, link); the last two are differentiable, with the shape of `logits` but its last axis."""
+def _run_pass(logits: torch.Tensor, with_entropy: bool) -> tuple[_PassResults, torch.Tensor | None, torch.Tensor]:
+    """Return (results, entropy, link); the last two are differentiable and have the shape of `logits`[..., 0]."""
     logits = logits.contiguous()  # Megatron's are; the gradient is written through a flat view
-    rows = _read(logits.detach().flatten(0, -2), with_entropy)
-    return rows, *_Node.apply(logits, rows)
+    results = _read_logits(logits.detach().flatten(0, -2), with_entropy)
+    return results, *_EntropyAndLink.apply(logits, results)
 
 
-class _Node(torch.autograd.Function):
+class _EntropyAndLink(torch.autograd.Function):
     """Return entropy and `link` of logits from one autograd node; `link` is zeros that take the log-probs' gradient."""
 
     @staticmethod
-    def forward(ctx, logits, rows):
+    def forward(ctx, logits, results):
         ctx.save_for_backward(logits)
-        ctx.rows = rows
+        ctx.results = results
         ctx.set_materialize_grads(False)  # the gradient of a result that is not in the loss stays None
-        entropy = None if rows.entropy is None else rows.entropy.clone().view(logits.shape[:-1])
-        return entropy, rows.maximum.new_zeros(logits.shape[:-1])
+        entropy = None if results.entropy is None else results.entropy.clone().view(logits.shape[:-1])
+        return entropy, results.maximum.new_zeros(logits.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -92,24 +96,24 @@ class _Node(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         gradient = logits.detach()
         grads = [None if grad is None else grad.flatten()[:, None] for grad in (entropy_grad, log_prob_grad)]
-        _write_gradient(gradient.flatten(0, -2), ctx.rows, *grads)
+        _write_gradient(gradient.flatten(0, -2), ctx.results, *grads)
         return gradient, None
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+def _row_slices(logits: torch.Tensor) -> Iterator[slice]:
     """Return slices of rows of logits [T, V/tp], of CHUNK_BYTES in fp32 each."""
     size = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
-def _read(logits: torch.Tensor, with_entropy: bool) -> _Rows:
+def _read_logits(logits: torch.Tensor, with_entropy: bool) -> _PassResults:
     """Read logits [T, V/tp] once, relative to this rank's maximum, then all-reduce maximum and sums of all tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
     largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     sums = largest.new_zeros(2 if with_entropy else 1, len(logits))  # sums of exp(x), x * exp(x); x = logit - largest
-    for rows in _chunks(logits):
+    for rows in _row_slices(logits):
         largest[rows] = logits[rows].amax(dim=-1)
         _sum_chunk(logits[rows], largest[rows, None], sums[:, rows])
     maximum = largest.clone()
@@ -120,7 +124,7 @@ def _read(logits: torch.Tensor, with_entropy: bool) -> _Rows:
     sums *= shift.exp()
     dist.all_reduce(sums, group=group)
     log_sum = sums[0].log()
-    return _Rows(maximum, log_sum, log_sum - sums[1] / sums[0] if with_entropy else None)
+    return _PassResults(maximum, log_sum, log_sum - sums[1] / sums[0] if with_entropy else None)
 
 
 def _sum_chunk(logits: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor) -> None:
@@ -132,43 +136,47 @@ def _sum_chunk(logits: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor) 
         sums[1] = values.mul_(powers).sum(dim=-1)
 
 
-def _log_probs(logits: torch.Tensor, labels: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """Return log-probs [T] of labels [T] under logits [T, V/tp], and set `rows.targets`."""
+def _log_probs(logits: torch.Tensor, labels: torch.Tensor, results: _PassResults) -> torch.Tensor:
+    """Return log-probs [T] of labels [T] under logits [T, V/tp], and set `results.targets`."""
     from megatron.core import parallel_state
 
     targets = labels - parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
     elsewhere = (targets < 0) | (targets >= logits.shape[1])
-    rows.targets = targets.masked_fill(elsewhere, -1)
-    target_logits = logits.gather(1, rows.targets.clamp(min=0)[:, None])[:, 0].float() - rows.maximum
+    results.targets = targets.masked_fill(elsewhere, -1)
+    target_logits = logits.gather(1, results.targets.clamp(min=0)[:, None])[:, 0].float() - results.maximum
     target_logits.masked_fill_(elsewhere, 0.0)
     dist.all_reduce(target_logits, group=parallel_state.get_tensor_model_parallel_group())
-    return target_logits - rows.log_sum
+    return target_logits - results.log_sum
 
 
-def _write_gradient(logits: torch.Tensor, of: _Rows, *grads: torch.Tensor | None) -> None:
+def _write_gradient(logits: torch.Tensor, results: _PassResults, *grads: torch.Tensor | None) -> None:
     """Overwrite logits [T, V/tp] by their gradient; `grads` [T, 1] are those of entropy and log-probs."""
-    for rows in _chunks(logits):
-        logits[rows] = _gradient_of_chunk(logits[rows], of, rows, *(g if g is None else g[rows] for g in grads))
+    for rows in _row_slices(logits):
+        logits[rows] = _chunk_gradient(logits[rows], results, rows, *(g if g is None else g[rows] for g in grads))
 
 
-def _gradient_of_chunk(
-    logits: torch.Tensor, of: _Rows, rows: slice, entropy_grad: torch.Tensor | None, log_prob_grad: torch.Tensor | None
+def _chunk_gradient(
+    logits: torch.Tensor,
+    results: _PassResults,
+    rows: slice,
+    entropy_grad: torch.Tensor | None,
+    log_prob_grad: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the fp32 gradient of `logits` [t, V/tp], which are the `rows` of all tokens' logits.
 
     With p the softmax and H the entropy: d H / d logit = -p * (log(p) + H), d log-prob / d logit = [is target] - p.
     """
-    log_p = logits.float() - of.maximum[rows, None]
-    log_p -= of.log_sum[rows, None]
+    log_p = logits.float() - results.maximum[rows, None]
+    log_p -= results.log_sum[rows, None]
     if entropy_grad is None:
         gradient = log_p.exp_().mul_(log_prob_grad).neg_()
     else:
-        assert of.entropy is not None  # only a computed entropy has a gradient
+        assert results.entropy is not None  # only a computed entropy has a gradient
         gradient = log_p.exp()
-        log_p.add_(of.entropy[rows, None]).mul_(entropy_grad)
+        log_p.add_(results.entropy[rows, None]).mul_(entropy_grad)
         gradient.mul_(log_p if log_prob_grad is None else log_p.add_(log_prob_grad)).neg_()
     if log_prob_grad is not None:
-        assert of.targets is not None  # computing the log-probs set them
-        targets = of.targets[rows, None]
+        assert results.targets is not None  # computing the log-probs set them
+        targets = results.targets[rows, None]
         gradient.scatter_add_(1, targets.clamp(min=0), log_prob_grad.masked_fill(targets < 0, 0.0))
     return gradient

@@ -32,7 +32,7 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
     from verl.models.mcore.config_converter import hf_to_mcore_config_dpskv3
 
     edit_for_training(hf_config)
-    check(hf_config)
+    check_hf_config(hf_config)
     defaults: dict[str, Any] = {
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -45,18 +45,18 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
     return hf_to_mcore_config_dpskv3(hf_config, dtype, **{**defaults, **overrides})
 
 
-def check(hf_config) -> None:
+def check_hf_config(hf_config) -> None:
     """Refuse an `hf_config` that verl's converter and Megatron would not compute as DeepSeek-V3, with ConfigError."""
     if fault := config_mismatches(hf_config.to_dict()):
         raise ConfigError(f"HF config: {fault}: Megatron would compute another model")
     if getattr(hf_config, "moe_layer_freq", 1) != 1:
         raise ConfigError(f"HF config: moe_layer_freq is {hf_config.moe_layer_freq}, expected 1 on Megatron")
-    groups, of_groups = getattr(hf_config, "n_group", None) or 1, getattr(hf_config, "topk_group", None) or 1
-    if groups > 1 and hf_config.num_experts_per_tok != 2 * of_groups:
+    groups, topk_group = getattr(hf_config, "n_group", None) or 1, getattr(hf_config, "topk_group", None) or 1
+    if groups > 1 and hf_config.num_experts_per_tok != 2 * topk_group:
         raise ConfigError(
             "HF config: num_experts_per_tok must be 2 * topk_group: "
             "Megatron ranks a group by its best num_experts_per_tok // topk_group experts, "
-            f"transformers and vLLM by its best 2; found {hf_config.num_experts_per_tok} and {of_groups}"
+            f"transformers and vLLM by its best 2; found {hf_config.num_experts_per_tok} and {topk_group}"
         )
     yarn = getattr(hf_config, "rope_scaling", None)
     if not yarn:

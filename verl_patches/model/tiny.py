@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_FORMAT = 2  # increase it when the same seed and config would give other files
+_FORMAT_VERSION = 2  # increase it when the same seed and config would give other files
 _SHARD_BYTES = "1MB"  # more than one shard, so that readers must follow the index
 
 
@@ -49,13 +49,13 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
     """
     folder = Path(folder)
     config = tiny_config(overrides)
-    recipe = {"format": _FORMAT, "seed": seed, "config": config}
+    recipe = {"format": _FORMAT_VERSION, "seed": seed, "config": config}
     if folder.exists() and any(folder.iterdir()):
-        return _reuse(folder, recipe)
+        return _reuse_folder(folder, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _write(building, config, seed)
+        _write_files(building, config, seed)
         (building / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n")
         building.chmod(0o755)
         for file in building.iterdir():
@@ -63,7 +63,7 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
         try:
             os.replace(building, folder)
         except OSError:  # another process has made the folder meanwhile
-            return _reuse(folder, recipe)
+            return _reuse_folder(folder, recipe)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
@@ -79,7 +79,7 @@ def tiny_config(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return config
 
 
-def _reuse(folder: Path, recipe: dict[str, Any]) -> Path:
+def _reuse_folder(folder: Path, recipe: dict[str, Any]) -> Path:
     mark = folder / RECIPE_FILE
     found = json.loads(mark.read_text()) if mark.is_file() else None
     if found != recipe:
@@ -88,7 +88,7 @@ def _reuse(folder: Path, recipe: dict[str, Any]) -> Path:
     return folder
 
 
-def _write(folder: Path, config: dict[str, Any], seed: int) -> None:
+def _write_files(folder: Path, config: dict[str, Any], seed: int) -> None:
     from huggingface_hub import save_torch_state_dict
     from transformers import GenerationConfig
 

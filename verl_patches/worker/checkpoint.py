@@ -238,9 +238,9 @@ class WorkerCheckpoint:
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:
-            from verl_patches.model.mindspeed.start import lr_schedule_of
+            from verl_patches.model.mindspeed.start import actor_lr_schedule
 
-            schedule = lr_schedule_of(self.worker.actor)
+            schedule = actor_lr_schedule(self.worker.actor)
             schedule.step(increment=rest["lr_schedule_steps"] - schedule.num_steps)
         if same_layout:
             set_generators(rest["generators"], self.recipe.platform)

@@ -38,9 +38,9 @@ from verl_patches.worker.models import ARCHITECTURE, prepare_training
 def _take_own_stage(config: Any) -> None:
     """Replace a list in `config`, of each stage's number of recomputed layers, by this stage's number (line a3)."""
     if is_on("update.engine_start"):
-        from verl_patches.model.mindspeed.start import recompute_own_stage
+        from verl_patches.model.mindspeed.start import set_recomputed_layers
 
-        recompute_own_stage(config)
+        set_recomputed_layers(config)
 
 
 class RecipeCriticWorker(TrainingWorker):

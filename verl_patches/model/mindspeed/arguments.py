@@ -3,9 +3,9 @@
 MindSpeed-LLM's modules read sizes and switches by `get_args()`, not from a configuration object, so the model and the
 training engine are described by command-line arguments:
 
-    model_settings   HF keys, by the tables SIZES, YARN, ONLY, IGNORED and MODEL_FIXED
-    explain          engine keys of verl's configuration and `recipe.train`, by TABLE and FIXED; HF keys too
-    arguments_of     the command line that these settings give, or ConfigError
+    model_settings          HF keys, by SIZE_, YARN_, REQUIRED_ and MODEL_ARGUMENTS and IGNORED_KEYS
+    engine_settings         engine keys of verl and `recipe.train`, by TABLE and ENGINE_ARGUMENTS; HF keys too
+    command_line_arguments  the command line that these settings give, or ConfigError
 
 Every key is mapped to arguments, required to have the one value that these modules compute, read by verl or by our own
 code, or known to have no effect. Any other key is refused by name, so that none is dropped. Torch-free.
@@ -56,11 +56,11 @@ initializer_range rope_theta vocab_size q_lora_rank kv_lora_rank qk_nope_head_di
 n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size first_k_dense_replace moe_layer_freq
 n_group topk_group routed_scaling_factor
 """.split()
-SIZES = {key: _OTHER_NAMES.get(key, f"--{key.replace('_', '-')}") for key in _SIZE_KEYS}
+SIZE_ARGUMENTS = {key: _OTHER_NAMES.get(key, f"--{key.replace('_', '-')}") for key in _SIZE_KEYS}
 _YARN_KEYS = "factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings".split()
-YARN = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in _YARN_KEYS}
+YARN_ARGUMENTS = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in _YARN_KEYS}
 # arguments for keys of config.json that have one accepted value; MTP, fp8 and interleaved positions have no argument
-ONLY: Mapping[str, tuple[str, ...]] = {
+REQUIRED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "model_type": ("--multi-head-latent-attention", "--qk-layernorm"),
     "scoring_func": ("--moe-router-score-function", "sigmoid"),
     "topk_method": ("--moe-router-load-balancing-type", "noaux_tc", "--moe-router-enable-expert-bias"),
@@ -71,14 +71,14 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     "tie_word_embeddings": ("--untie-embeddings-and-output-weights",),
 }
 # keys of config.json without effect on the training computation
-IGNORED = frozenset({
+IGNORED_KEYS = frozenset({
     "_name_or_path", "architectures", "auto_map", "torch_dtype", "transformers_version",  # keys of transformers
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",  # keys of generation, which vLLM does
-    "aux_loss_alpha", "seq_aux",  # keys of balancing, which MODEL_FIXED switches off
+    "aux_loss_alpha", "seq_aux",  # keys of balancing, which MODEL_ARGUMENTS switches off
     "ep_size", "pretraining_tp",  # keys of layouts, which verl and recipe.train give
     "head_dim", "qk_head_dim",  # transformers derives them from the sizes above
 })  # fmt: skip
-MODEL_FIXED = (
+MODEL_ARGUMENTS = (
     (("--use-mcore-models",), "MindSpeed-LLM has MoE and MLA for Megatron core models only"),
     (("--normalization", "RMSNorm"), "DeepSeek-V3's norm"),
     (("--position-embedding-type", "rope", "--rope-scaling-type", "yarn"), "DeepSeek-V3's positions"),
@@ -88,35 +88,38 @@ MODEL_FIXED = (
     (("--moe-aux-loss-coeff", "0"), "balancing would change the model by something that is not the RL loss"),
     (("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"), "verl tokenizes; validators want some tokenizer"),
 )
-_KNOWN_HF_KEYS = {*SIZES, *REQUIRED_VALUES, *IGNORED, "num_key_value_heads", "rope_scaling"}
+_KNOWN_HF_KEYS = {*SIZE_ARGUMENTS, *REQUIRED_VALUES, *IGNORED_KEYS, "num_key_value_heads", "rope_scaling"}
 
 
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     """Return the settings of an HF config (its config.json as a mapping); a refused one has its reason in `why`."""
     hf = dict(hf_config)
-    settings = [_size(key, argument, hf) for key, argument in SIZES.items()]
-    settings += [_only(key, expected, ONLY.get(key, ()), hf.get(key)) for key, expected in REQUIRED_VALUES.items()]
+    settings = [_size_setting(key, argument, hf) for key, argument in SIZE_ARGUMENTS.items()]
+    settings += [
+        _required_setting(key, expected, REQUIRED_ARGUMENTS.get(key, ()), hf.get(key))
+        for key, expected in REQUIRED_VALUES.items()
+    ]
     unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
-    settings += [_refused(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
+    settings += [_refused_setting(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        settings.append(_refused("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
+        settings.append(_refused_setting("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
     yarn = hf.get("rope_scaling") or {}
     if (yarn.get("type") or yarn.get("rope_type")) != "yarn":
         settings.append(
-            _refused("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only")
+            _refused_setting("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only")
         )
     else:
         prefixed = {f"rope_scaling.{key}": value for key, value in yarn.items() if key not in ("type", "rope_type")}
-        sizes = {f"rope_scaling.{key}": argument for key, argument in YARN.items()}
-        settings += [_size(key, argument, prefixed) for key, argument in sizes.items()]
+        sizes = {f"rope_scaling.{key}": argument for key, argument in YARN_ARGUMENTS.items()}
+        settings += [_size_setting(key, argument, prefixed) for key, argument in sizes.items()]
         unknown = {key: value for key, value in prefixed.items() if key not in sizes}
-        settings += [_refused(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
-    settings += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_FIXED]
+        settings += [_refused_setting(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
+    settings += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_ARGUMENTS]
     return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in settings]
 
 
-def arguments_of(settings: list[Setting]) -> list[str]:
+def command_line_arguments(settings: list[Setting]) -> list[str]:
     """Return the command line of `settings`, or raise ConfigError, which names every refused one."""
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in settings if row.how == "refused"]
     if refused:
@@ -124,22 +127,22 @@ def arguments_of(settings: list[Setting]) -> list[str]:
     return [argument for row in settings for argument in row.arguments]
 
 
-def _size(key: str, argument: str, hf: Mapping[str, Any]) -> Setting:
+def _size_setting(key: str, argument: str, hf: Mapping[str, Any]) -> Setting:
     value = hf.get(key)
     if value is None:
-        return _refused(key, value, f"{argument} needs it; DeepSeek-V3's config.json has it")
+        return _refused_setting(key, value, f"{argument} needs it; DeepSeek-V3's config.json has it")
     number = int(value) if float(value).is_integer() else value  # arguments such as --rotary-base take integers
     return Setting(key, value, "mapped", (argument, str(number)), "")
 
 
-def _only(key: str, expected: Any, arguments: tuple[str, ...], value: Any) -> Setting:
+def _required_setting(key: str, expected: Any, arguments: tuple[str, ...], value: Any) -> Setting:
     if value is None or value == expected:
         why = "as it must be; another value is refused" if value == expected else f"left out, which means {expected!r}"
         return Setting(key, value, "mapped", arguments, why)
-    return _refused(key, value, f"must be {expected!r} for DeepSeek-V3 on MindSpeed-LLM")
+    return _refused_setting(key, value, f"must be {expected!r} for DeepSeek-V3 on MindSpeed-LLM")
 
 
-def _refused(key: str, value: Any, why: str) -> Setting:
+def _refused_setting(key: str, value: Any, why: str) -> Setting:
     return Setting(key, value, "refused", (), why)
 
 
@@ -163,9 +166,9 @@ class Key(NamedTuple):
     default: Any = None
 
 
-def _experts(ep: int, get: Get) -> list[str]:
+def _expert_arguments(ep: int, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
-    etp = _number(get("actor.megatron.expert_tensor_parallel_size"))
+    etp = _none_as_null(get("actor.megatron.expert_tensor_parallel_size"))
     if get("recipe.train.expert_split") == "tp_extend_ep":
         if etp not in (None, 1):
             raise ConfigError(f"tp_extend_ep keeps experts whole: expert_tensor_parallel_size is 1, not {etp}")
@@ -181,13 +184,13 @@ def _experts(ep: int, get: Get) -> list[str]:
     return ["--expert-model-parallel-size", str(ep)]
 
 
-def _layers(counts: list[int] | None, get: Get) -> list[str]:
+def _layer_list_arguments(counts: list[int] | None, get: Get) -> list[str]:
     if not counts or get("actor.megatron.pipeline_model_parallel_size") == 1:
         return []
     return ["--num-layer-list", ",".join(map(str, counts))]
 
 
-def _sequence_parallel(on: bool, get: Get) -> list[str]:
+def _sequence_arguments(on: bool, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
     if tp > 1 and not on:
         raise ConfigError(
@@ -197,7 +200,7 @@ def _sequence_parallel(on: bool, get: Get) -> list[str]:
     return ["--sequence-parallel"] if tp > 1 else []
 
 
-def _context(size: int, get: Get) -> list[str]:
+def _context_arguments(size: int, get: Get) -> list[str]:
     if size == 1:
         return ["--variable-seq-lengths"]
     tokens = get("rollout.response_length") + get("rollout.prompt_length")
@@ -211,7 +214,7 @@ def _context(size: int, get: Get) -> list[str]:
     return ["--context-parallel-size", str(size), "--context-parallel-algo", "ulysses_cp_algo"]
 
 
-def _recompute(on: bool, get: Get) -> list[str]:
+def _recompute_arguments(on: bool, get: Get) -> list[str]:
     if not on:
         return []
     values = {name: get(f"{_M}activations_checkpoint_{name}") for name in ("granularity", "method", "num_layers")}
@@ -235,12 +238,12 @@ def _recompute(on: bool, get: Get) -> list[str]:
     return [word for argument, value in given.items() for word in (argument, str(value))]
 
 
-def _fused_linear_wgrad(on: bool, get: Get) -> list[str]:
+def _linear_wgrad_arguments(on: bool, get: Get) -> list[str]:
     # Megatron switches it on by default, with apex's kernel, which MindSpeed's adaptor replaces by npu_matmul_add_fp32
     return [] if on else ["--no-gradient-accumulation-fusion"]
 
 
-def _swap(on: bool, get: Get) -> list[str]:
+def _swap_arguments(on: bool, get: Get) -> list[str]:
     if on and get("recipe.dtype") == "fp32":
         raise ConfigError(
             "MindSpeed makes no states for fp32 weights in its swap "
@@ -258,7 +261,7 @@ def _swap(on: bool, get: Get) -> list[str]:
     return ["--swap-optimizer"] if on else []
 
 
-def _bucket(parameters: int | None, get: Get) -> list[str]:
+def _bucket_arguments(parameters: int | None, get: Get) -> list[str]:
     if parameters is None:
         return []
     if not get("recipe.train.grad_overlap"):
@@ -266,9 +269,9 @@ def _bucket(parameters: int | None, get: Get) -> list[str]:
     return ["--ddp-bucket-size", str(parameters)]
 
 
-def _schedule(style: str, get: Get) -> list[str]:
+def _schedule_arguments(style: str, get: Get) -> list[str]:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
-    ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _number(get("actor.optim.lr_warmup_steps"))
+    ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _none_as_null(get("actor.optim.lr_warmup_steps"))
     warmup = warmup if warmup is not None and warmup >= 0 else int(ratio * max(steps, 0))
     if steps > 0 and warmup >= steps:
         raise ConfigError(f"{warmup} warm-up steps leave nothing of {steps}")
@@ -278,77 +281,80 @@ def _schedule(style: str, get: Get) -> list[str]:
     return ["--lr-decay-style", style, *words.split()]
 
 
-def _dtype(dtype: str, get: Get) -> list[str]:
+def _dtype_arguments(dtype: str, get: Get) -> list[str]:
     # Validators accept grouped GEMM in bf16 only (megatron.training.arguments.validate_args): start.py sets fp32 after
     # them. In fp32 MindSpeed's router would free its own weight, which it believes to be an fp32 copy
     # (mindspeed_llm.core.transformer.moe.router.topk_router_gating_func).
     return ["--bf16", "--router-gating-in-fp32"] if dtype == "bf16" else ["--bf16"]
 
 
-def _length(responses: int, get: Get) -> list[str]:
+def _length_arguments(responses: int, get: Get) -> list[str]:
     return ["--seq-length", str(responses + get("rollout.prompt_length"))]
 
 
-def _number(value: Any) -> Any:
+def _none_as_null(value: Any) -> Any:
     return None if value in (None, "None") else value  # verl's configuration file has the string None for null
 
 
-_PHASES = "verl moves it between phases (verl/workers/megatron_workers.py)"
-_FUSED = "MindSpeed's fused kernel; null is on"
-_DCP = "Megatron's checkpoint of 0.8.0 does not know MindSpeed's stacked experts"
-_IN_RECIPE = "MindSpeed-LLM reads arguments, not this; use recipe.train and gradient_checkpointing_kwargs"
+_PHASES_REASON = "verl moves it between phases (verl/workers/megatron_workers.py)"
+_FUSED_REASON = "MindSpeed's fused kernel; null is on"
+_DCP_REASON = "Megatron's checkpoint of 0.8.0 does not know MindSpeed's stacked experts"
+_RECIPE_REASON = "MindSpeed-LLM reads arguments, not this; use recipe.train and gradient_checkpointing_kwargs"
 
 TABLE: tuple[Key, ...] = (
     Key(_A + "tensor_model_parallel_size", "value", "--tensor-model-parallel-size", "TP"),
     Key(_A + "pipeline_model_parallel_size", "value", "--pipeline-model-parallel-size", "PP"),
     Key(_A + "virtual_pipeline_model_parallel_size", "only", (None, 1),
         "MindSpeed-LLM takes either a layer list or virtual stages, and weight names know no virtual stages here"),
-    Key(_A + "context_parallel_size", "convert", _context,
+    Key(_A + "context_parallel_size", "convert", _context_arguments,
         "Ulysses: ranks exchange parts of tokens for parts of heads around attention. Each micro batch has a length of "
         "its own; start.py says so where validators forbid it "
         "(mindspeed_llm.training.arguments._validate_instruction_finetune)"),
-    Key(_A + "expert_model_parallel_size", "convert", _experts,
+    Key(_A + "expert_model_parallel_size", "convert", _expert_arguments,
         "here it counts the ranks that experts are split over; MindSpeed's EP leaves out TP where TP extends it"),
     Key(_A + "expert_tensor_parallel_size", "with", _A + "expert_model_parallel_size", ""),
-    Key(_A + "sequence_parallel", "convert", _sequence_parallel, "meaningless at TP 1, needed above"),
+    Key(_A + "sequence_parallel", "convert", _sequence_arguments, "meaningless at TP 1, needed above"),
     Key(_A + "use_distributed_optimizer", "switch", "--use-distributed-optimizer", "optimizer states split over DP"),
-    Key(_A + "param_offload", "verl", None, _PHASES),
+    Key(_A + "param_offload", "verl", None, _PHASES_REASON),
     Key(_A + "grad_offload", "same", _A + "param_offload",
         "verl 54c9b736 moves gradients with parameters "
         "(_is_offload_grad of verl.workers.megatron_workers.ActorRolloutRefWorker is never read)"),
-    Key(_A + "optimizer_offload", "verl", None, _PHASES),
-    Key(_A + "use_dist_checkpointing", "only", (False,), _DCP),
-    Key(_A + "dist_checkpointing_path", "only", (None,), _DCP),
+    Key(_A + "optimizer_offload", "verl", None, _PHASES_REASON),
+    Key(_A + "use_dist_checkpointing", "only", (False,), _DCP_REASON),
+    Key(_A + "dist_checkpointing_path", "only", (None,), _DCP_REASON),
     Key(_A + "seed", "value", "--seed", "weights that are not loaded"),
-    Key(_A + "override_transformer_config", "only", (None, {}), _IN_RECIPE),
+    Key(_A + "override_transformer_config", "only", (None, {}), _RECIPE_REASON),
     Key(_O + "lr", "value", "--lr", "learning rate"),
     Key(_O + "clip_grad", "value", "--clip-grad", "gradient norm limit"),
     Key(_O + "weight_decay", "value", "--weight-decay", ""),
-    Key(_O + "warmup_style", "convert", _schedule, "Megatron's scheduler; verl has none for Megatron at this commit"),
+    Key(_O + "warmup_style", "convert", _schedule_arguments,
+        "Megatron's scheduler; verl has none for Megatron at this commit"),
     Key(_O + "lr_warmup_steps", "with", _O + "warmup_style", "negative: lr_warmup_steps_ratio of the total"),
     Key(_O + "lr_warmup_steps_ratio", "with", _O + "warmup_style", ""),
     Key(_O + "min_lr_ratio", "with", _O + "warmup_style", "of lr"),
     Key(_O + "total_training_steps", "with", _O + "warmup_style", "verl's trainer fills it in"),
-    Key("model.enable_gradient_checkpointing", "convert", _recompute, "recompute activations"),
+    Key("model.enable_gradient_checkpointing", "convert", _recompute_arguments, "recompute activations"),
     Key(_M + "activations_checkpoint_granularity", "with", "model.enable_gradient_checkpointing", ""),
     Key(_M + "activations_checkpoint_method", "with", "model.enable_gradient_checkpointing", ""),
     Key(_M + "activations_checkpoint_num_layers", "with", "model.enable_gradient_checkpointing", "of each stage"),
-    Key("recipe.dtype", "convert", _dtype, "dtype of weights; fp32 is set after the validators, which ask for bf16"),
-    Key("rollout.response_length", "convert", _length, "prompt + response; must not exceed the model's positions"),
+    Key("recipe.dtype", "convert", _dtype_arguments,
+        "dtype of weights; fp32 is set after the validators, which ask for bf16"),
+    Key("rollout.response_length", "convert", _length_arguments,
+        "prompt + response; must not exceed the model's positions"),
     Key("rollout.prompt_length", "with", "rollout.response_length", ""),
-    Key(_R + "layers_per_stage", "convert", _layers, "uneven PP; null splits evenly"),
+    Key(_R + "layers_per_stage", "convert", _layer_list_arguments, "uneven PP; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "importance_ratio", "ours", None, "of tokens or sequences (step/log_probs/policy_update.py)", "token"),
-    Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
+    Key(_R + "swap_optimizer", "convert", _swap_arguments, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
     Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
-    Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED, True),
-    Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED, True),
-    Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED, True),
-    Key(_R + "fused_permute", "switch", "--use-fused-moe-token-permute-and-unpermute", _FUSED, True),
-    Key(_R + "fused_linear_wgrad", "convert", _fused_linear_wgrad,
+    Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
+    Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
+    Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
+    Key(_R + "fused_permute", "switch", "--use-fused-moe-token-permute-and-unpermute", _FUSED_REASON, True),
+    Key(_R + "fused_linear_wgrad", "convert", _linear_wgrad_arguments,
         "linear layers add their weight gradients to fp32 main_grad in the product's kernel (npu_matmul_add_fp32)",
         False),
     Key(_R + "fused_expert_wgrad", "switch", "--gemm-gradient-accumulation-fusion",
@@ -357,7 +363,8 @@ TABLE: tuple[Key, ...] = (
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)", False),
-    Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
+    Key(_R + "grad_bucket_parameters", "convert", _bucket_arguments,
+        "of one such reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
         "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key(_R + "router_bias_update_rate", "value", "--moe-router-bias-update-rate",
@@ -370,12 +377,12 @@ TABLE: tuple[Key, ...] = (
       for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
                    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
                    "sequence_parallel", "seed", "override_transformer_config")),
-    Key("ref.megatron.param_offload", "verl", None, _PHASES),
+    Key("ref.megatron.param_offload", "verl", None, _PHASES_REASON),
     Key("ref.megatron.use_distributed_optimizer", "verl", None, "the reference has no optimizer"),
-    Key("ref.megatron.use_dist_checkpointing", "only", (False,), _DCP),
-    Key("ref.megatron.dist_checkpointing_path", "only", (None,), _DCP),
+    Key("ref.megatron.use_dist_checkpointing", "only", (False,), _DCP_REASON),
+    Key("ref.megatron.dist_checkpointing_path", "only", (None,), _DCP_REASON),
 )  # fmt: skip
-FIXED = (
+ENGINE_ARGUMENTS = (
     (("--micro-batch-size", "1"), "verl cuts the micro batches"),
     (("--moe-token-dispatcher-type", "alltoall", "--moe-permutation-async-comm"),
      "without the second MindSpeed leaves Megatron's dispatcher in place, which does not know moe_tp_extend_ep"),
@@ -384,11 +391,11 @@ FIXED = (
 )  # fmt: skip
 
 
-def explain(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] | None = None) -> list[Setting]:
+def engine_settings(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] | None = None) -> list[Setting]:
     """Return the setting of every engine key of a run, in TABLE's order; refused keys are settings too.
 
     section: verl's actor_rollout_ref. With `hf_config` (config.json as a mapping) the model's keys follow.
-    `arguments_of` turns the settings into a command line, or raises.
+    `command_line_arguments` turns the settings into a command line, or raises.
     """
     values = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     values = {**values, "recipe": asdict(recipe)}
@@ -399,15 +406,17 @@ def explain(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] | None = 
         value = given.get(key)
         return defaults.get(key) if value is None else value
 
-    rows = [_explain(row, get) for row in TABLE]
-    ours = tuple(f"{section}." for section in SECTIONS)
-    unknown = {key: value for key, value in given.items() if key.startswith(ours) and key not in defaults}
-    rows += [_refused(*item, "TABLE of model/mindspeed/arguments.py does not map it") for item in unknown.items()]
-    rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in FIXED]
+    rows = [_engine_setting(row, get) for row in TABLE]
+    prefixes = tuple(f"{section}." for section in SECTIONS)
+    unknown = {key: value for key, value in given.items() if key.startswith(prefixes) and key not in defaults}
+    rows += [
+        _refused_setting(*item, "TABLE of model/mindspeed/arguments.py does not map it") for item in unknown.items()
+    ]
+    rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in ENGINE_ARGUMENTS]
     return rows + (model_settings(hf_config) if hf_config is not None else [])
 
 
-def _explain(row: Key, get: Get) -> Setting:
+def _engine_setting(row: Key, get: Get) -> Setting:
     value = get(row.key)
 
     def setting(how: str, *arguments: str, why: str = row.why) -> Setting:
@@ -418,7 +427,7 @@ def _explain(row: Key, get: Get) -> Setting:
         return setting(elsewhere[row.how])
     if row.how == "same":
         actors = get(row.to)
-        if _number(value) in (None, _number(actors)):
+        if _none_as_null(value) in (None, _none_as_null(actors)):
             return setting(f"with {row.to}")
         return setting("refused", why=f"must equal {row.to}, {actors!r}: {row.why}")
     if row.how == "only":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_LENGTHS = "verl_patches_lengths"  # attribute of cu_seqlens that caches its Lengths
+_LENGTHS_ATTRIBUTE = "verl_patches_lengths"  # attribute of cu_seqlens that caches its Lengths
 _ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 
 
@@ -25,7 +25,7 @@ class MLATransformerConfig:
         raise NotImplementedError("Megatron core_r0.8.0 has no MLATransformerConfig: MLA is MindSpeed-LLM's here")
 
 
-def with_padded_lengths(original: type) -> type:
+def add_padded_lengths(original: type) -> type:
     """Return PackedSeqParams with two more fields, which verl sets to the values of cu_seqlens_q and cu_seqlens_kv."""
     added = [(f"cu_seqlens_{which}_padded", Any, dataclasses.field(default=None)) for which in ("q", "kv")]
     return dataclasses.make_dataclass(original.__name__, added, bases=(original,))
@@ -78,19 +78,19 @@ class Lengths(NamedTuple):
     positions: torch.Tensor
 
 
-def lengths_of(cu_seqlens: torch.Tensor) -> Lengths:
+def packed_lengths(cu_seqlens: torch.Tensor) -> Lengths:
     """Return the Lengths of `cu_seqlens` (of PackedSeqParams, from 0 to T), cached on that tensor.
 
     verl makes one such tensor per forward, and every layer gets it, in recomputation too. So the host waits for the
     device once, not in every layer.
     """
-    lengths = getattr(cu_seqlens, _LENGTHS, None)
+    lengths = getattr(cu_seqlens, _LENGTHS_ATTRIBUTE, None)
     if lengths is None:
         ends = cu_seqlens[1:].tolist()
         tokens = torch.arange(ends[-1], device=cu_seqlens.device)
         starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=ends[-1])
         lengths = Lengths(ends, tokens - starts)
-        setattr(cu_seqlens, _LENGTHS, lengths)
+        setattr(cu_seqlens, _LENGTHS_ATTRIBUTE, lengths)
     return lengths
 
 
@@ -109,7 +109,7 @@ def packed_rope(apply_rotary_pos_emb_thd):
         from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb_bshd  # MindSpeed's
 
         first = len(t) * parallel_state.get_context_parallel_rank()
-        positions = lengths_of(cu_seqlens).positions[first : first + len(t)]
+        positions = packed_lengths(cu_seqlens).positions[first : first + len(t)]
         return apply_rotary_pos_emb_bshd(t, freqs[positions], rotary_interleaved)
 
     return apply
@@ -158,26 +158,26 @@ def count_trained_tokens_only(model: torch.nn.Module) -> None:
 
     for layer in model.modules():
         if isinstance(layer, BaseMoELayer) and layer.router._buffers.get("local_tokens_per_expert") is not None:
-            layer.register_forward_pre_hook(_note_tokens)
-            layer.register_forward_hook(_restore_tokens)
+            layer.register_forward_pre_hook(_save_token_counts)
+            layer.register_forward_hook(_restore_token_counts)
 
 
-def _note_tokens(layer: torch.nn.Module, args: tuple) -> None:
+def _save_token_counts(layer: torch.nn.Module, args: tuple) -> None:
     counted = None if torch.is_grad_enabled() else layer.router.local_tokens_per_expert.clone()
     layer.tokens_before_pass = counted
 
 
-def _restore_tokens(layer: torch.nn.Module, args: tuple, output: Any) -> None:
+def _restore_token_counts(layer: torch.nn.Module, args: tuple, output: Any) -> None:
     if layer.tokens_before_pass is not None:
         layer.router.local_tokens_per_expert.copy_(layer.tokens_before_pass)
 
 
 def _keep_fp32(router: torch.nn.Module) -> None:
-    apply_of_module = router._apply  # bfloat16(), half(), cuda() and to() call it for each module
+    original_apply = router._apply  # bfloat16(), half(), cuda() and to() call it for each module
 
     def _apply(fn: Callable, recurse: bool = True) -> torch.nn.Module:
         before_cast = {name: router._buffers[name] for name in _ROUTER_BUFFERS if router._buffers.get(name) is not None}
-        apply_of_module(fn, recurse)
+        original_apply(fn, recurse)
         for name, before in before_cast.items():
             now = router._buffers[name]
             router._buffers[name] = before.to(now.device)  # moved but not rounded to bf16

@@ -31,7 +31,7 @@ from verl_patches.model.mindspeed.compat import (
     count_trained_tokens_only,
     keep_all_positions,
     keep_router_buffers_fp32,
-    lengths_of,
+    packed_lengths,
 )
 from verl_patches.model.value_head import add_value_head
 from verl_patches.platform.npu import attention
@@ -108,6 +108,6 @@ class CausalMlaAttention(MlaDotProductAttention):
         attend = functools.partial(attention.fused_attention, heads=query.shape[2], scale=self.softmax_scale)
         if packed_seq_params is None:
             return attend(*(x.flatten(2) for x in (query, key, value)))
-        ends = lengths_of(packed_seq_params.cu_seqlens_q).ends
+        ends = packed_lengths(packed_seq_params.cu_seqlens_q).ends
         out = attend(*(x.squeeze(1) for x in (query, key, value)), ends=ends)
         return out.flatten(1).unsqueeze(1)

@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
-from verl_patches.model.mindspeed.arguments import arguments_of, explain
+from verl_patches.model.mindspeed.arguments import command_line_arguments, engine_settings
 from verl_patches.patching import engine
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import VISIBLE, check_visible_die
@@ -42,8 +42,8 @@ from verl_patches.spec import run_of
 
 log = logging.getLogger(__name__)
 
-prepared: Current[bool] = Current(False)  # whether the adaptor ran in this process
-_PARSED_FURTHER = {"num_layer_list"}  # validators convert it from text
+adaptor_applied: Current[bool] = Current(False)  # whether the adaptor ran in this process
+_CONVERTED_ARGUMENTS = {"num_layer_list"}  # validators convert it from text
 
 
 def prepare(section: Any) -> None:
@@ -53,7 +53,7 @@ def prepare(section: Any) -> None:
 
     Raises ConfigError where a key is refused, or where Megatron was imported first.
     """
-    if prepared.value:
+    if adaptor_applied.value:
         return
     early = [name for name in ("megatron.core", "megatron.training") if name in sys.modules]
     if early:
@@ -61,10 +61,10 @@ def prepare(section: Any) -> None:
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
             "call verl_patches.model.mindspeed.start.prepare(section) first in the process"
         )
-    words, compile_of_torch = arguments_of(explain(section, run_of(section).recipe)), torch.compile
-    with _command_line(words), _quiet("MindSpeed-LLM's adaptor"):
+    words, compile_of_torch = command_line_arguments(engine_settings(section, run_of(section).recipe)), torch.compile
+    with _replaced_argv(words), _redirect_prints("MindSpeed-LLM's adaptor"):
         importlib.import_module("mindspeed_llm")
-    prepared.value, torch.compile = True, compile_of_torch
+    adaptor_applied.value, torch.compile = True, compile_of_torch
 
 
 def start(section: Any) -> Namespace:
@@ -79,10 +79,10 @@ def start(section: Any) -> Namespace:
     """
     prepare(section)
     recipe = run_of(section).recipe
-    words = arguments_of(explain(section, recipe, read_hf_config(section)))
+    words = command_line_arguments(engine_settings(section, recipe, read_hf_config(section)))
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
-        recompute_own_stage(section)
+        set_recomputed_layers(section)
         return global_vars.get_args()
     if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
@@ -91,18 +91,18 @@ def start(section: Any) -> Namespace:
             log.log(shown, bind(os.environ.get(VISIBLE, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
     _start_distributed(recipe.train.collective_timeout_minutes)
-    args = _arguments(words)
+    args = _parse_arguments(words)
     if recipe.dtype == "fp32":
         args.bf16, args.params_dtype = False, torch.float32
     args.variable_seq_lengths = True  # set here, as validators forbid it with context parallelism
     global_vars.set_args(args)
     _start_groups(args)
-    recompute_own_stage(section)
-    check_rows()
+    set_recomputed_layers(section)
+    check_patches_in_place()
     return args
 
 
-def check_rows() -> None:
+def check_patches_in_place() -> None:
     """Raise PatchError where MindSpeed's own patches replaced one of ours."""
     replaced = [row for row in engine.current().status() if row["state"] == "overridden"]
     lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
@@ -129,12 +129,12 @@ def _start_groups(args: Namespace) -> None:
     from megatron.core import parallel_state
 
     sizes = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")]
-    with _quiet("Megatron's process groups"):
+    with _redirect_prints("Megatron's process groups"):
         names = *sizes, "distributed_timeout_minutes"
         parallel_state.initialize_model_parallel(**{name: getattr(args, name) for name in names})
 
 
-def recompute_own_stage(section: Any) -> None:
+def set_recomputed_layers(section: Any) -> None:
     """Set this stage's number of recomputed layers in Megatron's arguments and `section`, which may list one by stage.
 
     verl's worker reads the number from its section
@@ -149,32 +149,32 @@ def recompute_own_stage(section: Any) -> None:
         kwargs.activations_checkpoint_num_layers = get_args().recompute_num_layers = number
 
 
-def _arguments(words: list[str]) -> Namespace:
+def _parse_arguments(words: list[str]) -> Namespace:
     """Return `words` parsed and validated by Megatron and MindSpeed-LLM, and validated by MindSpeed."""
     from megatron.training import arguments
 
-    with _command_line(words), _quiet("Megatron's arguments"):
+    with _replaced_argv(words), _redirect_prints("Megatron's arguments"):
         args = arguments.parse_args()
-        requested = _requested(words, args)
+        requested = _requested_values(words, args)
         arguments.validate_args(args)
-        _mindspeed_rules(args)
+        _validate_with_mindspeed(args)
     changed = [
         f"{name}: requested {value!r}, got {getattr(args, name, None)!r}"
         for name, value in requested.items()
-        if getattr(args, name, None) != value and name not in _PARSED_FURTHER
+        if getattr(args, name, None) != value and name not in _CONVERTED_ARGUMENTS
     ]
     if changed:
         raise ConfigError("upstream's validators changed values of the configuration:\n  " + "\n  ".join(changed))
     return args
 
 
-def _requested(words: list[str], args: Namespace) -> dict[str, Any]:
+def _requested_values(words: list[str], args: Namespace) -> dict[str, Any]:
     """Return {attribute: parsed value} of the arguments in `words` that have the name of their attribute."""
     names = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     return {name: copy.copy(value) for name, value in vars(args).items() if name in names}
 
 
-def _mindspeed_rules(args: Namespace) -> None:
+def _validate_with_mindspeed(args: Namespace) -> None:
     """Run MindSpeed's validator, which MindSpeed-LLM does not call; arguments that only it knows have defaults."""
     from mindspeed import arguments
     from mindspeed_llm.tasks.megatron_adaptor import MegatronAdaptation
@@ -185,7 +185,7 @@ def _mindspeed_rules(args: Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _command_line(words: list[str]) -> Iterator[None]:
+def _replaced_argv(words: list[str]) -> Iterator[None]:
     before, sys.argv = sys.argv, ["verl_patches", *words]
     try:
         yield
@@ -194,7 +194,7 @@ def _command_line(words: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(what: str) -> Iterator[None]:
+def _redirect_prints(what: str) -> Iterator[None]:
     """Redirect upstream's prints to the log, and turn its errors into ConfigError."""
     printed = io.StringIO()
     try:
@@ -230,7 +230,7 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
     return config
 
 
-def lr_schedule_of(actor: Any) -> Any:
+def actor_lr_schedule(actor: Any) -> Any:
     """Return Megatron's learning-rate schedule of verl's `actor`; the first call makes it and sets the first rate."""
     from megatron.training.training import get_optimizer_param_scheduler
 
@@ -239,14 +239,14 @@ def lr_schedule_of(actor: Any) -> Any:
     return actor.lr_schedule
 
 
-def with_lr_schedule(update_policy: Callable) -> Callable:
+def step_lr_schedule(update_policy: Callable) -> Callable:
     """Wrap MegatronPPOActor.update_policy so that each call steps Megatron's own learning-rate schedule once."""
 
     @functools.wraps(update_policy)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        schedule = lr_schedule_of(self)
+        schedule = actor_lr_schedule(self)
         metrics = update_policy(self, *args, **kwargs)
         schedule.step(increment=get_args().global_batch_size)  # the schedule counts samples
         return metrics
