@@ -53,7 +53,7 @@ def test_table_names_each_key_once_and_knows_every_recipe_key():
 def test_unknown_key_is_refused_not_dropped(die256):
     changed = section_of(die256)
     changed.actor.megatron["overlap_everything"] = True
-    with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: TABLE of .* does not map it"):
+    with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: unknown key"):
         command_line_arguments(engine_settings(changed, die256.recipe))
 
 
@@ -67,7 +67,7 @@ def test_256_dies(name):
         "pipeline-model-parallel-size 8",
         "num-layer-list 7,7,8,8,8,8,8,7",
         "recompute-granularity full",
-        f"recompute-num-layers {max(OmegaConf.select(run.verl, LAYERS))}",  # start.py: of its own stage
+        f"recompute-num-layers {max(OmegaConf.select(run.verl, LAYERS))}",  # start.py sets each stage's own number
         "seq-length 4096",
         "lr 1e-06",
         "moe-tp-extend-ep",
@@ -87,11 +87,11 @@ def test_256_dies(name):
         ([f"{ACTOR}pipeline_model_parallel_size=2", f"{ACTOR}virtual_pipeline_model_parallel_size=2"],
          "virtual_pipeline_model_parallel_size is 2"),
         ([*CP, "recipe.train.routing_replay=R2"], "the experts of its own part of a micro batch"),
-        ([*CP, "data.max_response_length=9"], "to be a multiple of it"),
+        ([*CP, "data.max_response_length=9"], "must be a multiple of it"),
         ([*CP, f"{REF}context_parallel_size=1"], "ref.megatron.context_parallel_size is 1: must equal"),
         ([f"{ACTOR}use_dist_checkpointing=true"], "stacked experts"),
         ([f"+{ACTOR}override_transformer_config.num_layers_in_first_pipeline_stage=1"], "recipe.train"),
-        ([f"{ACTOR}tensor_model_parallel_size=2"], "cuts each expert by TP 2"),
+        ([f"{ACTOR}tensor_model_parallel_size=2"], "splits each expert by TP: expected expert_tensor_parallel_size 2"),
         ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}sequence_parallel=false",
           "recipe.train.expert_split=tp_extend_ep"], "loses part of the rotary key's gradient"),
         ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_model_parallel_size=1",
@@ -100,10 +100,10 @@ def test_256_dies(name):
           "recipe.train.expert_split=tp_extend_ep"], "keeps experts whole"),
         (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
          "on the host already"),
-        (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
+        (["recipe.train.swap_optimizer=true"], "does not support fp32 weights"),
         (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
-        ([*FULL, f"{LAYERS}=auto"], "is auto, for which a plan puts a number first"),
+        ([*FULL, f"{LAYERS}=auto"], "is auto: the memory plan must replace it"),
         (FULL, "must be a number of layers, one for each stage, or auto"),
         ([*FULL, f"{LAYERS}=[1,2]"], "has 2 numbers; expected one for each of 1 pipeline stages"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
@@ -141,7 +141,7 @@ def test_explaining_needs_no_torch(run_python):
     run_python("import sys, verl_patches.model.mindspeed.arguments; sys.exit('torch' in sys.modules)").check()
 
 
-# ---- of config.json
+# ---- keys of config.json
 
 
 def test_transformers_knows_no_further_key():
@@ -158,7 +158,7 @@ def test_transformers_knows_no_further_key():
     [
         ({"scoring_func": "softmax"}, "HF scoring_func is 'softmax': must be 'sigmoid'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
-        ({"sliding_window": 4096}, "HF sliding_window is 4096: model/mindspeed/arguments.py does not map it"),
+        ({"sliding_window": 4096}, "HF sliding_window is 4096: unknown key"),
         ({"q_lora_rank": None}, "q_lora_rank is None"),
     ],
 )

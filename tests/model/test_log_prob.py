@@ -57,7 +57,7 @@ def test_the_gradient_takes_the_place_of_the_logits(run_ranks):
     (found,) = run_ranks(f"{JOB}:in_place", patches=PATCHES)
     assert found["same_memory"] and found["calls"] == 3 and not found["attribute_left"]
     assert "modified by an inplace operation" in found["second_backward"]
-    assert "modified by an inplace operation" in found["entropy_after_log_probs"]  # no wrong gradient
+    assert "modified by an inplace operation" in found["entropy_after_log_probs"]  # an error, not a wrong gradient
     assert found["graph"] == [False, False] and found["same_if_strided"]
 
 

@@ -31,12 +31,12 @@ def test_groups_router_and_balancing(convert):
     assert plain["moe_router_load_balancing_type"] == "none"
     assert plain["moe_aux_loss_coeff"] == 0
     assert plain["moe_router_bias_update_rate"] == 0
-    # yarn comes over rightly by verl's own converter
+    # verl's own converter converts yarn correctly
     assert plain["rope_type"] == "yarn"
     assert plain["max_position_embeddings"] == 64
     assert (plain["rotary_scaling_factor"], plain["beta_fast"], plain["beta_slow"]) == (40, 32, 1)
     assert (plain["mscale"], plain["mscale_all_dim"]) == (1, 1)
-    assert overridden["moe_router_bias_update_rate"] == 0.001  # the user's word wins
+    assert overridden["moe_router_bias_update_rate"] == 0.001  # an override replaces our value
     assert ungrouped["moe_router_num_groups"] is None
     for (_, message), found in zip(WRONG, refused, strict=True):
         assert message in found
@@ -48,7 +48,7 @@ def test_without_the_row_groups_are_dropped(convert):
     assert plain["moe_router_num_groups"] is None
     assert plain["moe_router_dtype"] == "fp64"
     assert plain["moe_router_load_balancing_type"] == "seq_aux_loss"
-    assert isinstance(unequal_mscale, dict)  # accepted, and computed wrongly
+    assert isinstance(unequal_mscale, dict)  # accepted, but Megatron would scale the softmax wrongly
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_without_the_row_groups_are_dropped(convert):
     [("megatron-local", "decoder.layers.1.mlp.experts.weight1"), ("mindspeed", "mtp_layers.0.final_layernorm.weight")],
 )
 def test_names_of_other_models_libraries_and_modes_are_refused(library, name):
-    with pytest.raises(ConfigError, match="not one of DeepSeek-V3's"):
+    with pytest.raises(ConfigError, match=f"{name}' is not a DeepSeek-V3 parameter"):
         parse_name(name, library)

@@ -37,7 +37,7 @@ def test_megatrons_load_checkpoint_reads_it(case, run_a3, reference, tmp_path):
         state["model"]["decoder.layers.1.mlp.experts.weight2"][0, 0] += 1
         torch.save(state, path)
         ranks = run_a3("megatron_folder_job:load_checkpoint_job", layout, folder)
-        assert ranks == [[], ["decoder.layers.1.mlp.experts.weight2"]]  # control
+        assert ranks == [[], ["decoder.layers.1.mlp.experts.weight2"]]  # negative control
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def test_dynamic_micro_batches_give_the_same_updates(run_batches, plain, layout)
         before, update = map(token_counts, found["shapes"][:2])
         share = sorted(token_counts(plain["shapes"][0])[number] for number in found["samples"])
         assert sum(before) == sum(update) == sum(share)
-        assert len(before) < len(update) < len(share)  # a budget of their own
+        assert len(before) < len(update) < len(share)  # log-probs have the larger token budget
         assert max(update) < 1.3 * sum(update) / len(update)  # balanced by tokens
-    assert len({len(found["shapes"][1]) for found in every}) == 1  # all replicas exchange experts as often
+    assert len({len(found["shapes"][1]) for found in every}) == 1  # each exchanges experts with the others
 
 
 def test_without_their_weights_dynamic_micro_batches_give_other_updates(run_batches, plain):

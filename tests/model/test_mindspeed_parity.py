@@ -64,7 +64,9 @@ def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference):
     for rank in ranks:
         assert rank["dtypes"] == {"torch.bfloat16"}
         assert all(torch.equal(bias, w) for bias, w in zip(rank["after"].values(), stored, strict=True))
-        assert 1e-4 < parity.logits_error(reference, rank["logits"].float()) < 0.5  # experts change places in bf16
+        assert (
+            1e-4 < parity.logits_error(reference, rank["logits"].float()) < 0.5
+        )  # in bf16 some tokens go to other experts
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +90,7 @@ def test_updates_of_verls_worker_are_equal_across_layouts(run_a3, one_rank, layo
     ranks = run_a3(WORKER, LAYOUTS[layout])
     for rank in ranks:
         assert_same_norms(rank, one_rank)
-        same = (one_rank["ids"][:, None] == rank["ids"][None]).all(-1).int().argmax(0)  # this rank's sequences there
+        same = (one_rank["ids"][:, None] == rank["ids"][None]).all(-1).int().argmax(0)  # indices in one_rank
         for there, here in zip(one_rank["log_probs"], rank["log_probs"], strict=True):
             assert_all_but_few_below((here - there[same]).abs(), 1e-3)
 
@@ -125,7 +127,7 @@ def recomputed(layers):
     return [*ALL_LAYERS[:2], ALL_LAYERS[3], f"{RECOMPUTED}num_layers={layers}"]
 
 
-# layout, keys of recipe.train, overrides, what must have been called
+# layout, keys of recipe.train, overrides, function that must have been called
 SAME = [
     ("tp1", {}, ALL_LAYERS, None),
     *(("tp1", {f"fused_{kernel}": False}, [], None) for kernel in ("rmsnorm", "swiglu", "rope", "permute")),
@@ -188,7 +190,7 @@ def test_the_models_own_routing_is_uneven_and_every_rank_says_so(run_a3, layout)
     """Check the loads of all ranks; a stage with dense layers alone has none."""
     first, *others = [found["load"]["train"] for found in run_a3(WORKER, LAYOUTS[layout], more=LOAD)]
     assert first["layers"] == 3 and first["max_over_mean"] >= first["mean_over_layers"] > 1.1 and others == [first]
-    ranks = first["ranks_over_mean"]  # of ranks with several experts, which even each other out
+    ranks = first["ranks_over_mean"]  # loads of the experts on a rank average out
     assert ranks == 1 if layout == "pp2_uneven" else 1 < ranks < first["mean_over_layers"], first
 
 
@@ -198,4 +200,4 @@ def test_learning_rate_follows_the_schedule(run_a3, one_rank):
     (found,) = run_a3(WORKER, more=more)
     assert [step["actor/lr"] for step in found["metrics"]] == [[0.0], [1e-3]]
     assert [step["actor/lr"] for step in one_rank["metrics"]] == [[1e-3], [1e-3]]
-    assert found["log_probs"][0].equal(found["log_probs"][1])  # nothing moved at rate 0
+    assert found["log_probs"][0].equal(found["log_probs"][1])  # no weight moved at rate 0

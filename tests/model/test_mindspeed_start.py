@@ -21,11 +21,11 @@ SELECTIVE = [
     f"{_KWARGS}method=block",
 ]
 TINY = "deepseekv3_tiny_cpu"
-# name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for;
-# layer lists, fused gradients and overlaps are in test_mindspeed_parity.py and test_mindspeed_update.py
+# name -> (configuration, ranks, overrides, words of the refusal or None); the process is prepared for the first;
+# test_mindspeed_parity.py and test_mindspeed_update.py test layer lists, fused gradients and overlaps
 CASES = {
     "base": (TINY, 2, TP2, None),
-    "too_long": (TINY, 2, [*TP2, "data.max_response_length=4096"], "upstream refuses"),
+    "too_long": (TINY, 2, [*TP2, "data.max_response_length=4096"], "refused by Megatron or MindSpeed"),
     "selective_with_method": (TINY, 2, [*TP2, *SELECTIVE], "not yet supported for selective"),
     "three_ranks": (TINY, 3, TP2, "world size"),
     "too_few_ranks": (TINY, 1, TP2, "tensor_model_parallel_size: requested 2, got 1"),

@@ -67,6 +67,6 @@ def test_the_first_step_is_that_of_transformers_at_every_layout(found, peer, obj
 
 
 def test_a_reference_that_is_the_policy_has_another_gradient(found, peer):
-    """Run the control."""
+    """Check as a negative control that the gradient depends on the reference's log-probs."""
     _, norm = peer("dpo", torch.zeros(SAMPLES))
     assert all(rank["dpo"][1] != pytest.approx(norm, rel=1e-2) for ranks in found.values() for rank in ranks)

@@ -21,7 +21,7 @@ from verl_patches.weights.source import open_source
 
 SIZES = {
     "pp2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1},
-    "ep2": {},  # of the tiny configuration
+    "ep2": {},  # the sizes of the tiny configuration
     "dp2": {"expert_model_parallel_size": 1},
     "tp2ep2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
@@ -29,7 +29,7 @@ CASES = {name: ("", sizes) for name, sizes in SIZES.items()}
 CASES["moved"] = ("", {"param_offload": True, "grad_offload": True, "optimizer_offload": True})
 CASES |= {"reduction": ("reduction", SIZES["ep2"]), "bias": ("bias", SIZES["tp2ep2"])}
 A3 = {"ep2": "ep2", "tp2ep2": "tp2_extends_ep", "pp2": "pp2_uneven", "reduction": "ep2"}
-# recomputed layers of each stage: the critic's worker takes those of its own
+# recomputed layers of each stage: the critic's worker must take its own stage's number
 RECOMPUTED = [f"{key}={value}".replace(" ", "") for key, value in recompute_keys([1, 2]).items()]
 pytestmark = pytest.mark.slow
 
@@ -84,8 +84,8 @@ def test_reward_models_score_as_transformers_and_as_algo_rm_trains_them(referenc
     for name in layouts(found):
         scores = by_sample(found[name], "scored")
         assert (scores - expected).abs().max() < 1e-5 * expected.abs().max(), name
-        assert (scores[:, 0] - by_sample(found[name], "behind")).abs().max() < 1e-5, name  # verl's value there
-        assert (scores - before).abs().max() > 1e-2, name  # that of the last token: the control
+        assert (scores[:, 0] - by_sample(found[name], "behind")).abs().max() < 1e-5, name  # the critic's value
+        assert (scores - before).abs().max() > 1e-2, name  # negative control: the token before
 
 
 def test_the_norm_is_that_of_all_ranks_gradients_at_every_layout(found):
@@ -94,7 +94,7 @@ def test_the_norm_is_that_of_all_ranks_gradients_at_every_layout(found):
         for update, (norm, expected) in enumerate(zip(layout_norms, norms["ep2"], strict=True), 1):
             assert norm == pytest.approx(expected, rel=norm_tolerance(update, 1e-4)), (name, norms)
         assert all(rank["norms"] == layout_norms for rank in found[name])
-    assert found["reduction"][0]["norms"][0] != pytest.approx(norms["ep2"][0], rel=1e-2)  # verl's own: the control
+    assert found["reduction"][0]["norms"][0] != pytest.approx(norms["ep2"][0], rel=1e-2)  # negative control
 
 
 def test_the_drawn_head_is_equal_on_all_ranks_and_stays_so(found):
@@ -105,7 +105,7 @@ def test_the_drawn_head_is_equal_on_all_ranks_and_stays_so(found):
         first, *others = [rank["head"] for rank in found[name] if rank["head"]]
         assert not torch.equal(first[1], torch.zeros(1))
         assert all(torch.equal(a, b) for head in others for a, b in zip(first, head, strict=True)), name
-    if "bias" in found:  # as verl marks its head: the control
+    if "bias" in found:  # negative control: verl's own head does not mark its bias
         one, other = (rank["head"] for rank in found["bias"])
         assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[1])
 
@@ -113,7 +113,7 @@ def test_the_drawn_head_is_equal_on_all_ranks_and_stays_so(found):
 def test_a_zero_head_has_the_mean_square_of_the_returns_as_loss(reference, found):
     tokens = reference["mask"][:, FROM:].sum(1)[torch.arange(SAMPLES) % len(reference["mask"])]
     squares = torch.linspace(-1, 1, SAMPLES).square()
-    expected = ((squares * tokens).sum() / tokens.sum()).item()  # of the mini batch, whatever its micro batches
+    expected = ((squares * tokens).sum() / tokens.sum()).item()  # the mean over the mini batch, not over micro batches
     for name in layouts(found):
         losses = [torch.tensor(rank["loss"]).mean() for rank in found[name] if rank["last_stage"]]
         assert torch.stack(losses).mean().item() == pytest.approx(expected, rel=1e-6), name

@@ -51,15 +51,15 @@ def small():
 def test_a_region_removed_or_doubled_is_caught(small):
     name = small.regions[0].name
     small.set_both(small.sender, small.regions[1:])
-    small.refuses(f"rank 1 needs .*{name}.* exactly once, found never")
+    small.refuses(f"rank 1 needs .*{name}.* exactly once, found no write")
     small.set_both(small.sender, (*small.regions, small.regions[0]))
-    small.refuses("bytes in bucket|found twice")
-    small.refuses(f"rank 1 needs .*{name}.* exactly once, found twice", small.roomy)
+    small.refuses("bytes in bucket|found two writes")
+    small.refuses(f"rank 1 needs .*{name}.* exactly once, found two writes", small.roomy)
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda local: local[1:], "rank 0 needs .* exactly once, found never"),
-    (lambda local: [*local, next(r for r in local if r.name == EMBEDDING)._replace(stop=1)], "found twice"),
+    (lambda local: local[1:], "rank 0 needs .* exactly once, found no write"),
+    (lambda local: [*local, next(r for r in local if r.name == EMBEDDING)._replace(stop=1)], "found two writes"),
     (lambda local: [*local, Region("lm_head.weight", 1, 0, 1)], "rank 0 keeps lm_head.weight"),
 ])  # fmt: skip
 def test_wrong_local_regions_are_caught(small, change, message):
@@ -88,7 +88,7 @@ def test_a_sender_that_does_not_hold_it_is_caught(small):
     other = next(rank for rank in range(8) if stages[rank] != stages[small.sender] and rank != 1)
     small.set_both(small.sender, ())
     small.set_both(other, (*small.ranks[1].buckets[small.number].receive.get(other, ()), *small.regions))
-    small.refuses(f"rank {other} sends .* found nothing of that tensor", small.roomy)
+    small.refuses(f"rank {other} sends .* found no shard of that tensor", small.roomy)
 
 
 @pytest.mark.parametrize("change", ["order", "not sent", "not expected", "another bucket"])
@@ -103,7 +103,7 @@ def test_ends_that_disagree_are_caught(small, change):
         small.set_segment(1, "send", peer, (*regions, small.ranks[1].local[0]))
     else:
         small.set_segment(small.sender, "send", 1, small.regions[::-1] if change == "order" else ())
-    small.refuses("in bucket|bytes in bucket")
+    small.refuses("plan: bucket .* expects|bytes in bucket")
 
 
 def test_a_full_bucket_and_a_missing_one_are_caught(small):
@@ -111,4 +111,4 @@ def test_a_full_bucket_and_a_missing_one_are_caught(small):
     small.ranks[4] = replace(small.ranks[4], buckets=small.ranks[4].buckets[:-1])
     small.refuses("rank 4 has .* buckets, expected")
     del small.ranks[4]
-    small.refuses("a plan for each of 8 ranks, found 7")
+    small.refuses("a plan for each of 8 ranks, found plans for 7")

@@ -163,7 +163,7 @@ def _repeating(model, name, weight):
 def test_a_tensor_that_cannot_be_followed_is_refused_with_the_reason(name, load, reason):
     model = Toy({name: load})
     expected = values(model)
-    with pytest.raises(RecipeError, match=f"rank 1: .*{name.split()[0]}.*{reason}.*no weight sync can follow"):
+    with pytest.raises(RecipeError, match=f"rank 1: .*cannot reproduce.*{name.split()[0]}.*{reason}"):
         learn(model)
     assert differing(model, expected) == []
 
@@ -175,9 +175,9 @@ def _twice(model, name, weight):
 
 @pytest.mark.parametrize(("name", "load", "message"), [
     ("up", _twice, r"gate_up: expected each of its 24 .* found \[1, 0\] written by gate\[2:4\] and by up\[0:1\]"),
-    ("norm", lambda m, n, w: None, "rank 1: norm: expected each of its 6 .* found 6 not written"),
+    ("norm", lambda m, n, w: None, "rank 1: .*: norm: expected each of its 6 .* found 6 not written"),
     ("down", lambda m, n, w: m.down.data[:, :1].copy_(w[:, 2:3]),
-     r"rank 1: down: expected each of its 12 .* found 6 not written, the first at \[0, 1\]"),
+     r"rank 1: .*: down: expected each of its 12 .* found 6 not written, the first at \[0, 1\]"),
 ])  # fmt: skip
 def test_a_loader_that_does_not_write_everything_once_is_named(name, load, message):
     model = Toy({name: load})
@@ -218,7 +218,7 @@ def test_private_formats_are_refused(monkeypatch):
     model = Toy()
     nz = model.w13.untyped_storage().data_ptr()
     monkeypatch.setattr(destination, "private_format", lambda t: 29 if t.untyped_storage().data_ptr() == nz else None)
-    with pytest.raises(RecipeError, match="expert.1.up: w13 is kept in the private NPU format 29"):
+    with pytest.raises(RecipeError, match="expert.1.up: w13 is stored in the private NPU format 29"):
         learn(model)
 
 

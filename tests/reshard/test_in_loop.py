@@ -31,7 +31,7 @@ def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4,
     ("plan", 2, "no weight sync can be planned"),
     ("post_load", 1, "rollout weights are incomplete"),
     ("wake ['weights']", 1, "the rollout engine is not ready"),
-    ("poison", 2, "nothing was sent"),
+    ("poison", 2, "no weights were sent"),
 ])  # fmt: skip
 def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, step, number, todo):
     """Move memory before the second sync: the executor of the first would write into the old one."""
@@ -97,5 +97,5 @@ def test_an_error_of_the_rollout_is_not_hidden_by_the_sleep_that_follows(schedul
     with pytest.raises(OSError, match="device"), manager:
         raise OSError("device")
     assert "8 unfinished requests" in caplog.text
-    with pytest.raises(RecipeError), manager:  # the control
+    with pytest.raises(RecipeError), manager:  # negative control: the sleep's error alone
         pass

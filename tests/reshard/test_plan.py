@@ -171,7 +171,7 @@ def _block(rows, holders=(0,), receivers=(1,)):
 @pytest.mark.parametrize(("blocks", "dies", "sent"), [
     ([(1, (0, 1), (2,)), (1, (0, 1), (2,)), (2, (0, 1), (2,))], 1, [2, 2, 0, 0]),  # the large one first
     ([(1, (0, 1), (2, 3))], 1, [1, 1, 0, 0]),  # each receiver of a block has its own sender
-    ([(2, (0, 2), (1,)), (2, (0,), (3,))], 2, [2, 0, 2, 0]),  # the one without a choice first
+    ([(2, (0, 2), (1,)), (2, (0,), (3,))], 2, [2, 0, 2, 0]),  # the block with one holder first
     ([(1, (0, 2), (1,))] * 10, 2, [5, 0, 5, 0]),  # a near sender above the mean is passed over
 ])  # fmt: skip
 def test_holders_send_equally_much(blocks, dies, sent):

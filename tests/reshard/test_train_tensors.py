@@ -82,11 +82,11 @@ def _renamed(old, new):
      r"layers.1.mlp.experts.local_experts.0.linear_fc2.weight' on rank 1: expected float32 \(128, 32\), which "
      r"holds model.layers.1.mlp.experts.8.down_proj.weight\[:, 0:32\], found float32 \(32, 128\)"),
     (lambda chunk: {BIAS: chunk[BIAS].bfloat16()}, r"expert_bias' on rank 1: expected float32 .* bfloat16 \(16,\)"),
-    (lambda chunk: {EXPERT: None}, "rank 1 should train 1 HF tensors, as model.layers.1.mlp.experts.8.down_proj"),
+    (lambda chunk: {EXPERT: None}, "rank 1 lacks 1 HF tensors .* model.layers.1.mlp.experts.8.down_proj"),
     (lambda chunk: {te_name(EXPERT): chunk[EXPERT]},
-     "rank 1 has model.layers.1.mlp.experts.8.down_proj.weight in .*linear_fc2.weight and in .*weight0"),
-    (_renamed("layers.1", "layers.2"), "on rank 1 is routed_expert_down of layer 2, expert 8, which its layout does"),
-    (None, "rank 1 has 2 model chunks, layout .* has 1"),
+     "rank 1: parameters .*linear_fc2.weight and .*weight0 both hold model.layers.1.mlp.experts.8.down_proj.weight"),
+    (_renamed("layers.1", "layers.2"), "on rank 1 holds routed_expert_down of layer 2, expert 8"),
+    (None, "rank 1 has 2 model chunks; expected 1"),
 ])  # fmt: skip
 def test_parameters_that_are_not_the_layouts_are_refused(weights, change, message):
     (chunk,) = native = pack(weights, INVENTORY, parse_layout("ep2 pp2 @4"), 1, "local")

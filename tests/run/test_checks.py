@@ -62,7 +62,7 @@ REFUSED = [
         "num_nextn_predict_layers=1", "topk_method=greedy", "n_shared_experts=0", "rope_theta=x")],
      ["predict_layers is 1, expected 0", "'greedy', expected 'noaux_tc'", "n_shared_experts is 0",
       "rope_theta is 'x'"]),
-    (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], [r"n_group is 3 .* a divisor of 256"]),
+    (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], [r"n_group is 3 .* to divide n_routed_experts 256"]),
     (rules.model_checks, TINY, [f"+{MODEL_CONFIG}.hidden_size=x"], ["hidden_size is 'x'; expected a whole number"]),
     (rules.train_checks, LARGE, [
         "recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", f"{ACTOR}.expert_model_parallel_size=2",
@@ -122,7 +122,7 @@ REFUSED = [
     (rules.routing_replay_checks, LARGE, [REPLAY, f"{SKIP}=true"], ["skip_old_log_prob leaves out the pass"]),
     (rules.routing_replay_checks, RANDOM, [REPLAY, f"{SKIP}=false", OFF("update.routing_samples")],
      ["balanced_routing ignores the router", "row update.routing_samples is off"]),
-    (rules.sync_checks, LARGE, [SMALL_BUCKETS], ["at least 14336, one row of model.*, found 1000"]),
+    (rules.sync_checks, LARGE, [SMALL_BUCKETS], ["at least 14336, the bytes of one row of model.*; found 1000"]),
     (rules.checkpoint_checks, TINY, [SAVE, "trainer.default_hdfs_dir=hdfs://x", OFF("checkpoint.*"),
                                      f"{ACTOR}.use_distributed_optimizer=false"],
      ["files go to trainer.default_local_dir", "checkpoint.parts, checkpoint.save, checkpoint.load",

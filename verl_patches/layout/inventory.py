@@ -94,7 +94,7 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     if not isinstance(config, Mapping):
         where, config = str(config), read_config(config)
     if fault := config_mismatches({"model_type": "none", **config}, _NAMING_KEYS):
-        raise ConfigError(f"{where} is of another model than DeepSeek-V3: {fault}")
+        raise ConfigError(f"{where} does not describe a DeepSeek-V3 model: {fault}")
     types = types_of(ModelShape)
     required = dict.fromkeys(field.name for field in fields(ModelShape) if field.default is MISSING)
     values = required | {key: value for key, value in config.items() if key in types and value is not None}

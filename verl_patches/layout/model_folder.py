@@ -112,5 +112,5 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download or record it again") from error
+        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download or write it again") from error
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}

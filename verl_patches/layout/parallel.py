@@ -125,7 +125,9 @@ class ParallelLayout:
             axes = ["etp", "ep", "pp"] if name == "instance" else name.split("-")
             view = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
             if not set(axes) <= set(view):
-                raise ConfigError(f"layout: axes {name!r}: expected some of {DENSE_AXES} or of {EXPERT_AXES}")
+                raise ConfigError(
+                    f"layout: axes {name!r}: expected axes of one view, {DENSE_AXES} or {EXPERT_AXES}, joined by '-'"
+                )
             fixed = [axis for axis in view if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -216,7 +218,7 @@ def parse_layout(text: str) -> ParallelLayout:
                 f'layout {text!r}: cannot read {word!r}; expected words such as "tp4 pp8 ep32 etp1 @256 layers=7,8"'
             )
         if name in values:
-            raise ConfigError(f"layout {text!r}: {name} is given twice")
+            raise ConfigError(f"layout {text!r}: {name} is given twice; expected once")
         values[name] = tuple(map(int, value.split(","))) if name == "layers_per_stage" else int(value)
     if "world_size" not in values:
         raise ConfigError(f'layout {text!r}: the number of ranks is missing; add it as "@256"')

@@ -148,8 +148,8 @@ def library_rule(inventory: Inventory, layout: ParallelLayout, library: str) -> 
         )
     if library == "mindspeed" and model.q_lora_rank is None and tp > 1:
         raise ConfigError(
-            "sharding: MindSpeed-LLM makes q part of a replicated projection when q_lora_rank is null; "
-            "use tp=1, or a model with q_lora_rank"
+            f"sharding: q_lora_rank is null and tp is {tp}; expected tp=1 without q_lora_rank, as MindSpeed-LLM then "
+            "makes q part of a replicated projection. Use tp=1, or a model with q_lora_rank"
         )
     return LIBRARIES[library]
 

@@ -47,16 +47,19 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
         faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
     if not faults and groups and chosen and (experts % groups or chosen > groups):
-        faults.append(f"n_group is {groups} and topk_group {chosen}; expected a divisor of {experts}, and 1 to n_group")
+        faults.append(
+            f"n_group is {groups} and topk_group {chosen}; expected n_group to divide n_routed_experts {experts}, and "
+            "topk_group from 1 to n_group"
+        )
     if not faults:
         try:
             found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
             faults += [unlike] if (unlike := size_differences(found, model)) else []
         except ConfigError as error:
             faults.append(str(error))
-    where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
-    detail = f"{'; '.join(faults)} ({where}): this model cannot be trained" if faults else "a DeepSeek-V3"
-    yield Check("model config", not faults, detail)
+    where = "the model's config.json, changed by actor_rollout_ref.model.override_config.model_config"
+    detail = f"{'; '.join(faults)} ({where}): this model cannot be trained"
+    yield Check("model config", not faults, detail if faults else "a DeepSeek-V3 model")
 
 
 def train_checks(run: RunSpec) -> Iterator[Check]:
@@ -100,10 +103,10 @@ def _stage_fault(train: ParallelLayout, model: ModelShape) -> str | None:
     if train.ep == 1 or not dense:
         return None
     return (
-        f"stage {', '.join(map(str, dense))} has no layer with experts; expected one in each, as Megatron core_r0.8.0 "
-        "reduces the norms of dense and of expert gradients over all ranks one after the other "
-        "(megatron.core.optimizer.optimizer.ChainedOptimizer.step), and this stage would not join the second: "
-        f"more than {model.first_k_dense_replace} layers on the first stage"
+        f"pipeline stage {', '.join(map(str, dense))} has no layer with experts; expected one on each stage. Megatron "
+        "core_r0.8.0 reduces the norms of dense and then of expert gradients over all ranks "
+        "(megatron.core.optimizer.optimizer.ChainedOptimizer.step); without experts a stage skips the second "
+        f"reduction, and the update hangs. Put more than {model.first_k_dense_replace} layers on the first stage"
     )
 
 
@@ -115,7 +118,7 @@ def expert_checks(run: RunSpec) -> Iterator[Check]:
         held = f"each expert is split over {train.etp} ranks, as tp"
     fault = (
         f"expected ep > 1 or etp = tp at tp {train.tp}: "
-        "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
+        "with ep 1 and etp 1 Megatron sums expert outputs of different tokens over TP ranks"
     )
     yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, held, fault)
 
@@ -129,8 +132,8 @@ def recomputation_checks(run: RunSpec) -> Iterator[Check]:
         kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTE_KEYS)
         if kind == "full" and method != "block" and number == 0:
             fault = (
-                f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, or the "
-                "forward pass would not end; or set enable_gradient_checkpointing=false"
+                f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, found "
+                f"{method}: Megatron's loop over layers would never end. Set it, or enable_gradient_checkpointing=false"
             )
             yield Check("recomputation", False, fault)
 
@@ -152,7 +155,7 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
     yield from (Check("engine arguments", False, text) for text in refused)
     if not refused:
-        held = f"none of {len(rows)} keys is refused; config --explain shows what each becomes"
+        held = f"all {len(rows)} keys are supported; `config --explain` shows the argument of each"
         yield Check("engine arguments", True, held)
 
 
@@ -169,8 +172,10 @@ def value_model_differences(run: RunSpec, model: ModelShape, folder: Path) -> st
     the keys that change no weight are compared too.
     """
     model = replace(first_layers(model, run.recipe.num_hidden_layers), torch_dtype=run.model.torch_dtype)
-    if unlike := size_differences(model, run.model):
-        return unlike
+    if mismatches := size_differences(model, run.model):
+        return mismatches
     own, actors = read_config(folder), run.hf_config
-    keys = [key for key in _COMPUTATION_KEYS if run.line == A3 and own.get(key) != actors.get(key)]
+    if run.line != A3:
+        return ""
+    keys = [key for key in _COMPUTATION_KEYS if own.get(key) != actors.get(key)]
     return ", ".join(f"{key} {own.get(key)} != {actors.get(key)}" for key in keys)

@@ -48,15 +48,15 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
 def check_hf_config(hf_config) -> None:
     """Refuse an `hf_config` that verl's converter and Megatron would not compute as DeepSeek-V3, with ConfigError."""
     if fault := config_mismatches(hf_config.to_dict()):
-        raise ConfigError(f"HF config: {fault}: Megatron would compute another model")
+        raise ConfigError(f"HF config: {fault}: Megatron would compute a different model")
     if getattr(hf_config, "moe_layer_freq", 1) != 1:
         raise ConfigError(f"HF config: moe_layer_freq is {hf_config.moe_layer_freq}, expected 1 on Megatron")
     groups, topk_group = getattr(hf_config, "n_group", None) or 1, getattr(hf_config, "topk_group", None) or 1
     if groups > 1 and hf_config.num_experts_per_tok != 2 * topk_group:
         raise ConfigError(
-            "HF config: num_experts_per_tok must be 2 * topk_group: "
-            "Megatron ranks a group by its best num_experts_per_tok // topk_group experts, "
-            f"transformers and vLLM by its best 2; found {hf_config.num_experts_per_tok} and {topk_group}"
+            "HF config: num_experts_per_tok must be 2 * topk_group, "
+            f"found {hf_config.num_experts_per_tok} and topk_group {topk_group}: Megatron scores a group of experts by "
+            "its best num_experts_per_tok // topk_group, transformers and vLLM by its best 2"
         )
     yarn = getattr(hf_config, "rope_scaling", None)
     if not yarn:
@@ -66,8 +66,8 @@ def check_hf_config(hf_config) -> None:
     if yarn.get("mscale") != yarn.get("mscale_all_dim"):
         raise ConfigError(
             "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, "
-            "because Megatron scales the softmax by mscale and transformers and vLLM by mscale_all_dim; "
-            f"found {yarn.get('mscale')} and {yarn.get('mscale_all_dim')}"
+            f"found {yarn.get('mscale')} and {yarn.get('mscale_all_dim')}: "
+            "Megatron scales the softmax by mscale, transformers and vLLM by mscale_all_dim"
         )
 
 
@@ -118,7 +118,7 @@ def sum_k_pe_grad(original_init):
             raise ConfigError(
                 f"multi-latent attention at tensor_model_parallel_size={tp} needs sequence_parallel=True "
                 "(found False): without it megatron-core loses part of the rotary key's gradient. "
-                "Set it, or switch the row off with -model.mla_k_pe_grad"
+                "Set it, or switch this correction off: recipe.patches=[-model.mla_k_pe_grad]"
             )
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj.register_forward_hook(functools.partial(_whole_latent, width))

@@ -145,8 +145,8 @@ def _make_tokenizer(config: dict[str, Any]) -> PreTrainedTokenizerFast:
     ids = [config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
     if ids != [0, 1, 2] or tokenizer.get_vocab_size() != config["vocab_size"]:
         raise ConfigError(
-            "tiny model: the tokenizer has bos, eos, pad = 0, 1, 2 and, from its few sentences, "
-            f"{tokenizer.get_vocab_size()} entries; the config has {ids} and {config['vocab_size']}"
+            f"tiny model: bos, eos and pad ids are {ids} and vocab_size is {config['vocab_size']}; expected [0, 1, 2] "
+            f"and {tokenizer.get_vocab_size()}, as in its tokenizer. Remove these overrides"
         )
     bos, eos, pad = SPECIAL_TOKENS[:3]
     fast = PreTrainedTokenizerFast(

@@ -95,8 +95,9 @@ def make_blocks(
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
     if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
         raise ConfigError(
-            f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, one row of {region.name} "
-            f"along axis {region.axis}, found {bucket_bytes!r}; give more, such as {DEFAULT_BUCKET_BYTES}"
+            f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, the bytes of one row of "
+            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. "
+            f"Increase recipe.reshard.bucket_bytes, for example to {DEFAULT_BUCKET_BYTES}"
         )
     return blocks
 
@@ -168,14 +169,14 @@ def _check_layouts(train: ParallelLayout, rollout: ParallelLayout) -> None:
     """Raise ConfigError for a pair of valid layouts between which no plan can be made."""
     if train.world_size != rollout.world_size:
         raise ConfigError(
-            f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "
-            "expected the same ranks on both sides: change the layouts until both name all of them"
+            f"reshard plan: training has {train.world_size} ranks ({train}), rollout has {rollout.world_size} "
+            f"({rollout}); expected equal numbers of ranks. Change one of the layouts"
         )
     for axis in ("cp", "pp", "vpp"):
         if getattr(rollout, axis) > 1:
             raise ConfigError(
-                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but a rollout has no {axis}; "
-                f"expected {axis}=1: use tp, ep or more instances"
+                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}) is not supported; "
+                f"expected {axis}=1. Use tp, ep or more instances instead"
             )
 
 

@@ -25,10 +25,12 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
     if sorted(rank_plans) != list(range(plan.world_size)):
-        raise RecipeError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
+        raise RecipeError(
+            f"reshard plan: expected a plan for each of {plan.world_size} ranks, found plans for {len(rank_plans)}"
+        )
     for rank, rank_plan in sorted(rank_plans.items()):
         if rank_plan.rank != rank:
-            raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}; plan again")
+            raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}")
         _check_buckets(plan, rank_plan)
         _check_sources(plan, rank_plan)
         _check_destinations(plan, rank_plan)
@@ -39,7 +41,7 @@ def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     if len(rank_plan.buckets) != plan.bucket_count:
         raise RecipeError(
             f"reshard plan: rank {rank_plan.rank} has {len(rank_plan.buckets)} buckets, expected "
-            f"{plan.bucket_count}: the ranks would wait for each other for ever"
+            f"{plan.bucket_count}: the exchange would hang"
         )
     by_name = plan.inventory.by_name
     for number, bucket in enumerate(rank_plan.buckets):
@@ -60,8 +62,8 @@ def _check_sources(plan: ReshardPlan, rank_plan: RankPlan) -> None:
             shard = shards.get(region.name)
             if shard is None or not contains(shard_region(shard), region, shard.parameter.shape):
                 raise RecipeError(
-                    f"reshard plan: rank {rank_plan.rank} {verb} {region}, expected a part of what it holds in "
-                    f"training ({plan.train}), found {shard_region(shard) if shard else 'nothing of that tensor'}"
+                    f"reshard plan: rank {rank_plan.rank} {verb} {region}; expected a part of its training shard "
+                    f"({plan.train}), found {shard_region(shard) if shard else 'no shard of that tensor'}"
                 )
 
 
@@ -73,18 +75,18 @@ def _check_destinations(plan: ReshardPlan, rank_plan: RankPlan) -> None:
         written[region.name].append(region)
     for name in written.keys() - needed.keys():
         raise RecipeError(
-            f"reshard plan: rank {rank_plan.rank} gets {written[name][0]}, expected nothing of {name}: its "
-            f"rollout layout ({plan.rollout}) does not hold it"
+            f"reshard plan: rank {rank_plan.rank} receives or keeps {written[name][0]}, but its rollout layout "
+            f"({plan.rollout}) holds no part of that tensor"
         )
     for name, shard in needed.items():
         shape, regions, expected = shard.parameter.shape, written.get(name, ()), shard_region(shard)
         outside = [region for region in regions if not contains(expected, region, shape)]
         never, twice = cover(expected, regions, shape) if not outside else ((), ())
-        for fault, at in (("outside of it", outside), ("twice", twice), ("never", never)):
-            if at:
+        for fault, faulty in (("writes outside of it", outside), ("two writes", twice), ("no write", never)):
+            if faulty:
                 raise RecipeError(
-                    f"reshard plan: rank {rank_plan.rank} needs {expected} exactly once, "
-                    f"found {fault}: {_region_list(at)}"
+                    f"reshard plan: rank {rank_plan.rank} needs {expected} written exactly once, "
+                    f"found {fault} of {_region_list(faulty)}"
                 )
 
 
@@ -100,9 +102,9 @@ def _check_segments(rank_plans: Mapping[int, RankPlan]) -> None:
         expected = receives.get((number, sender, receiver), ())
         if sent != expected or not sent or sender == receiver:
             raise RecipeError(
-                f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
-                f"{_region_list(sent) or 'nothing'}, which expects {_region_list(expected) or 'nothing'}; expected "
-                "the same regions in the same order on two ranks, and a segment only where there are any"
+                f"reshard plan: bucket {number}: rank {sender} sends {_region_list(sent) or 'no region'} to rank "
+                f"{receiver}, which expects {_region_list(expected) or 'no region'}; expected the same regions in the "
+                "same order, at least one, and two different ranks"
             )
 
 

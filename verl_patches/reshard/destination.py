@@ -121,7 +121,7 @@ class Trace(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if storage_id(tensor) not in self._origins:  # a view is tracked already
-                self._track(tensor, origin.name, origin.reason or f"{func} computes something from it")
+                self._track(tensor, origin.name, origin.reason or f"{func} computes a new tensor from it")
         return result
 
     def _cast_storage(self, source: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
@@ -142,7 +142,9 @@ class Trace(TorchDispatchMode):
         origin = self._find_origin(args, kwargs)
         if origin is not None:  # the loader's own memory depends on a weight from now on
             for tensor in written:
-                self._track(tensor, origin.name, origin.reason or f"{func} changes it, or stores it elsewhere")
+                self._track(
+                    tensor, origin.name, origin.reason or f"{func} changes it or copies it to the loader's own memory"
+                )
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
                 return _in_place_result(func, written)
         return func(*args, **kwargs)
@@ -161,12 +163,12 @@ class Trace(TorchDispatchMode):
             return  # it copies a tensor onto itself, or no elements
         origin = self._find_origin((source,), {})
         if origin is None or origin.reason is not None:
-            return self._refuse(origin, "copy_ of a tensor that is none of the weights")
+            return self._refuse(origin, "copy_ reads a tensor that is not a weight of the checkpoint")
         if (source.dtype, target.dtype) != (origin.dtype, self._live[storage_id(target)]):
-            return self._refuse(origin, "copy_ between views of another dtype")
+            return self._refuse(origin, "copy_ reads or writes a view as another dtype")
         spread = source.expand(target.shape)  # raises for shapes for which copy_ would
         if spread.numel() != source.numel():
-            return self._refuse(origin, "copy_ repeats elements")
+            return self._refuse(origin, "copy_ repeats elements by broadcasting")
         self.copies.append(Copy(origin.name, spread, target))
 
     def _refuse(self, origin: _Origin | None, reason: str) -> None:
@@ -276,12 +278,13 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
         restore_memory(model, before, data, rank)
     names = {storage_id(tensor): name for name, tensor in before.items()}
     tensors, problems = _map_copies(trace.copies, inventory, names)
-    _raise_problems(rank, trace.problems + problems, "load_weights does what no weight sync can follow")
+    _raise_problems(rank, trace.problems + problems, "the direct weight sync cannot reproduce vLLM's load_weights")
     writes = [(str(place.region), place.tensor) for places in tensors.values() for place in places]
     writes += [(f"the constant {constant.value:g}", constant.target) for constant in trace.constants]
     written = {names[storage_id(target)] for _, target in writes}
     loaded = dict(model.named_parameters()) | {name: before[name] for name in written}
-    _raise_problems(rank, write_faults(loaded, writes), "the rollout would compute with stale values")
+    failure = "vLLM's load_weights would leave elements stale or write them twice"
+    _raise_problems(rank, write_faults(loaded, writes), failure)
     views = {name: view_id(tensor) for name, tensor in loaded.items()}
     return Destinations(tensors, tuple(trace.constants), model, views)
 
@@ -295,9 +298,9 @@ def _map_copies(
         owner = names[storage_id(copy.target)]
         private, place = private_format(copy.target), _locate_copy(inventory.by_name[copy.name], copy, owner)
         if private is not None:
-            problems.append(f"{copy.name}: {owner} is kept in the private NPU format {private}")
+            problems.append(f"{copy.name}: {owner} is stored in the private NPU format {private}")
         elif place is None:
-            problems.append(f"{copy.name}: {owner} gets elements of it that are no block of its rows or columns")
+            problems.append(f"{copy.name}: {owner} receives elements that are not one range of its rows or columns")
         else:
             tensors[copy.name] = (*tensors.get(copy.name, ()), place)
     return tensors, problems
@@ -324,10 +327,10 @@ def _locate_copy(parameter: Parameter, copy: Copy, owner: str) -> RolloutTensor 
     return RolloutTensor(region, target.as_strided(sizes, strides, target.storage_offset()), owner)
 
 
-def _raise_problems(rank: int, problems: list[str], meaning: str) -> None:
+def _raise_problems(rank: int, problems: list[str], failure: str) -> None:
     if problems:
         more = f" (and {len(problems) - _SHOWN_PROBLEMS} more)" if len(problems) > _SHOWN_PROBLEMS else ""
         raise RecipeError(
-            f"reshard: rank {rank}: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}: {meaning}; "
-            "use verl's path, recipe.patches=[-reshard.*]"
+            f"reshard: rank {rank}: {failure}: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}.\n"
+            "Use verl's own weight sync: recipe.patches=[-reshard.*]"
         )

@@ -107,14 +107,14 @@ class Compiler:
             arriving_regions = self.arriving_regions.get(name, ())
             for region in arriving_regions:
                 missing, _ = cover(region, [part.region for part in parts], shape)
-                yield from (f"{gap} arrives, but is unmapped: no live parameter takes it" for gap in missing)
+                yield from (f"{gap} is sent to this rank, but no rollout parameter holds it" for gap in missing)
             for part in parts:
                 if not part.region.rows:
                     continue
                 missing, doubled = cover(part.region, arriving_regions, shape)
-                where = f"in {part.parameter}: expected once by the plan"
-                yield from (f"{gap} {where}, found never written" for gap in missing)
-                yield from (f"{region} {where}, found written twice or more" for region in doubled)
+                where = f"in {part.parameter}: expected one write by the plan"
+                yield from (f"{gap} {where}, found none" for gap in missing)
+                yield from (f"{region} {where}, found two or more" for region in doubled)
                 expected, found = part.region.shape_in(shape), tuple(part.tensor.shape)
                 if found != expected:
                     yield f"{part.region} in {part.parameter}: expected shape {expected}, found {found}"
@@ -165,12 +165,14 @@ class Compiler:
     def _add_copy(self, copies: Copies, region: Region, target: torch.Tensor) -> None:
         source, wire = self.sources.get(region.name), self._dtype(region)
         if source is None:
-            raise ReshardError(f"reshard: rank {self.plan.rank} should send {region}, found nothing of it in training")
+            raise ReshardError(
+                f"reshard: rank {self.plan.rank} must send or copy {region}, but it trains no part of that tensor"
+            )
         view = source.read(region)
         if tuple(view.shape) != tuple(target.shape) or torch.promote_types(view.dtype, wire) != wire:
             raise ReshardError(
                 f"reshard: {region} on training rank {self.plan.rank}: expected {wire} {tuple(target.shape)}, "
-                f"found {view.dtype} {tuple(view.shape)}; the inventory is not of this model"
+                f"found {view.dtype} {tuple(view.shape)}; the plan was made for another model or dtype"
             )
         copies.targets.append(target)
         copies.sources.append(view.detach())
@@ -250,14 +252,14 @@ class Executor:
         if before:
             self._run_step("load", before)
         try:
-            self._raise_on_any_rank("nothing was sent; stop, do not sample with the present weights")
+            self._raise_on_any_rank("no weights were sent; stop the run, do not generate with the present weights")
         except ReshardError:
             self._close_buffers()
             raise
         self._exchange_all()  # if it raises, buffers stay: a collective may still write to them
         self._run_step("load", self._finish)
         self._run_step("memory", self._close_buffers)
-        self._raise_on_any_rank("rollout weights are incomplete; stop, do not sample with them")
+        self._raise_on_any_rank("rollout weights are incomplete; stop the run, do not generate with them")
         self._seconds["total"] = time.perf_counter() - begin
         peak = sum(buffer.nbytes for buffer in self._wire)
         return SyncReport(*self._traffic, len(self._buckets) + ERROR_ALL_REDUCES, peak, self._seconds)
@@ -304,7 +306,7 @@ class Executor:
         if freed:
             raise RuntimeError(
                 f"{freed[0]} and {len(freed) - 1} more have no device memory: expected training and rollout weights on "
-                "the device, found them offloaded or asleep; load them before the sync"
+                "the device, found them offloaded or freed by sleep mode; load them before the sync"
             )
         for buffer in self._wire:
             buffer.untyped_storage().resize_(buffer.nbytes)
@@ -333,8 +335,8 @@ def build_executor(
     unlike = [f"rank {rank} has the digest {digest}" for rank, digest in enumerate(digests) if digest != digests[0]]
     if unlike:
         raise ReshardError(
-            f"reshard: ranks do not have the same plan: rank 0 has the digest {digests[0]}, {', '.join(unlike[:3])}; "
-            "look for unequal layouts or versions"
+            f"reshard: ranks have different plans: rank 0 has the digest {digests[0]}, {', '.join(unlike[:3])}; "
+            "expected one digest. Compare the layouts and the code versions of these ranks"
         )
     made: list[Executor] = []
 
@@ -345,6 +347,6 @@ def build_executor(
             made.append(Executor(compiler, finish))
         return problems
 
-    failure = "the plan does not fit the memory of these ranks; compare layouts and model"
+    failure = "the plan does not match the tensors on these ranks; compare the layouts with the model"
     raise_on_any_rank(catch_errors(make), None, device, failure)
     return made[0]

@@ -56,8 +56,8 @@ MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind !
 # library of layout/sharding.py -> (its names, unsupported settings that give other names)
 NAMES_BY_LIBRARY = dict.fromkeys(
     ("megatron-local", "megatron-te"),
-    (MEGATRON_NAMES, "a grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
-) | {"mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction and SequentialMLP")}
+    (MEGATRON_NAMES, "grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
+) | {"mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction, SequentialMLP")}
 
 
 # ---- parameter names
@@ -101,10 +101,10 @@ def parse_name(name: str, library: str) -> ParsedName:
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
             return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))
-    names, others = NAMES_BY_LIBRARY[library]
+    names, unsupported = NAMES_BY_LIBRARY[library]
     raise ConfigError(
-        f"{library}: parameter {name!r} is not one of DeepSeek-V3's: expected names as {names['router']}; others are "
-        f"given by what is not supported here: {others}"
+        f"parameter {name!r} is not a DeepSeek-V3 parameter of library {library}; expected a name such as "
+        f"{names['router']!r}.\nThese settings give other names and are not supported: {unsupported}"
     )
 
 

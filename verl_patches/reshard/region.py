@@ -117,7 +117,10 @@ def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tup
 
 
 def _different_axes(a: Region, b: Region) -> ConfigError:
-    return ConfigError(f"reshard: {a} and {b} are cut along different axes, which is not supported")
+    return ConfigError(
+        f"reshard: cannot compare {a} with {b}: they are cut along different axes; expected one axis for each tensor "
+        "(layout/sharding.py, AXES)"
+    )
 
 
 def _with_common_axis(a: Region, b: Region, shape: Sequence[int]) -> tuple[Region, Region]:

@@ -106,8 +106,8 @@ class TrainTensor:
         view = region_view(self.tensor, self.region, region, self.shape)
         if view is None:
             raise ConfigError(
-                f"reshard: {region} is needed where {self.region} is held: the plan is not of this rank's layout; "
-                "plan again"
+                f"reshard: the plan reads {region}, but this rank holds {self.region}: the plan was made for another "
+                "layout. Make it again with the layout of this model"
             )
         return view
 
@@ -178,7 +178,9 @@ def train_tensors_from_native(
 ) -> dict[str, TrainTensor]:
     """Return the same as `train_tensors`, from names and tensors of each model chunk, without Megatron."""
     if len(native) != layout.vpp:
-        raise ConfigError(f"reshard: rank {rank} has {len(native)} model chunks, layout {layout} has {layout.vpp}")
+        raise ConfigError(
+            f"reshard: rank {rank} has {len(native)} model chunks; expected {layout.vpp}, the vpp of layout {layout}"
+        )
     shards = local_parameters(inventory, layout, rank, library).shards
     by_place = {(s.parameter.kind, s.parameter.layer, s.parameter.expert): s for s in shards.values()}
     experts = layout.local_experts(rank, inventory.model.n_routed_experts)
@@ -197,13 +199,15 @@ def train_tensors_from_native(
                 hf = shard.parameter
                 if hf.name in tensors:
                     first = tensors[hf.name].parameter
-                    raise ConfigError(f"reshard: rank {rank} has {hf.name} in {first} and in {name}")
+                    raise ConfigError(
+                        f"reshard: rank {rank}: parameters {first} and {name} both hold {hf.name}; expected one of them"
+                    )
                 tensors[hf.name] = TrainTensor(shard_region(shard), hf.shape, part, chunk, name, parameter)
     missing = [name for name in shards if name not in tensors]
     if missing:
         raise ConfigError(
-            f"reshard: rank {rank} should train {len(missing)} HF tensors, as {missing[0]}, that none of its "
-            f"{sum(map(len, native))} parameters holds: layout {layout} or the model's config is not this model's"
+            f"reshard: rank {rank} lacks {len(missing)} HF tensors of layout {layout}, for example {missing[0]}: none "
+            f"of its {sum(map(len, native))} parameters holds them. Compare layout and HF config with the model"
         )
     return {name: tensors[name] for name in shards}
 
@@ -241,8 +245,8 @@ def _shard_at(by_place: Mapping[tuple, Shard], place: tuple, name: str, rank: in
     """Return the shard of the HF tensor at `place`, which is (kind, layer, expert); ConfigError if there is none."""
     if place not in by_place:
         raise ConfigError(
-            f"reshard: {name!r} on rank {rank} is {place[0]} of layer {place[1]}, expert {place[2]}, which its "
-            "layout does not give it: the model was built with another config or layout"
+            f"reshard: parameter {name!r} on rank {rank} holds {place[0]} of layer {place[1]}, expert {place[2]}, "
+            "which the layout puts on another rank: the model was built with another config or layout. Compare them"
         )
     return by_place[place]
 
@@ -259,7 +263,7 @@ def _check_shape(
         more = f" and {len(stack) - 1} more experts" if len(stack) > 1 else ""
         raise ConfigError(
             f"reshard: {name!r} on rank {rank}: expected {expected}, which holds {regions}{more}, "
-            f"found {found}: model and layout are not of one configuration"
+            f"found {found}: the model was built with another config, dtype or layout. Compare them"
         )
 
 

@@ -83,7 +83,7 @@ class Verifier:
                 sums.extend((checksum(values, region, self.parameters[region.name].shape), count_nan(values)))
                 elements += values.numel() if holder != _TRAINING_HOLDER else 0
 
-        raise_on_any_rank(catch_errors(compute), None, self.device, "weights could not be compared")
+        raise_on_any_rank(catch_errors(compute), None, self.device, "rollout weights could not be compared")
         numbers = torch.stack(sums).view(-1, 2).tolist() if sums else []  # a single copy from the device
         copies = [_Copy(*place, *pair) for place, pair in zip(places, numbers, strict=True)]
         self._raise_differences(self._unequal_regions(copies), copies)
@@ -103,11 +103,11 @@ class Verifier:
         shape = self.parameters[region.name].shape
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
         if not parts:
-            raise ReshardError(f"{region}: expected in live memory of rank {self.rank}, found nowhere")
+            raise ReshardError(f"{region}: expected in rollout memory of rank {self.rank}, found in no parameter")
         for part in parts:
             values = region_view(part.tensor, part.region, region, shape)
             if values is None:
-                raise ReshardError(f"{region}: expected in {part.parameter}, found {part.region} there")
+                raise ReshardError(f"{region}: expected whole in {part.parameter}, found only {part.region}")
             yield part.parameter, values
 
     def _common_dtypes(self) -> dict[str, torch.dtype]:
@@ -121,7 +121,8 @@ class Verifier:
         for kind, dtype in sorted(set().union(*gather(here)), key=str):
             if dtypes.setdefault(kind, dtype) != dtype:
                 raise ReshardError(
-                    f"reshard: {kind}: expected one dtype in live memory, found {dtypes[kind]} and {dtype}"
+                    f"reshard: {kind}: expected one dtype in the rollout memory of all ranks, found {dtypes[kind]} "
+                    f"and {dtype}"
                 )
         return dtypes
 
@@ -150,8 +151,8 @@ class Verifier:
             for number in unequal[:_SHOWN_REGIONS]
         ]
         raise ReshardError(
-            f"reshard: {len(unequal)} of {len(self.regions)} regions are not everywhere what training holds; stop, do "
-            "not sample with these weights\n  " + "\n  ".join(lines)
+            f"reshard: {len(unequal)} of {len(self.regions)} regions of the rollout weights differ from training; stop "
+            "the run, do not generate with them\n  " + "\n  ".join(lines)
         )
 
     def _explain(self, number: int, copies: list[tuple[int, _Copy]]) -> str:
@@ -229,7 +230,8 @@ def check_map(
         model.load_weights(values())
         changed = [name for name, tensor in model.named_parameters() if _parameter_checksum(tensor) != before[name]]
     return [
-        f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
+        f"{name} on rank {rank}: expected no change when its contents are loaded again, found a change: the weight "
+        "sync writes it to a wrong place"
         for name in changed
     ]
 

@@ -79,9 +79,10 @@ class WorkerReshard:
         if not self.verified:  # a map that was learnt is checked once
             shapes = {p.name: p.shape for p in self.inventory.parameters}
             problems = catch_errors(lambda: check_map(model, self.destinations.tensors, shapes, self.rank))
-            raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
+            raise_on_any_rank(problems, None, self.device, "vLLM's load_weights writes to other places")
         self.verified = True
-        log.info("weight sync verified: %d regions of all ranks, %d elements here", len(verifier.regions), elements)
+        regions = len(verifier.regions)
+        log.info("weight sync verified: %d regions over all ranks, %d elements on this rank", regions, elements)
 
     def take_reports(self) -> list[dict[str, Any]]:
         """Return the reports of the syncs since the last call."""
@@ -97,7 +98,7 @@ class WorkerReshard:
         if flag.item():
             return False
         self.executor, self.verified = None, False  # after an error the old map must not be used
-        log.info("weight sync: learning where weights are in training and in vLLM")
+        log.info("weight sync: mapping the weights in training and in vLLM memory")
 
         def learn():
             self.sources = train_tensors(self.chunks, self.inventory, self.settings.train, self.rank, self.library)

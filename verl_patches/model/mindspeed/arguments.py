@@ -84,9 +84,12 @@ MODEL_ARGUMENTS = (
     (("--position-embedding-type", "rope", "--rope-scaling-type", "yarn"), "DeepSeek-V3's positions"),
     (("--no-rope-fusion",), "that fusion is apex's; MindSpeed's own is --use-fused-rotary-pos-emb"),
     (("--no-masked-softmax-fusion", "--use-flash-attn"), "attention is npu_fusion_attention, with no softmax outside"),
-    (("--hidden-dropout", "0"), "DeepSeek-V3 has none"),
+    (("--hidden-dropout", "0"), "DeepSeek-V3 has no dropout"),
     (("--moe-aux-loss-coeff", "0"), "balancing would change the model by something that is not the RL loss"),
-    (("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"), "verl tokenizes; validators want some tokenizer"),
+    (
+        ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"),
+        "verl tokenizes, but Megatron's validators require a tokenizer",
+    ),
 )
 _KNOWN_HF_KEYS = {*SIZE_ARGUMENTS, *REQUIRED_VALUES, *IGNORED_KEYS, "num_key_value_heads", "rope_scaling"}
 
@@ -100,14 +103,16 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
         for key, expected in REQUIRED_VALUES.items()
     ]
     unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
-    settings += [_refused_setting(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
+    settings += [_refused_setting(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        settings.append(_refused_setting("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
+        settings.append(
+            _refused_setting("num_key_value_heads", kv_heads, f"must be {heads}, as MLA has one key for each head")
+        )
     yarn = hf.get("rope_scaling") or {}
     if (yarn.get("type") or yarn.get("rope_type")) != "yarn":
         settings.append(
-            _refused_setting("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only")
+            _refused_setting("rope_scaling", yarn or None, 'must hold "type": "yarn", as MLA in MindSpeed-LLM needs')
         )
     else:
         prefixed = {f"rope_scaling.{key}": value for key, value in yarn.items() if key not in ("type", "rope_type")}
@@ -123,21 +128,23 @@ def command_line_arguments(settings: list[Setting]) -> list[str]:
     """Return the command line of `settings`, or raise ConfigError, which names every refused one."""
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in settings if row.how == "refused"]
     if refused:
-        raise ConfigError("engine start on line a3 refuses\n  " + "\n  ".join(refused))
+        raise ConfigError(
+            "these settings are not supported by the training engine of line a3:\n  " + "\n  ".join(refused)
+        )
     return [argument for row in settings for argument in row.arguments]
 
 
 def _size_setting(key: str, argument: str, hf: Mapping[str, Any]) -> Setting:
     value = hf.get(key)
     if value is None:
-        return _refused_setting(key, value, f"{argument} needs it; DeepSeek-V3's config.json has it")
+        return _refused_setting(key, value, f"{argument} requires a value; copy it from DeepSeek-V3's config.json")
     number = int(value) if float(value).is_integer() else value  # arguments such as --rotary-base take integers
     return Setting(key, value, "mapped", (argument, str(number)), "")
 
 
 def _required_setting(key: str, expected: Any, arguments: tuple[str, ...], value: Any) -> Setting:
     if value is None or value == expected:
-        why = "as it must be; another value is refused" if value == expected else f"left out, which means {expected!r}"
+        why = "the only supported value" if value == expected else f"a missing key means {expected!r}"
         return Setting(key, value, "mapped", arguments, why)
     return _refused_setting(key, value, f"must be {expected!r} for DeepSeek-V3 on MindSpeed-LLM")
 
@@ -171,15 +178,17 @@ def _expert_arguments(ep: int, get: Get) -> list[str]:
     etp = _none_as_null(get("actor.megatron.expert_tensor_parallel_size"))
     if get("recipe.train.expert_split") == "tp_extend_ep":
         if etp not in (None, 1):
-            raise ConfigError(f"tp_extend_ep keeps experts whole: expert_tensor_parallel_size is 1, not {etp}")
+            raise ConfigError(
+                f"expert_split=tp_extend_ep keeps experts whole: expected expert_tensor_parallel_size 1, found {etp}"
+            )
         if ep % tp:
-            raise ConfigError(f"with expert_split=tp_extend_ep it counts TP x EP ranks, a multiple of TP {tp}")
+            raise ConfigError(f"with expert_split=tp_extend_ep it counts TP x EP ranks: expected a multiple of TP {tp}")
         arguments = ["--expert-model-parallel-size", str(ep // tp)]
         return [*arguments, "--moe-tp-extend-ep"] if tp > 1 else arguments
     if etp not in (None, tp):
         raise ConfigError(
-            f"Megatron core_r0.8.0 cuts each expert by TP {tp}, not by expert_tensor_parallel_size {etp}; "
-            "whole experts over TP x EP ranks are recipe.train.expert_split=tp_extend_ep"
+            f"Megatron core_r0.8.0 splits each expert by TP: expected expert_tensor_parallel_size {tp}, found {etp}; "
+            "for whole experts over TP x EP ranks set recipe.train.expert_split=tp_extend_ep"
         )
     return ["--expert-model-parallel-size", str(ep)]
 
@@ -194,7 +203,7 @@ def _sequence_arguments(on: bool, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
     if tp > 1 and not on:
         raise ConfigError(
-            "without it MindSpeed-LLM's MLA loses part of the rotary key's gradient under TP, and its "
+            "under TP it must be true: without it MindSpeed-LLM's MLA loses part of the rotary key's gradient, and its "
             "router takes each token TP times"
         )
     return ["--sequence-parallel"] if tp > 1 else []
@@ -205,11 +214,11 @@ def _context_arguments(size: int, get: Get) -> list[str]:
         return ["--variable-seq-lengths"]
     tokens = get("rollout.response_length") + get("rollout.prompt_length")
     if tokens % size:
-        raise ConfigError(f"MindSpeed-LLM wants prompt + response, {tokens} tokens, to be a multiple of it")
+        raise ConfigError(f"prompt_length + response_length must be a multiple of it, found {tokens} tokens")
     if get("recipe.train.routing_replay"):
         raise ConfigError(
-            "a rank would record the experts of its own part of a micro batch, which is another one in the update: set "
-            "recipe.train.routing_replay=null"
+            "not supported with routing replay: a rank would record the experts of its own part of a micro batch, "
+            "which is a different part in the update. Set recipe.train.routing_replay=null"
         )
     return ["--context-parallel-size", str(size), "--context-parallel-algo", "ulysses_cp_algo"]
 
@@ -222,7 +231,9 @@ def _recompute_arguments(on: bool, get: Get) -> list[str]:
         raise ConfigError("activations_checkpoint_granularity must be full or selective")
     number, stages = values["num_layers"], get(_A + "pipeline_model_parallel_size")
     if number == "auto":
-        raise ConfigError("activations_checkpoint_num_layers is auto, for which a plan puts a number first")
+        raise ConfigError(
+            "activations_checkpoint_num_layers is auto: the memory plan must replace it by a number first"
+        )
     if values["granularity"] == "full" and number is None:
         raise ConfigError("activations_checkpoint_num_layers must be a number of layers, one for each stage, or auto")
     if isinstance(number, list):  # start.py gives each rank the number of its own stage
@@ -246,8 +257,8 @@ def _linear_wgrad_arguments(on: bool, get: Get) -> list[str]:
 def _swap_arguments(on: bool, get: Get) -> list[str]:
     if on and get("recipe.dtype") == "fp32":
         raise ConfigError(
-            "MindSpeed makes no states for fp32 weights in its swap "
-            "(mindspeed.core.optimizer.swap_optimizer.swap_adamw_step): use bf16"
+            "MindSpeed's optimizer swap does not support fp32 weights "
+            "(mindspeed.core.optimizer.swap_optimizer.swap_adamw_step): set recipe.dtype=bf16"
         )
     if on and get("actor.megatron.optimizer_offload"):
         raise ConfigError(
@@ -256,7 +267,8 @@ def _swap_arguments(on: bool, get: Get) -> list[str]:
         )
     if on and not get("actor.megatron.use_distributed_optimizer"):
         raise ConfigError(
-            "MindSpeed's swap is a distributed optimizer: set actor.megatron.use_distributed_optimizer=true"
+            "MindSpeed's optimizer swap needs the distributed optimizer: "
+            "set actor.megatron.use_distributed_optimizer=true"
         )
     return ["--swap-optimizer"] if on else []
 
@@ -265,7 +277,9 @@ def _bucket_arguments(parameters: int | None, get: Get) -> list[str]:
     if parameters is None:
         return []
     if not get("recipe.train.grad_overlap"):
-        raise ConfigError("without recipe.train.grad_overlap all gradients are one bucket")
+        raise ConfigError(
+            "without recipe.train.grad_overlap all gradients are one bucket: set that key true, or this one null"
+        )
     return ["--ddp-bucket-size", str(parameters)]
 
 
@@ -274,7 +288,7 @@ def _schedule_arguments(style: str, get: Get) -> list[str]:
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _none_as_null(get("actor.optim.lr_warmup_steps"))
     warmup = warmup if warmup is not None and warmup >= 0 else int(ratio * max(steps, 0))
     if steps > 0 and warmup >= steps:
-        raise ConfigError(f"{warmup} warm-up steps leave nothing of {steps}")
+        raise ConfigError(f"expected fewer warm-up steps than total_training_steps {steps}, found {warmup}")
     total = max(steps, warmup + 1)  # steps is -1 until verl's trainer sets it
     minimum = lr * (get("actor.optim.min_lr_ratio") or 0.0)
     words = f"--lr-warmup-iters {warmup} --min-lr {minimum!r} --train-iters {total} --lr-decay-iters {total}"
@@ -296,24 +310,25 @@ def _none_as_null(value: Any) -> Any:
     return None if value in (None, "None") else value  # verl's configuration file has the string None for null
 
 
+_UNMAPPED_REMEDY = "remove it, or map it in model/mindspeed/arguments.py"
 _PHASES_REASON = "verl moves it between phases (verl/workers/megatron_workers.py)"
-_FUSED_REASON = "MindSpeed's fused kernel; null is on"
-_DCP_REASON = "Megatron's checkpoint of 0.8.0 does not know MindSpeed's stacked experts"
-_RECIPE_REASON = "MindSpeed-LLM reads arguments, not this; use recipe.train and gradient_checkpointing_kwargs"
+_FUSED_REASON = "MindSpeed's fused kernel; null means on"
+_DCP_REASON = "Megatron 0.8.0's distributed checkpoint does not support MindSpeed's stacked experts"
+_RECIPE_REASON = "MindSpeed-LLM does not read this key; use recipe.train and gradient_checkpointing_kwargs"
 
 TABLE: tuple[Key, ...] = (
     Key(_A + "tensor_model_parallel_size", "value", "--tensor-model-parallel-size", "TP"),
     Key(_A + "pipeline_model_parallel_size", "value", "--pipeline-model-parallel-size", "PP"),
     Key(_A + "virtual_pipeline_model_parallel_size", "only", (None, 1),
-        "MindSpeed-LLM takes either a layer list or virtual stages, and weight names know no virtual stages here"),
+        "virtual stages are not supported: MindSpeed-LLM takes no layer list with them, and weight names lack them"),
     Key(_A + "context_parallel_size", "convert", _context_arguments,
         "Ulysses: ranks exchange parts of tokens for parts of heads around attention. Each micro batch has a length of "
-        "its own; start.py says so where validators forbid it "
+        "its own; start.py sets that after the validators, which forbid it "
         "(mindspeed_llm.training.arguments._validate_instruction_finetune)"),
     Key(_A + "expert_model_parallel_size", "convert", _expert_arguments,
         "here it counts the ranks that experts are split over; MindSpeed's EP leaves out TP where TP extends it"),
     Key(_A + "expert_tensor_parallel_size", "with", _A + "expert_model_parallel_size", ""),
-    Key(_A + "sequence_parallel", "convert", _sequence_arguments, "meaningless at TP 1, needed above"),
+    Key(_A + "sequence_parallel", "convert", _sequence_arguments, "no effect at TP 1, required above"),
     Key(_A + "use_distributed_optimizer", "switch", "--use-distributed-optimizer", "optimizer states split over DP"),
     Key(_A + "param_offload", "verl", None, _PHASES_REASON),
     Key(_A + "grad_offload", "same", _A + "param_offload",
@@ -322,34 +337,36 @@ TABLE: tuple[Key, ...] = (
     Key(_A + "optimizer_offload", "verl", None, _PHASES_REASON),
     Key(_A + "use_dist_checkpointing", "only", (False,), _DCP_REASON),
     Key(_A + "dist_checkpointing_path", "only", (None,), _DCP_REASON),
-    Key(_A + "seed", "value", "--seed", "weights that are not loaded"),
+    Key(_A + "seed", "value", "--seed", "seed of weights that are not loaded"),
     Key(_A + "override_transformer_config", "only", (None, {}), _RECIPE_REASON),
     Key(_O + "lr", "value", "--lr", "learning rate"),
     Key(_O + "clip_grad", "value", "--clip-grad", "gradient norm limit"),
     Key(_O + "weight_decay", "value", "--weight-decay", ""),
     Key(_O + "warmup_style", "convert", _schedule_arguments,
-        "Megatron's scheduler; verl has none for Megatron at this commit"),
-    Key(_O + "lr_warmup_steps", "with", _O + "warmup_style", "negative: lr_warmup_steps_ratio of the total"),
+        "style of Megatron's scheduler; verl has no scheduler for Megatron at this commit"),
+    Key(_O + "lr_warmup_steps", "with", _O + "warmup_style", "a negative one means lr_warmup_steps_ratio of all steps"),
     Key(_O + "lr_warmup_steps_ratio", "with", _O + "warmup_style", ""),
-    Key(_O + "min_lr_ratio", "with", _O + "warmup_style", "of lr"),
-    Key(_O + "total_training_steps", "with", _O + "warmup_style", "verl's trainer fills it in"),
+    Key(_O + "min_lr_ratio", "with", _O + "warmup_style", "fraction of lr"),
+    Key(_O + "total_training_steps", "with", _O + "warmup_style", "verl's trainer sets it"),
     Key("model.enable_gradient_checkpointing", "convert", _recompute_arguments, "recompute activations"),
     Key(_M + "activations_checkpoint_granularity", "with", "model.enable_gradient_checkpointing", ""),
     Key(_M + "activations_checkpoint_method", "with", "model.enable_gradient_checkpointing", ""),
-    Key(_M + "activations_checkpoint_num_layers", "with", "model.enable_gradient_checkpointing", "of each stage"),
+    Key(_M + "activations_checkpoint_num_layers", "with", "model.enable_gradient_checkpointing", "layers of a stage"),
     Key("recipe.dtype", "convert", _dtype_arguments,
         "dtype of weights; fp32 is set after the validators, which ask for bf16"),
     Key("rollout.response_length", "convert", _length_arguments,
         "prompt + response; must not exceed the model's positions"),
     Key("rollout.prompt_length", "with", "rollout.response_length", ""),
-    Key(_R + "layers_per_stage", "convert", _layer_list_arguments, "uneven PP; null splits evenly"),
+    Key(_R + "layers_per_stage", "convert", _layer_list_arguments, "uneven pipeline stages; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
-    Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
-    Key(_R + "importance_ratio", "ours", None, "of tokens or sequences (step/log_probs/policy_update.py)", "token"),
+    Key(_R + "skip_old_log_prob", "ours", None, "the update takes its own log-probs as the old ones", False),
+    Key(_R + "importance_ratio", "ours", None,
+        "ratio of tokens or of sequences (step/log_probs/policy_update.py)", "token"),
     Key(_R + "swap_optimizer", "convert", _swap_arguments, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
-    Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
+    Key(_R + "max_skipped_steps", "ours", None,
+        "most steps in a row skipped for NaN gradients (worker/step_guard.py)", 3),
     Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
     Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
     Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
@@ -364,12 +381,13 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket_arguments,
-        "of one such reduction; null: 40e6, or 1e6 x DP if more"),
+        "parameters in one such reduction; null means 40e6, or 1e6 x DP if more"),
     Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
-        "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
+        "timeout of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key(_R + "router_bias_update_rate", "value", "--moe-router-bias-update-rate",
         "0 leaves the model's correction bias alone", 0.0),
-    Key(_R + "balanced_routing", "switch", "--fix-router", "equally many tokens an expert: speed runs only", False),
+    Key(_R + "balanced_routing", "switch", "--fix-router",
+        "equally many tokens for each expert: for speed measurements only", False),
     Key(_R + "adam_beta1", "value", "--adam-beta1", "", 0.9),
     Key(_R + "adam_beta2", "value", "--adam-beta2", "", 0.999),
     Key(_R + "adam_eps", "value", "--adam-eps", "", 1e-8),
@@ -383,7 +401,7 @@ TABLE: tuple[Key, ...] = (
     Key("ref.megatron.dist_checkpointing_path", "only", (None,), _DCP_REASON),
 )  # fmt: skip
 ENGINE_ARGUMENTS = (
-    (("--micro-batch-size", "1"), "verl cuts the micro batches"),
+    (("--micro-batch-size", "1"), "verl makes the micro batches"),
     (("--moe-token-dispatcher-type", "alltoall", "--moe-permutation-async-comm"),
      "without the second MindSpeed leaves Megatron's dispatcher in place, which does not know moe_tp_extend_ep"),
     (("--moe-grouped-gemm",), "experts are stacked in weight1 and weight2"),
@@ -409,9 +427,7 @@ def engine_settings(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] |
     rows = [_engine_setting(row, get) for row in TABLE]
     prefixes = tuple(f"{section}." for section in SECTIONS)
     unknown = {key: value for key, value in given.items() if key.startswith(prefixes) and key not in defaults}
-    rows += [
-        _refused_setting(*item, "TABLE of model/mindspeed/arguments.py does not map it") for item in unknown.items()
-    ]
+    rows += [_refused_setting(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
     rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in ENGINE_ARGUMENTS]
     return rows + (model_settings(hf_config) if hf_config is not None else [])
 
@@ -431,7 +447,7 @@ def _engine_setting(row: Key, get: Get) -> Setting:
             return setting(f"with {row.to}")
         return setting("refused", why=f"must equal {row.to}, {actors!r}: {row.why}")
     if row.how == "only":
-        return setting("mapped", why=f"as it must be: {row.why}") if value in row.to else setting("refused")
+        return setting("mapped", why=f"a supported value: {row.why}") if value in row.to else setting("refused")
     if row.how == "convert":
         try:
             return setting("mapped", *row.to(value, get))
@@ -440,5 +456,5 @@ def _engine_setting(row: Key, get: Get) -> Setting:
     if row.how == "switch":
         return setting("mapped", row.to) if value else setting("mapped")
     if value is None:
-        return setting("refused", why=f"{row.to} needs a value")
+        return setting("refused", why=f"{row.to} requires a value")
     return setting("mapped", row.to, str(value))

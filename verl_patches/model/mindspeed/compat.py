@@ -22,7 +22,7 @@ class MLATransformerConfig:
     """Stand in for the class that verl names in annotations; MLA's sizes are arguments of MindSpeed-LLM on line a3."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("Megatron core_r0.8.0 has no MLATransformerConfig: MLA is MindSpeed-LLM's here")
+        raise NotImplementedError("Megatron core_r0.8.0 has no MLATransformerConfig; line a3 uses MindSpeed-LLM's MLA")
 
 
 def add_padded_lengths(original: type) -> type:
@@ -35,7 +35,9 @@ def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
     """Wrap verl's `get_weight_saver` so that DeepSeek-V3's saver raises when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("there is no saver for DeepSeek-V3 here: leave hf_model out of checkpoint.contents")
+        raise NotImplementedError(
+            "verl has no weight saver for DeepSeek-V3 on Megatron core_r0.8.0: remove hf_model from checkpoint.contents"
+        )
 
     @functools.wraps(get_weight_saver)
     def get(arch: str) -> Any:

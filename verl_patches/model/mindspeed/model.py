@@ -46,12 +46,13 @@ def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
     edit_for_training(hf_config)
     args = get_args()
     if dtype != args.params_dtype:
-        raise ConfigError(f"dtype {dtype} requested, but the engine was started for {args.params_dtype}")
+        raise ConfigError(f"dtype is {dtype}; expected {args.params_dtype}, for which Megatron was started")
     same = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers, "rope_theta": args.rotary_base}
     same |= {"n_routed_experts": args.num_experts, "vocab_size": args.padded_vocab_size, "tie_word_embeddings": False}
     for key, expected in {**same, "max_position_embeddings": args.max_position_embeddings}.items():
         if getattr(hf_config, key) != expected:
-            raise ConfigError(f"HF config: {key} is {getattr(hf_config, key)}, the engine was started for {expected}")
+            found = getattr(hf_config, key)
+            raise ConfigError(f"HF config: {key} is {found}; expected {expected}, for which Megatron was started")
     config = core_transformer_config_from_args(args)
     config.pipeline_dtype = config.params_dtype
     return config

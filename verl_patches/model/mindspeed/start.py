@@ -107,7 +107,7 @@ def check_patches_in_place() -> None:
     replaced = [row for row in engine.current().status() if row["state"] == "overridden"]
     lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
     if lost:
-        raise engine.PatchError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
+        raise engine.PatchError("MindSpeed's start replaced patches of this recipe:\n  " + "\n  ".join(lost))
 
 
 def read_hf_config(section: Any) -> Mapping[str, Any]:
@@ -164,7 +164,10 @@ def _parse_arguments(words: list[str]) -> Namespace:
         if getattr(args, name, None) != value and name not in _CONVERTED_ARGUMENTS
     ]
     if changed:
-        raise ConfigError("upstream's validators changed values of the configuration:\n  " + "\n  ".join(changed))
+        raise ConfigError(
+            "the argument validators of Megatron and MindSpeed changed these values; set the keys to values that they "
+            "accept:\n  " + "\n  ".join(changed)
+        )
     return args
 
 
@@ -205,7 +208,7 @@ def _redirect_prints(what: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = printed.getvalue().strip().splitlines()
         message = lines[-1] if isinstance(error, SystemExit) and lines else str(error)
-        raise ConfigError(f"{what}: upstream refuses: {message}") from error
+        raise ConfigError(f"{what}: refused by Megatron or MindSpeed: {message}") from error
     finally:
         log.debug("%s:\n%s", what, printed.getvalue())
 
