@@ -167,7 +167,7 @@ def python_with_prelude(folder: Path) -> Path:
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = next((folder / "venv" / "lib").glob("python*/site-packages"))
     (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-    (site / install_prelude.NAME).write_text(install_prelude.TEXT)
+    (site / install_prelude.PTH_NAME).write_text(install_prelude.PTH_TEXT)
     return folder / "venv" / "bin" / "python"
 
 

@@ -17,4 +17,4 @@ def symbol_source(symbol: str, root: Path) -> str:
     module = next((name for name in modules if fp.source_file(name, root)), parts[0])
     if module == symbol:
         return fp.source_file(module, root).read_text()
-    return "\n".join(fp.source(f"{module}:{symbol.removeprefix(module + '.')}", root))
+    return "\n".join(fp.source_lines(f"{module}:{symbol.removeprefix(module + '.')}", root))

@@ -10,7 +10,7 @@ from verl_patches.catalog import FUNCTIONAL, ROWS, all_rows, rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import LINES
-from verl_patches.patching.switches import Switches, parse
+from verl_patches.patching.switches import Switches, parse_switches
 from verl_patches.run.compose import compose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,14 +42,14 @@ def test_a_platform_without_rows_is_refused_by_name():
     with pytest.raises(ConfigError, match="platform is 'cuda'; expected one of npu, cpu, npu_emulated"):
         compose("deepseekv3_tiny_cpu", ["recipe.platform=cuda"], rows_of)
     with pytest.raises(ConfigError, match=r"cuda.* platform=npu\|cpu\|npu_emulated"):
-        parse("line=pypi,platform=cuda")
+        parse_switches("line=pypi,platform=cuda")
 
 
 def test_drift_skip_is_refused_with_what_to_use_instead():
     with pytest.raises(ConfigError, match="recipe.drift is 'skip'.*use warn, or switch the row off by -row.id"):
         compose("deepseekv3_tiny_cpu", ["recipe.drift=skip"], rows_of)
     with pytest.raises(ConfigError, match="VERL_PATCHES.*use warn, or switch the row off by -row.id"):
-        parse("line=pypi,platform=cpu,drift=skip")
+        parse_switches("line=pypi,platform=cpu,drift=skip")
 
 
 @pytest.mark.parametrize("platform", ["npu", None])
@@ -88,10 +88,10 @@ def test_every_provider_is_there_and_every_target_is_active(prelude):
 import importlib
 for name in {modules!r}: importlib.import_module(name)
 import verl.trainer.ppo.ray_trainer
-from verl_patches.patching.engine import current
-wrong = [r for r in current().status() if r["id"] in current().wanted and r["state"] != "active"]
+from verl_patches.patching.engine import current_engine
+wrong = [r for r in current_engine().status() if r["id"] in current_engine().wanted and r["state"] != "active"]
 assert not wrong, wrong
-current().verify("worker"); current().verify("controller")
+current_engine().verify("worker"); current_engine().verify("controller")
 """
     prelude("cpu", code, VLLM_USE_V1="0").check()
 

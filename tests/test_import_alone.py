@@ -13,7 +13,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.import_alone import fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.switches import parse
+from verl_patches.patching.switches import parse_switches
 from verl_patches.recipe import Recipe, Watch
 from verl_patches.spec import give_run, run_of
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
@@ -23,7 +23,7 @@ MODEL = ROOT / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or th
 
 
 def engine_of(text):
-    switches = parse(text)
+    switches = parse_switches(text)
     return Engine(rows_of(switches.platform), switches)
 
 
@@ -158,7 +158,7 @@ def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
     monkeypatch.setattr(import_alone, "refuse_modified", modified)
     monkeypatch.setattr(import_alone, "send_settings", lambda **sent: None)  # no Ray here
     rows = engine_of(f"line=pypi,platform=cpu,drift={drift}")
-    monkeypatch.setattr(import_alone.engine, "current", lambda: rows)
+    monkeypatch.setattr(import_alone.engine, "current_engine", lambda: rows)
     trainer = SimpleNamespace(init_workers=print)
     start = import_alone.recipe_by_default(lambda *_: None)
     if drift == "strict":

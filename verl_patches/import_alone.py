@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching import engine
-from verl_patches.patching.switches import VARIABLE, Switches
+from verl_patches.patching.switches import PATCHES_VAR, Switches
 from verl_patches.recipe import VLLM_DTYPES, Recipe
 from verl_patches.rules import RULES
 from verl_patches.run.compose import output_root, write_reward_models
@@ -52,7 +52,7 @@ def recipe_by_default(original: Callable) -> Callable:
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.get(RUN) is None:
             self.recipe_held = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
-            run = begin_without_launcher(fill_recipe(config, engine.current()), self.recipe_held)
+            run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.recipe_held)
             give_run(config, run.text())
             log.warning(NOT_HERE.format(record=_record(run)))
             self.modified_sources = refuse_modified(run)
@@ -108,7 +108,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
     faults = []
     for key, value in decided.items():
         if given.get(key, value) != value:
-            where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else VARIABLE
+            where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
             faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
     acts = "only the launcher (python -m verl_patches train) acts on it; remove it, or use the launcher"
     selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _BY_LAUNCHER}
@@ -132,7 +132,7 @@ def _npu_faults(run: RunSpec) -> list[str]:
     faults = []
     if run.verl.trainer.device != "npu":
         faults.append(
-            f"trainer.device is {run.verl.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
+            f"trainer.device is {run.verl.trainer.device}; expected npu, as {PATCHES_VAR} says platform=npu: verl "
             "would wait for GPUs that Ray does not have; set trainer.device=npu"
         )
     balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)

@@ -6,16 +6,16 @@ import of that module has ended. Importing it again, in any way, changes nothing
 
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import start
+from verl_patches.patching.engine import start_engine
 from verl_patches.patching.hooks import after_import
-from verl_patches.patching.switches import from_environment
+from verl_patches.patching.switches import switches_from_environment
 from verl_patches.platform import emulation, require
 from verl_patches.trainer.worker_settings import prepare_from_controller
 
-_switches = from_environment()
+_switches = switches_from_environment()
 require(_switches.platform)
 _rows = rows_of(_switches.platform)
-engine = start(_rows, _switches)
+engine = start_engine(_rows, _switches)
 if not any(_switches.line in row.lines for row in _rows):
     raise ConfigError(
         f"the catalogue has no rows for line {_switches.line} yet, so nothing would be patched; say which line "

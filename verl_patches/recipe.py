@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from verl_patches.layout.phases import MEMORY_PHASES
-from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP_TEXT, PLATFORMS
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
@@ -454,7 +454,7 @@ class Recipe:
     platform: Annotated[str, one_of(*PLATFORMS)] = "npu"
     hardware: Annotated[str, one_of(*HARDWARE)] = "a3"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, one_of(*DRIFT_POLICIES, note=NO_SKIP)] = "strict"
+    drift: Annotated[str, one_of(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
     dtype: Annotated[str, one_of(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None

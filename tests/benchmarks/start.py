@@ -60,7 +60,7 @@ part("interpreter")
 """
 PROVE = """
 from verl_patches.patching import engine
-engine.current().intent(), engine.current().digest(), engine.current().status()
+engine.current_engine().intent(), engine.current_engine().digest(), engine.current_engine().status()
 part("proof of patches")
 print(json.dumps(found))
 """

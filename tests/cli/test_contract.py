@@ -48,7 +48,7 @@ def run(monkeypatch, capsys):
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     """Return an empty record of reviewed fingerprints."""
-    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    monkeypatch.setattr(fp, "REVIEWED_FILE", tmp_path / "fingerprints.json")
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ def test_a_fingerprint_is_recorded_for_the_named_row_only(run, record):
     words = ("model.local_names", "--line", "pypi")
     assert run("fingerprint", *words)[0] == 1
     assert run("fingerprint", *words, "--write")[0] == run("fingerprint", *words)[0] == 0
-    assert {t: e["hash"] for t, e in fp.reviewed("pypi").items()} == {ROW.target: fp.fingerprint(ROW.target)}
+    assert {t: e["hash"] for t, e in fp.reviewed_entries("pypi").items()} == {ROW.target: fp.fingerprint(ROW.target)}
     assert run("fingerprint", "reshard.local_name", "--line", "pypi")[0] == 2
-    before = fp.REVIEWED.read_text()
+    before = fp.REVIEWED_FILE.read_text()
     code, _, err = run("fingerprint", "platform.megatron_quantize", "--write", "--line", "a3")  # not a row of that line
-    assert code == 2 and "is for line pypi, not for a3" in err and fp.REVIEWED.read_text() == before
+    assert code == 2 and "is for line pypi, not for a3" in err and fp.REVIEWED_FILE.read_text() == before
 
 
 def test_explain_prints_how_the_body_differs_from_the_pinned_one(run, copies, record):
@@ -149,10 +149,12 @@ def test_writing_the_whole_line_drops_records_without_a_row(run, record, monkeyp
     for line in ("pypi", "a3"):
         fp.write_reviewed(line, {"verl.gone:f": fp.NO_SOURCE})
     words = ("fingerprint", "--write", "--line", "pypi")
-    assert "verl.gone" not in run(*words, "a.b")[1] and set(fp.reviewed("pypi")) == {ROW.target, "verl.gone:f"}
+    assert "verl.gone" not in run(*words, "a.b")[1] and set(fp.reviewed_entries("pypi")) == {ROW.target, "verl.gone:f"}
     code, out, _ = run(*words)
-    assert code == 0 and "no row has this target: verl.gone:f" in out and set(fp.reviewed("pypi")) == {ROW.target}
-    assert json.loads(run(*words, "--json")[1])["dropped"] == [] and set(fp.reviewed("a3")) == {"verl.gone:f"}
+    assert (
+        code == 0 and "no row has this target: verl.gone:f" in out and set(fp.reviewed_entries("pypi")) == {ROW.target}
+    )
+    assert json.loads(run(*words, "--json")[1])["dropped"] == [] and set(fp.reviewed_entries("a3")) == {"verl.gone:f"}
 
 
 @pytest.mark.parametrize("target", ["verl.utils.model:normalise", "verl.utils.no_such:f", "no_such_package:f"])
@@ -160,7 +162,7 @@ def test_a_target_that_is_not_there_is_not_recorded(record, target):
     engine = Engine([replace(ROW, target=target)], Switches("pypi", "cpu"))
     with pytest.raises(ConfigError, match="nothing was written"):
         contract.fingerprints(engine, ["a.b"], write=True, no_source=False)
-    assert not fp.REVIEWED.exists()
+    assert not fp.REVIEWED_FILE.exists()
     if "model:" in target:
         contract.fingerprints(engine, ["a.b"], write=True, no_source=True)
         assert fp.reviewed_hash("pypi", target) == fp.NO_SOURCE

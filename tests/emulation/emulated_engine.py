@@ -321,7 +321,7 @@ def without(rows: list[str]) -> Iterator[None]:
     """Put upstream's own objects in place of `rows` inside the context."""
     from verl_patches.patching import engine
 
-    taken = [engine.current()._rows[name] for name in rows]
+    taken = [engine.current_engine()._rows[name] for name in rows]
     assert [row.state for row in taken] == ["active"] * len(rows)
     for row in taken:
         row.place.restore()

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_patches.emulation import rows as cpu_rows
-from verl_patches.patching.engine import start
-from verl_patches.patching.switches import from_environment
+from verl_patches.patching.engine import start_engine
+from verl_patches.patching.switches import switches_from_environment
 
 # vLLM's stand-ins only, as the wheel's compiled ops do not load here; none that wraps a patch of the recipe.
-start([row for row in cpu_rows.VLLM if not row.needs], from_environment()).apply()
+start_engine([row for row in cpu_rows.VLLM if not row.needs], switches_from_environment()).apply()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

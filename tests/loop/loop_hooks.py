@@ -58,18 +58,18 @@ def other_switches():
     """Switch one patch off on rank 1."""
     if os.environ.get("RANK") == "1":
         from verl_patches.catalog import all_rows
-        from verl_patches.patching.switches import parse
+        from verl_patches.patching.switches import parse_switches
 
-        text = engine.current().switches.text()
-        engine.current().revert()
-        engine.of_process.value = None
-        engine.start(all_rows(), parse(f"{text},-reshard.direct")).apply()
+        text = engine.current_engine().switches.text()
+        engine.current_engine().revert()
+        engine.process_engine.value = None
+        engine.start_engine(all_rows(), parse_switches(f"{text},-reshard.direct")).apply()
 
 
 def no_patches():
     """Revert one patch on rank 1: its switches stay the same, its code does not."""
     if os.environ.get("RANK") == "1":
-        row = engine.current()._rows["update.skip_bad_steps"]
+        row = engine.current_engine()._rows["update.skip_bad_steps"]
         row.state, row.hook = "reverted", None
 
 

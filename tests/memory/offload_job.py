@@ -35,7 +35,7 @@ from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.measure import optimizer_full_bytes
 from verl_patches.memory.offload import Grads, Optimizer, Params
 from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE
-from verl_patches.patching.row import subclass_of
+from verl_patches.patching.row import make_subclass
 from verl_patches.weights.checkpoint_files import Place, StoredTensor, optimizer_shards
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
@@ -186,7 +186,7 @@ def make_worker(chunks, optimizer, offload=True):
     run = composed("deepseekv3_tiny_cpu", [f"recipe.{setting}" for setting in settings])
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     context().schedule, context().unmoved_groups = None, frozenset()
-    worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
+    worker = make_subclass(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = Trained(chunks, optimizer, None)
     worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
     return worker

@@ -19,7 +19,7 @@ from verl_patches.memory.sleep_mode import (
     skip_copies,
 )
 from verl_patches.patching import engine as patches
-from verl_patches.patching.row import subclass_of
+from verl_patches.patching.row import make_subclass
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.memory import WorkerMemory, checked_device
@@ -173,8 +173,8 @@ def build(monkeypatch):
     """Return build(rows, **arguments), which makes our engine over `LLM` with these patches in its own context."""
 
     def of(rows, **arguments):
-        monkeypatch.setattr(patches.of_process, "value", SimpleNamespace(wanted=rows))
-        return subclass_of(LLM, RolloutEngine)(**arguments)
+        monkeypatch.setattr(patches.process_engine, "value", SimpleNamespace(wanted=rows))
+        return make_subclass(LLM, RolloutEngine)(**arguments)
 
     monkeypatch.setattr(contexts, "_context", WorkerContext())
     monkeypatch.setattr(checked_device, "value", None)
@@ -249,7 +249,7 @@ def test_memory_that_sleep_frees_must_be_the_devices_again(monkeypatch, by_vllm,
 ])  # fmt: skip
 def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, ledger, checked, build, monkeypatch):
     run = composed("deepseekv3_tiny_cpu", [f"recipe.memory.ledger={ledger}"])
-    monkeypatch.setattr(patches.of_process, "value", SimpleNamespace(wanted=("memory.ledger",)))
+    monkeypatch.setattr(patches.process_engine, "value", SimpleNamespace(wanted=("memory.ledger",)))
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.__getitem__)
     WorkerMemory(run.verl.actor_rollout_ref, replace(run, recipe=replace(run.recipe, platform=platform)))
     assert checked_device.value is (npu if checked else None)

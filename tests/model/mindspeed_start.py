@@ -15,7 +15,7 @@ from tests.runs import section_of
 from verl_patches import catalog
 from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
-from verl_patches.patching.switches import from_environment
+from verl_patches.patching.switches import switches_from_environment
 from verl_patches.run.compose import compose
 from verl_patches.spec import Trees, run_of
 
@@ -90,7 +90,7 @@ def run(job: str, config: Any, *arguments: Any) -> Any:
     config: verl's actor_rollout_ref section with the facts of the run.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the launcher does; Megatron's validator asks for it
-    engine.start(rows(), from_environment()).apply()
+    engine.start_engine(rows(), switches_from_environment()).apply()
     from verl_patches.model.mindspeed import start
 
     start.prepare(config)
@@ -105,7 +105,7 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     A case is {"world_size", "config" (the section of a worker), "hf" (config.json)}; the process is prepared for the
     case called base.
     """
-    engine.start(rows(), from_environment()).apply()
+    engine.start_engine(rows(), switches_from_environment()).apply()
     import torch
 
     from verl_patches.errors import ConfigError

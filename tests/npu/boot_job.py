@@ -249,11 +249,13 @@ def main(kind: str, folder: Path) -> None:
     found: dict[str, Any] = {"steps": []}
     with contextlib.suppress(Failed):
         {"driver": driver, "controller": controller, "worker": worker}[kind](folder, found)
-    from verl_patches.patching.engine import current
+    from verl_patches.patching.engine import current_engine
 
     try:
-        found["rows"] = {row["id"]: [row["state"], row["reason"]] for row in current().status()}
-        found["targets"] = sorted({s.target_module for s in current().specs.values() if s.target_module in sys.modules})
+        found["rows"] = {row["id"]: [row["state"], row["reason"]] for row in current_engine().status()}
+        found["targets"] = sorted(
+            {s.target_module for s in current_engine().specs.values() if s.target_module in sys.modules}
+        )
     except RuntimeError as error:
         found["rows"], found["targets"] = {}, []
         found.setdefault("failed", f"prelude: {error}")

@@ -207,16 +207,16 @@ def sequences(kind, length):
 def spoil(what):
     """Break the engine, so that the comparison must find a fault."""
     if what == "arms once":
-        armed, arm = set(), hooks._arm
-        hooks._arm = lambda name: name in armed or armed.add(name) or arm(name)
+        armed, arm = set(), hooks._arm_hooks
+        hooks._arm_hooks = lambda name: name in armed or armed.add(name) or arm(name)
     elif what == "never arms":
-        hooks._arm = lambda name: None
+        hooks._arm_hooks = lambda name: None
     elif what == "no rebinding":
         Engine._bind = lambda self, row, binding: None
     elif what == "lower row looks alone":
         Engine._uppermost = lambda self, target, found: found
     elif what == "unwatched":
-        hooks._watch = lambda module: hooks._run(module.__spec__.name, module)
+        hooks._watch_module = lambda module: hooks._run_hooks(module.__spec__.name, module)
 
 
 def main(folder, kind, length, *spoilt):

@@ -69,7 +69,7 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "now/up/latin.py").write_bytes(b"from up.tools import weigh\nx = 'caf\xe9'\n")
     (tmp_path / "contract_ours.py").write_text(OURS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    monkeypatch.setattr(fp, "REVIEWED_FILE", tmp_path / "fingerprints.json")
     targets = [row().target for row in (weigh, read, new)]
     fp.write_reviewed("pypi", {target: fp.fingerprint(target, tmp_path / "now") for target in targets})
     return tmp_path / "now"
@@ -92,7 +92,7 @@ def new():
 
 
 def look(tree, *rows, line="pypi", **more):
-    report = contract.check(rows, line, Sources({"up": tree}, installed=False, **more))
+    report = contract.check_rows(rows, line, Sources({"up": tree}, installed=False, **more))
     return report, {f.name: f for f in report.findings}
 
 
@@ -201,10 +201,10 @@ def test_compiled_targets_are_identified_by_the_version(tree, pinned, state, tex
     zeros = PatchSpec("up.zeros", "torch:zeros", "wrap", provider, "why", "exit")
     fp.write_reviewed("pypi", {"torch:zeros": fp.NO_SOURCE})
     versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}
-    report = contract.check([zeros], "pypi", Sources({"up": tree}, versions=versions))
+    report = contract.check_rows([zeros], "pypi", Sources({"up": tree}, versions=versions))
     assert report.findings[1].state == state and text in report.findings[1].found
     never = dataclasses.replace(zeros, target="torch:zeroes")
-    assert contract.check([never], "pypi", Sources({"up": tree}, versions=versions)).exit_code == 1
+    assert contract.check_rows([never], "pypi", Sources({"up": tree}, versions=versions)).exit_code == 1
 
 
 def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_only(tree):

@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE = """
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.patching.switches import parse
+from verl_patches.patching.switches import parse_switches
 def row(id, target, **more):
     return PatchSpec(id, target, "wrap", "ours:louder", "why", "exit", **more)
 rows = [row("t.f", "up:f"), row("t.g", "up:Thing.g", needs=("t.f",)), row("t.h", "up:h")]
-print(Engine(rows, parse("line=pypi,platform=cpu,-t.h")).digest())
+print(Engine(rows, parse_switches("line=pypi,platform=cpu,-t.h")).digest())
 """
 UP = '''
 def f(x: int, *rest, key=None) -> int:

@@ -8,8 +8,8 @@ def test_a_row_goes_over_the_row_that_it_needs_whichever_hook_runs_first(play, r
     """Check this because the upper patch's hook can run first if an import ends while apply() adds hooks."""
     out = play(f"""
         from verl_patches.patching import hooks
-        take = hooks._take
-        hooks._take = lambda name: take(name)[::-1]
+        take = hooks._take_hooks
+        hooks._take_hooks = lambda name: take(name)[::-1]
         e = engine({rows})
         e.apply()
         import up.user

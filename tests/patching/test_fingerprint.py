@@ -33,8 +33,8 @@ if os:
 def printed(tmp_path):
     def of(text, place):
         (tmp_path / "mod.py").write_text(textwrap.dedent(text))
-        fp._tree.cache_clear()
-        fp._nodes.cache_clear()
+        fp._parse_file.cache_clear()
+        fp._binding_paths.cache_clear()
         return fp.fingerprint(f"mod:{place}", tmp_path)
 
     return of
@@ -80,7 +80,7 @@ def test_the_bodies_of_the_classes_around_a_method_do_not_count(printed, tmp_pat
     changed = OUTER.replace("def n(self): return 1", "def n(self): return 2\n    x = 1")
     assert printed(OUTER, "B.C.m") == printed(changed, "B.C.m") and printed(OUTER, "B.C") != printed(changed, "B.C")
     shown = ["@keep", "class B(Base, metaclass=Meta):", "    class C(B1):", "        def m(self): return 1"]
-    assert fp.source("mod:B.C.m", tmp_path) == shown
+    assert fp.source_lines("mod:B.C.m", tmp_path) == shown
 
 
 @pytest.mark.parametrize(
@@ -115,37 +115,37 @@ def test_a_name_imported_from_the_same_package_is_followed(tmp_path, printed):
 
 
 def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    monkeypatch.setattr(fp, "REVIEWED_FILE", tmp_path / "fingerprints.json")
     (tmp_path / "mod.py").write_text("def f(): return 1\n")
     found = fp.fingerprint("mod:f", tmp_path)
     fp.write_reviewed("pypi", {"mod:f": found, "mod:absent": fp.NO_SOURCE})
     fp.write_reviewed("a3", {"mod:f": found})
     fp.write_reviewed("pypi", {"mod:g": found})
     assert fp.reviewed_hash("pypi", "mod:f") == found and fp.reviewed_hash("a3", "mod:g") is None
-    assert set(fp.reviewed("pypi")) == {"mod:f", "mod:g", "mod:absent"}
-    assert sum("mod:" in line for line in fp.REVIEWED.read_text().splitlines()) == 4
+    assert set(fp.reviewed_entries("pypi")) == {"mod:f", "mod:g", "mod:absent"}
+    assert sum("mod:" in line for line in fp.REVIEWED_FILE.read_text().splitlines()) == 4
     assert fp.write_reviewed("pypi", {"mod:f": found}, whole=True) == ["mod:absent", "mod:g"]
-    assert set(fp.reviewed("pypi")) == {"mod:f"} == set(fp.reviewed("a3"))
+    assert set(fp.reviewed_entries("pypi")) == {"mod:f"} == set(fp.reviewed_entries("a3"))
 
 
 def test_a_file_of_the_reviewed_bytes_is_not_parsed_and_any_other_is(tmp_path, monkeypatch):
     """Check also a file from which a name is imported: its bytes count, not only those of the patch's module."""
-    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    monkeypatch.setattr(fp, "REVIEWED_FILE", tmp_path / "fingerprints.json")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("from .deep import f\n")
     deep, target = tmp_path / "pack" / "deep.py", "pack:f"
     deep.write_text("def f(): return 1\n")
-    assert set(fp.files_read(target)) == {"pack", "pack.deep"}
+    assert set(fp.file_hashes(target)) == {"pack", "pack.deep"}
     known = fp.fingerprint(target)
-    fp.write_reviewed("pypi", {target: known}, files={target: fp.files_read(target)})
+    fp.write_reviewed("pypi", {target: known}, files={target: fp.file_hashes(target)})
     monkeypatch.setattr(fp, "fingerprint", lambda target: "parsed")
-    assert fp.current("pypi", target) == known
-    assert fp.current("a3", target) == fp.current("pypi", "pack:g") == "parsed"  # nothing was recorded
+    assert fp.current_hash("pypi", target) == known
+    assert fp.current_hash("a3", target) == fp.current_hash("pypi", "pack:g") == "parsed"  # nothing was recorded
     deep.write_text("def f(): return 2\n")
-    assert fp.current("pypi", target) == "parsed"
+    assert fp.current_hash("pypi", target) == "parsed"
     deep.unlink()
-    assert fp.current("pypi", target) == "parsed"
+    assert fp.current_hash("pypi", target) == "parsed"
 
 
 # -- the same on every Python ------------------------------------------------------------------------------------------
@@ -156,7 +156,8 @@ import json, sys
 from pathlib import Path
 from verl_patches.patching import fingerprint as fp
 line, roots = sys.argv[1], json.loads(sys.argv[2])
-here = {t: Path(roots[top]) for t in fp.reviewed(line) if (top := t.partition(":")[0].partition(".")[0]) in roots}
+tops = {t: t.partition(":")[0].partition(".")[0] for t in fp.reviewed_entries(line)}
+here = {t: Path(roots[top]) for t, top in tops.items() if top in roots}
 unlike = [target for target, root in here.items() if fp.fingerprint(target, root) != fp.reviewed_hash(line, target)]
 print(json.dumps([len(here), unlike]))
 """

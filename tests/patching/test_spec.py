@@ -8,7 +8,7 @@ from tests.patching.world import CLASS, FEATURE, row
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import validate
-from verl_patches.patching.switches import Switches, parse
+from verl_patches.patching.switches import Switches, parse_switches
 
 PYPI_ONLY, A3_ONLY = frozenset({"pypi"}), frozenset({"a3"})
 B, C = row("a.b"), row("a.c")
@@ -83,14 +83,14 @@ def test_a_row_whose_need_is_off_or_of_another_line_is_refused():
 def test_switch_text_round_trip_and_errors():
     for drift in ("", "drift=warn,"):
         text = f"line=pypi,platform=cpu,{drift}-reshard.*,+a.b"
-        assert parse(text).text() == text
-    assert parse("drift=strict") == Switches() == parse("")
+        assert parse_switches(text).text() == text
+    assert parse_switches("drift=strict") == Switches() == parse_switches("")
     for bad in ("platform=tpu", "nonsense", "+", "line=pypi,line=a3", "line=a3,line=a3", "drift=ignore"):
         with pytest.raises(ConfigError, match="VERL_PATCHES"):
-            parse(bad)
+            parse_switches(bad)
     for pattern in ("-a.bce", "-*.CD"):  # like an id, and a part of it
         with pytest.raises(ConfigError, match=r"nearest: a\.bcd"):
-            Engine([row("a.bcd")], parse(f"line=pypi,platform=cpu,{pattern}"))
+            Engine([row("a.bcd")], parse_switches(f"line=pypi,platform=cpu,{pattern}"))
 
 
 def test_which_rows_patterns_decide_and_why():

@@ -7,7 +7,7 @@ from verl_patches.patching import engine as engines
 from verl_patches.patching import fingerprint
 from verl_patches.patching.engine import Engine, PatchError
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.patching.switches import parse
+from verl_patches.patching.switches import parse_switches
 
 FILES = {
     "up/__init__.py": "",
@@ -105,8 +105,8 @@ FEATURE = row("t.feature", "up.base:Thing.m", "override", "ours:OurThing.m", nee
 
 def engine(*rows, text=""):
     """Make an engine with the switches `text` and set it as the process's own."""
-    engines.of_process.value = Engine(rows, parse(f"line=pypi,platform=cpu,{text}"))
-    return engines.of_process.value
+    engines.process_engine.value = Engine(rows, parse_switches(f"line=pypi,platform=cpu,{text}"))
+    return engines.process_engine.value
 
 
 def drift(*targets):

@@ -36,7 +36,7 @@ def test_unpadding_and_padding_follow_the_definition_and_have_gradients(mask, tr
 
 START = """
 import os, sys; sys.path[:0] = [p for p in os.environ.get("MORE", "").split(":") if p]
-from verl_patches.patching.engine import current
+from verl_patches.patching.engine import current_engine
 import verl_patches.prelude_patch
 """
 IMPORT = """
@@ -44,10 +44,10 @@ from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpa
 print(pad_input.__module__)
 """
 STATES = """
-print(*(row["state"] for row in current().status() if row["id"].startswith("platform.flash_attn")))
-for spec in current().specs.values():
-    if not spec.id.startswith("platform.flash_attn"): current().wanted.discard(spec.id)
-current().verify("worker")
+print(*(row["state"] for row in current_engine().status() if row["id"].startswith("platform.flash_attn")))
+for spec in current_engine().specs.values():
+    if not spec.id.startswith("platform.flash_attn"): current_engine().wanted.discard(spec.id)
+current_engine().verify("worker")
 """
 EMPTY_MODULE = """
 import types, importlib.machinery  # as mindspeed.patch_utils.Patch.parse_path makes one

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.layout.native_parameters import part
 from tests.reshard.cases import FIRST, Case, add_parameters, full_tensor, rollout_memory, train_memory
 from tests.reshard.spoilt import error_message
-from verl_patches.patching.row import subclass_of
+from verl_patches.patching.row import make_subclass
 from verl_patches.reshard import weight_sync
 from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.worker import sharding
@@ -97,7 +97,7 @@ class World:
         runner = SimpleNamespace(model_runner=SimpleNamespace(model=self.engine))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=runner))
         config = {"model_type": "deepseek_v3", **vars(replace(case.model, torch_dtype="float32"))}
-        self.manager = subclass_of(Upstream, RecipeShardingManager)()
+        self.manager = make_subclass(Upstream, RecipeShardingManager)()
         vars(self.manager).update(
             settings=weight_sync.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],

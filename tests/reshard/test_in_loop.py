@@ -47,14 +47,14 @@ def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4,
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_an_engine_that_stays_awake_is_synced_and_put_to_sleep_once(scheduled, monkeypatch):
     """Call generate_sequences three times as recipe.keep_groups; in verl's own memory order each syncs and sleeps."""
-    from verl_patches.patching.row import subclass_of
+    from verl_patches.patching.row import make_subclass
     from verl_patches.worker import sharding
 
     seen = []
     monkeypatch.setattr(sharding, "context", lambda: SimpleNamespace(scheduler=object() if scheduled else None))
     monkeypatch.setattr(sharding, "is_on", lambda row: False)
     methods = {"__enter__": lambda self: seen.append("sync"), "__exit__": lambda self, *error: seen.append("sleep")}
-    manager = subclass_of(type("Upstream", (), methods), sharding.RecipeShardingManager)()
+    manager = make_subclass(type("Upstream", (), methods), sharding.RecipeShardingManager)()
     engine = SimpleNamespace(wake_up=lambda tags: None, sleep=lambda level: seen.append("sleep"))
     vars(manager).update(inference_engine=engine, actor_module=[])
 
@@ -82,7 +82,7 @@ def test_an_engine_that_stays_awake_is_synced_and_put_to_sleep_once(scheduled, m
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_an_error_of_the_rollout_is_not_hidden_by_the_sleep_that_follows(scheduled, monkeypatch, caplog):
-    from verl_patches.patching.row import subclass_of
+    from verl_patches.patching.row import make_subclass
     from verl_patches.worker import sharding
 
     def fails(self, *error, **level):
@@ -90,7 +90,7 @@ def test_an_error_of_the_rollout_is_not_hidden_by_the_sleep_that_follows(schedul
 
     monkeypatch.setattr(sharding, "context", lambda: SimpleNamespace(scheduler=object() if scheduled else None))
     upstream = type("Upstream", (), {"__enter__": lambda self: None, "__exit__": fails})
-    manager = subclass_of(upstream, sharding.RecipeShardingManager)()
+    manager = make_subclass(upstream, sharding.RecipeShardingManager)()
     engine = SimpleNamespace(wake_up=lambda tags: None, sleep=functools.partial(fails, None))
     vars(manager).update(inference_engine=engine, actor_module=[])
     monkeypatch.setattr(sharding, "is_on", lambda row: False)

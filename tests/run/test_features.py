@@ -13,7 +13,7 @@ from verl_patches.catalog import ROWS, all_rows, rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
-from verl_patches.patching.switches import VARIABLE, Switches, parse
+from verl_patches.patching.switches import PATCHES_VAR, Switches, parse_switches
 from verl_patches.run.compose import compose
 from verl_patches.run.environment import environment_variables
 from verl_patches.run.features import feature_states, needed_rows
@@ -59,8 +59,8 @@ def test_rows_name_every_feature_and_no_other(grpo):
 def test_a_256_die_run_applies_no_row_of_a_feature_that_is_off(grpo):
     """Check also that its processes read the same rows from the launcher's variables."""
     states = feature_states(grpo)
-    (shipped,) = (variable.value for variable in environment_variables(grpo) if variable.name == VARIABLE)
-    switches = parse(shipped)
+    (shipped,) = (variable.value for variable in environment_variables(grpo) if variable.name == PATCHES_VAR)
+    switches = parse_switches(shipped)
     assert switches.text() == shipped and Engine(ROWS, switches).wanted == grpo.rows
     here = [spec for spec in ROWS if grpo.switches.decide(spec)[0]]
     off = {spec.id: switches.decide(spec)[1] for spec in here if spec.id not in grpo.rows}
@@ -104,4 +104,4 @@ def test_status_has_a_table_for_each_role():
 
 def test_an_id_that_the_catalogue_lacks_is_refused():
     with pytest.raises(ConfigError, match="names the row t.e, .* another version"):
-        Engine((C,), parse("line=pypi,platform=cpu,rows=t.c:t.e"))
+        Engine((C,), parse_switches("line=pypi,platform=cpu,rows=t.c:t.e"))

@@ -46,7 +46,7 @@ def test_types_are_right(tmp_path):
     done = mypy()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from verl_patches.patching.spec import split\n\nplace: int = split('m:f')\n")
+    wrong.write_text("from verl_patches.patching.spec import split_place\n\nplace: int = split_place('m:f')\n")
     assert "Incompatible types in assignment" in mypy(str(wrong)).stdout  # the control
 
 

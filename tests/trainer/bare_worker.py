@@ -55,9 +55,9 @@ def proofs():
     both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(Bare))})
     group = RayWorkerGroup(pool, both).spawn({"actor_rollout"})["actor_rollout"]
     group.start()
-    found, refusal = handshake.workers_proofs(group), None
+    found, refusal = handshake.gather_proofs(group), None
     try:
-        handshake.refuse_unproven(found)
+        handshake.require_proofs(found)
     except PatchError as error:
         refusal = str(error)
     return prelude_patch.engine.digest(), found, refusal

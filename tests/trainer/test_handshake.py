@@ -14,30 +14,31 @@ def worker(rank, intent=None, digest="", error=None, **states):
 
 def test_equal_digests_pass_and_another_one_names_worker_and_row():
     mine = {"a.b": "on:1:2", "a.c": "off"}
-    handshake.refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64)])
+    handshake.require_same_patches(mine, "d" * 64, [worker(0, mine, "d" * 64)])
     other = {**mine, "a.c": "on:3:4"}
     with pytest.raises(PatchError, match=r"worker 1 \(pid 101 on node\).*different rows: a\.c"):
-        handshake.refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64), worker(1, other, "e" * 64)])
+        handshake.require_same_patches(mine, "d" * 64, [worker(0, mine, "d" * 64), worker(1, other, "e" * 64)])
 
 
 def test_workers_without_proof_are_named():
-    handshake.refuse_unproven([worker(0), worker(1)])
+    handshake.require_proofs([worker(0), worker(1)])
     with pytest.raises(PatchError, match=r"^worker 1 \(pid 101 on node\): not active$"):
-        handshake.refuse_unproven([worker(0), worker(1, error="not active")])
+        handshake.require_proofs([worker(0), worker(1, error="not active")])
     with pytest.raises(PatchError, match=r"worker 1 (.|\n)*2 more workers failed: ranks 2, 3$"):
-        handshake.refuse_unproven([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
+        handshake.require_proofs([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
 
 
 def test_workers_that_left_other_rows_alone_are_refused():
     ids = ["a.b", "a.c"]
-    handshake.refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="active", c="drifted")])
-    handshake.refuse_unlike(
+    handshake.require_same_states(ids, [worker(0, b="active", c="drifted"), worker(1, b="active", c="drifted")])
+    handshake.require_same_states(
         ids, [worker(0, b="active", c="drifted"), worker(1, b="waiting", c="drifted")]
     )  # never imported
-    handshake.refuse_unlike(ids, [worker(0, other="active"), worker(1, other="drifted")])  # a row of the controller
+    # a row of the controller
+    handshake.require_same_states(ids, [worker(0, other="active"), worker(1, other="drifted")])
     states = {0: "unsupported", 1: "waiting", 2: "active", 3: "active"}
     with pytest.raises(PatchError, match=r"a\.b: unsupported in 0; active in 2, 3\nTheir") as refusal:
-        handshake.refuse_unlike(ids, [worker(rank, b=state, c="off") for rank, state in states.items()])
+        handshake.require_same_states(ids, [worker(rank, b=state, c="off") for rank, state in states.items()])
     assert "a.c" not in str(refusal.value)
 
 

@@ -45,7 +45,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.switches import Switches
 from verl_patches.platform.npu import refuse_early_device_runtime
 sys.modules["torch_npu"] = types.ModuleType("torch_npu")
-engine.start([], Switches("a3", sys.argv[1]))
+engine.start_engine([], Switches("a3", sys.argv[1]))
 refuse_early_device_runtime()
 """
 
@@ -108,6 +108,7 @@ def test_hook_runs_prelude_then_the_users(given, tmp_path, run_python):
     hook = "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n"
     (tmp_path / "my_hooks.py").write_text(hook)
     code = f"from verl_patches.trainer.ray_start import *\nhook = runtime_env({{}}, {{HOOK: {given}}})[HOOK]\n"
-    code += "hook(); hook()\nfrom verl_patches.patching.engine import current\nprint(len(current().wanted) > 0)"
+    code += "hook(); hook()\nfrom verl_patches.patching.engine import current_engine\n"
+    code += "print(len(current_engine().wanted) > 0)"
     done = run_python(code, patches=CPU, env={"PYTHONPATH": str(tmp_path)}).check()
     assert done.out == ("" if given == "None" else "user True\n" * 2) + "True\n"

@@ -6,7 +6,7 @@ fp32.
 
 import pytest
 
-from verl_patches.patching.switches import parse
+from verl_patches.patching.switches import parse_switches
 
 ON = "line=pypi,platform=cpu"
 IDS = (
@@ -26,7 +26,7 @@ OFF = ",".join([ON, *(f"-{name}" for name in (*IDS, *NEED_THESE))])
 @pytest.mark.slow
 @pytest.mark.parametrize(("switches", "effect"), [(ON, True), (OFF, False)], ids=["on", "off"])
 def test_rows_have_their_effect_and_without_them_it_is_gone(run_ranks, switches, effect):
-    assert parse(switches).text() == switches
+    assert parse_switches(switches).text() == switches
     env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1"}
     found = run_ranks("tests.trainer.probe_rows:effects", patches=switches, env=env)[0]
     assert found == dict.fromkeys(IDS, effect)

@@ -143,13 +143,13 @@ def prove(monkeypatch):
     row = PatchSpec("a.b", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
     current = engine.Engine([row, off], Switches("pypi", "cpu", ("-a.off",), drift="warn"))
     current.apply()
-    monkeypatch.setattr(engine.of_process, "value", current)
+    monkeypatch.setattr(engine.process_engine, "value", current)
 
     def prove(*states):
         proof = {"where": "here", "error": None, "cpu_s": 1.0, "digest": current.digest(), "intent": current.intent()}
         rows = [[{"id": "a.b", "state": state, "target": row.target, "reason": "r"}] for state in states]
         workers = [{"rank": rank, "status": status, **proof} for rank, status in enumerate(rows)]
-        monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
+        monkeypatch.setattr(run, "gather_proofs", lambda group: workers)
         lines, made = [], object.__new__(run.Run)
         made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [{"seconds": {}}] * 2))
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""

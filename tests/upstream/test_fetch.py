@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.small_upstream import WORKER, commit, git
-from verl_patches.patching.boot.install_prelude import LINE
+from verl_patches.patching.boot.install_prelude import PRELUDE_LINE
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -108,5 +108,5 @@ def test_the_real_verl_gets_the_prelude_line_once(repository_copy, tmp_path, pyt
         code, out = fetch(repository_copy, *arguments)
         assert code == 0 and "0 problem" in out and f"prelude line: {state}" in out, out
     assert os.listdir(tmp_path) == ["verl"]
-    assert (tmp_path / "verl" / WORKER).read_text().count(LINE) == 1
+    assert (tmp_path / "verl" / WORKER).read_text().count(PRELUDE_LINE) == 1
     assert git(tmp_path / "verl", "status", "--porcelain") == f"M {WORKER}"

@@ -10,7 +10,7 @@ import pytest
 from tests.runs import composed
 from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
 from verl_patches.errors import ConfigError
-from verl_patches.patching.boot.install_prelude import LINE
+from verl_patches.patching.boot.install_prelude import PRELUDE_LINE
 from verl_patches.patching.contract import installed_root
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import trees_of
@@ -49,7 +49,9 @@ def write(folder, files):
 
 def test_files_that_are_no_change(tree):
     """Accept the prelude line, ignored files and executable bits, whoever owns the clone."""
-    write(tree[0], {WORKER: f"{LINE}\n{WORKER_TEXT}", "verl/__pycache__/a.pyc": "x", "verl/_version.py": "v = 1"})
+    write(
+        tree[0], {WORKER: f"{PRELUDE_LINE}\n{WORKER_TEXT}", "verl/__pycache__/a.pyc": "x", "verl/_version.py": "v = 1"}
+    )
     (tree[0] / "verl/a.py").chmod(0o755)
     assert found(tree).state == "fine" and found(tree).details == ()
 
@@ -59,7 +61,7 @@ def test_files_that_are_no_change(tree):
     [
         ({"verl/a.py": "a = 2\n"}, "verl/a.py (modified)"),
         ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
-        ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
+        ({WORKER: f"{PRELUDE_LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
     ],
 )
 def test_files_that_are_a_change(tree, files, named):
@@ -99,7 +101,7 @@ def installed(tmp_path):
 
 
 def test_an_installed_package_is_compared_with_its_record(tmp_path, installed):
-    (tmp_path / WORKER).write_text(f"{LINE}\n{WORKER_TEXT}")
+    (tmp_path / WORKER).write_text(f"{PRELUDE_LINE}\n{WORKER_TEXT}")
     write(tmp_path, {"verl/__pycache__/a.pyc": "x", "other.pth": "x", "verl/ops.txt": "x"})
     record = tmp_path / "verl-0.4.0.dist-info/RECORD"
     added = ["../../../bin/verl,sha256=x,3", "verl/__pycache__/a.cpython-311.pyc,,"]  # by pip

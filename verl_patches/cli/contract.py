@@ -16,12 +16,12 @@ from verl_patches.cli.patches import Switch, engine_of, switches_here
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
-from verl_patches.patching.boot.install_prelude import PLACES
-from verl_patches.patching.contract import PACKAGES, Sources, check
+from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
+from verl_patches.patching.contract import PACKAGES, Sources, check_rows
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
-from verl_patches.patching.spec import split
-from verl_patches.patching.switches import from_environment
+from verl_patches.patching.spec import split_place
+from verl_patches.patching.switches import switches_from_environment
 from verl_patches.upstream.checkouts import FETCH, LINE, Trees, git, trees_of
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
@@ -74,7 +74,7 @@ def explain_command(
         say(text, whole=True)
     if upstream is not None and not diff:
         say(f"{spec.target}: no difference from the pinned body")
-    say(PLACES)
+    say(LINE_NUMBER_NOTE)
 
 
 def fingerprint_command(
@@ -113,7 +113,7 @@ def versions_command(line: LineOption = None, upstream: Upstream = None, as_json
 
 def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ()) -> Report:
     """Return the report on one line, of the repositories `only` of it; ConfigError where there is no such folder."""
-    name = line or from_environment().line
+    name = line or switches_from_environment().line
     pins, packages, rows = load_pins().line(name), PACKAGES[name], catalog.all_rows()
     if only:
         packages = tuple(package for pin in pins.chosen(only).values() for package in pin.packages)
@@ -127,7 +127,7 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
         )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check(rows, name, Sources(here, upstream is None, pins.packages, verified))
+    report = check_rows(rows, name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
     todo = f"{FETCH}; a run needs no clone of what pip has installed (check without --upstream looks at that)"
     missing = []
@@ -143,7 +143,7 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     With clones the files on disk are compared with those of the pinned commit; on line pypi the installed package is
     compared with `upstream`. A target of a package that is in neither is compared with itself.
     """
-    package = split(target)[0].split(".")[0]
+    package = split_place(target)[0].split(".")[0]
     pins = load_pins().line(line).repositories.values()
     commit = next((pin.commit for pin in pins if package in pin.packages), None)
     given = _roots(upstream, line, part=True).get(package)
@@ -152,13 +152,13 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
         pinned = given
         if commit and given:
             pinned = Path(folder)
-            for module in fp.files_read(target, given):
+            for module in fp.file_hashes(target, given):
                 file = fp.source_file(module, given)
                 assert file is not None  # files_read has read it
                 path = file.relative_to(given)
                 (pinned / path).parent.mkdir(parents=True, exist_ok=True)
                 (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
-        before, after = (fp.source(target, root) for root in (pinned, here))
+        before, after = (fp.source_lines(target, root) for root in (pinned, here))
         diff = list(difflib.unified_diff(before, after, f"{target} as pinned", f"{target} here", lineterm=""))
     return fp.fingerprint(target, here), diff
 
@@ -205,7 +205,7 @@ def fingerprints(
     for spec in specs:
         root = roots.get(spec.target_module.split(".")[0])
         found[spec.target] = fp.fingerprint(spec.target, root)
-        files[spec.target] = fp.files_read(spec.target, root) if write else {}
+        files[spec.target] = fp.file_hashes(spec.target, root) if write else {}
         has_text = found[spec.target] != fp.NO_SOURCE or fp.reviewed_hash(line, spec.target) == fp.NO_SOURCE
         needs_none = spec.kind == "extend" or no_source
         if not (has_text or needs_none) or fp.source_file(spec.target_module, root) is None:

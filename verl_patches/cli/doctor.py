@@ -14,7 +14,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch.doctor import doctor
 from verl_patches.launch.doctor.node_checks import Node
 from verl_patches.launch.smoke import CONFIG_NAME
-from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run.compose import compose
@@ -59,5 +59,5 @@ def doctor_command(
 
 def _default() -> str:
     """Return the config for a command that names none: of VERL_PATCHES's platform, else production's."""
-    given = os.environ.get(VARIABLE)
-    return CONFIG_NAME if given and parse(given).platform in NO_DEVICE else PRODUCTION
+    given = os.environ.get(PATCHES_VAR)
+    return CONFIG_NAME if given and parse_switches(given).platform in NO_DEVICE else PRODUCTION

@@ -16,7 +16,7 @@ from verl_patches.errors import ConfigError, require
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
-from verl_patches.patching.boot.install_prelude import PLACES
+from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.reshard.check import check_plan, figures, tensor_path
 from verl_patches.reshard.plan import plan_reshard
 from verl_patches.run.compose import output_root
@@ -85,7 +85,7 @@ def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
         cells = [(row.key, _text(row), new, row.why) for row, new in zip(rows, becomes, strict=True)]
         red = [number for number, row in enumerate(rows) if row.how == "refused"]
         table(title, ("key", "value", "becomes", "why"), cells, red)
-        say(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
+        say(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
     for row in refused:
         say(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)

@@ -27,7 +27,7 @@ from rich.text import Text
 from verl_patches.cli.output import console, grid, print_json
 from verl_patches.errors import INTERRUPTED
 from verl_patches.layout.phases import STEP_PHASES
-from verl_patches.patching.switches import recorded_off, said_off
+from verl_patches.patching.switches import recorded_off_ids, switched_off_text
 from verl_patches.run.compose import output_root
 from verl_patches.run.record.record import PROGRESS_FILE, SUMMARY_FILE, last_lines, read_object, read_summary
 from verl_patches.run.record.report import medians, resumed_text, step_value
@@ -81,7 +81,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     steps, ended = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
-    facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off(summary.get("patches", []))}
+    facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off_ids(summary.get("patches", []))}
     facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed_text(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if facts["state"] == "running" and doing:
@@ -134,5 +134,5 @@ def view(facts: dict[str, Any]) -> Group:
     texts = [(name, *("" if value is None else f"{value:.4g}" for value in values)) for name, values in known]
     figures = [grid(("", "last step", "median"), texts)] if texts else []
     head = Text(printable(f"{facts['run']}: {state}"), style=STYLES.get(state, "bold"))
-    off = [Text(said_off(facts["off"]))] if facts["off"] else []
+    off = [Text(switched_off_text(facts["off"]))] if facts["off"] else []
     return Group(head, *off, lines, *bar, *figures, *map(Text, facts["lines"]))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_patches.heartbeat.heartbeat import ranks_text
-from verl_patches.patching.boot.install_prelude import PLACES
+from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.report import NOT_RUN, Report
 from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
@@ -173,7 +173,7 @@ def show_plan(plan: dict[str, Any], run: RunSpec) -> None:
         for each in plan["environment"]
     ]
     table("environment", ("variable", "set in", "reason [read by]"), rows)
-    say(PLACES)
+    say(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
     when = f", once the checks above that refuse a start hold ({', '.join(refused)})" if refused else ""
     say(f"commands to type, in this order{when}:", "bold")

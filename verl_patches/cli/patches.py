@@ -19,7 +19,7 @@ from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
-from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse
+from verl_patches.patching.switches import PATCHES_VAR, Switches, parse_switches, switches_from_environment
 from verl_patches.run.compose import output_root
 from verl_patches.run.record.record import read_summary
 from verl_patches.upstream.versions import installed_line
@@ -45,12 +45,12 @@ def switches_here(switches: str | None) -> Switches:
 
     Without both they are those of the line whose packages are installed, or else production's, as standard error says.
     """
-    if switches is not None or os.environ.get(VARIABLE):
-        return from_environment() if switches is None else parse(switches)
+    if switches is not None or os.environ.get(PATCHES_VAR):
+        return switches_from_environment() if switches is None else parse_switches(switches)
     line = installed_line()
     taken = Switches(line, "npu" if installed_root("torch_npu") else "cpu") if line else Switches()
     why = "the packages of that line are installed" if line else "no line's packages are all installed: production's"
-    typer.echo(f"{taken.text()} ({VARIABLE} is unset; {why}). Others: --switches", err=True)
+    typer.echo(f"{taken.text()} ({PATCHES_VAR} is unset; {why}). Others: --switches", err=True)
     return taken
 
 

@@ -24,7 +24,7 @@ from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, re
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.switches import VARIABLE, parse, said_off
+from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.plan.plan import build_plan, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT, as_overrides, search
@@ -176,7 +176,7 @@ def _require_startable(run: RunSpec) -> str:
     run_folder.require_start(run)
     _end_unless(RULES.checks(run))
     _refuse_without_effect(run)
-    return said_off(run.switches.switched_off(rows_of(run.platform)))
+    return switched_off_text(run.switches.switched_off(rows_of(run.platform)))
 
 
 def plan_command(
@@ -226,12 +226,13 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 
 def check_switches(run: RunSpec) -> None:
     """Refuse a switch that switches off a row that another row needs, and other switches in the shell."""
-    in_shell = os.environ.get(VARIABLE)
+    in_shell = os.environ.get(PATCHES_VAR)
     Engine(rows_of(run.platform), run.process_switches)
-    if in_shell and replace(parse(in_shell), rows=None) != run.switches:  # a command that restarted itself has rows
+    # a command that restarted itself has rows in the variable
+    if in_shell and replace(parse_switches(in_shell), rows=None) != run.switches:
         raise ConfigError(
-            f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
-            f"what runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
+            f"{PATCHES_VAR} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which "
+            f"is what runs; unset {PATCHES_VAR} and give rows as 'recipe.patches=[-row.id]'"
         )
 
 

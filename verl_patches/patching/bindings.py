@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 
 from verl_patches.patching.fingerprint import BLOCKS, FUNCTIONS, import_origin
-from verl_patches.patching.spec import split
+from verl_patches.patching.spec import split_place
 
-_FROM = re.compile(rb"\bfrom\b[.\w\s\\]*?(\w*)[\s\\]*\bimport\b(?=[\s\\]*(\([^)]*\)|(?:\\\r?\n|[^\n])*))")
-_FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+_FROM_IMPORT = re.compile(rb"\bfrom\b[.\w\s\\]*?(\w*)[\s\\]*\bimport\b(?=[\s\\]*(\([^)]*\)|(?:\\\r?\n|[^\n])*))")
+_TYPE_CHECKING_TESTS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,16 @@ class Import:
 
 
 class SourceFile:
-    """Read one module of a tree, parsed on first use of its imports; `unread` says why this Python cannot parse it."""
+    """Read one module of a tree, parsed on first use of its imports.
+
+    `parse_error` says why this Python cannot parse it.
+    """
 
     def __init__(self, module: str, path: Path):
-        self.module, self.path, self.unread = module, path, ""
+        self.module, self.path, self.parse_error = module, path, ""
         self._text = path.read_bytes()
         self._imported: dict[bytes, set[bytes]] = {}  # {last part of a module, empty for `from . import`: names}
-        for last_part, names in _FROM.findall(self._text):
+        for last_part, names in _FROM_IMPORT.findall(self._text):
             self._imported.setdefault(last_part, set()).update(re.findall(rb"\w+|[*#]", names))
 
     def may_import(self, module: str, name: str) -> bool:
@@ -53,7 +56,7 @@ class SourceFile:
         try:
             return ast.parse(self._text, filename=str(self.path))
         except (SyntaxError, ValueError) as error:  # this Python cannot import it either
-            self.unread = str(error)
+            self.parse_error = str(error)
             return ast.Module([], [])
 
     @cached_property
@@ -85,15 +88,15 @@ def find_bindings(targets: Iterable[str], tree: Mapping[str, SourceFile]) -> dic
     for target, places in bindings.items():
         waiting = [target]
         while waiting:
-            module, name = split(waiting.pop())
-            for item in _imports_of(module, name, tree):
+            module, name = split_place(waiting.pop())
+            for item in _imports_from(module, name, tree):
                 if item.place not in places and item.place != target:
                     places[item.place] = item
                     waiting.append(item.place)
     return bindings
 
 
-def _imports_of(module: str, name: str, tree: Mapping[str, SourceFile]) -> Iterator[Import]:
+def _imports_from(module: str, name: str, tree: Mapping[str, SourceFile]) -> Iterator[Import]:
     for file in tree.values():
         if not file.may_import(module, name):
             continue
@@ -106,7 +109,7 @@ def _imports_of(module: str, name: str, tree: Mapping[str, SourceFile]) -> Itera
 
 def _from_imports(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ImportFrom]]:
     children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and ast.unparse(node.test) in _FOR_TYPES:
+    if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPE_CHECKING_TESTS:
         children = node.orelse
     for child in children:
         if isinstance(child, ast.ImportFrom):

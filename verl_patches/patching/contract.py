@@ -22,13 +22,13 @@ from typing import NamedTuple
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
 from verl_patches.patching.report import STATES, Finding, Report
-from verl_patches.patching.spec import PatchSpec, split
+from verl_patches.patching.spec import PatchSpec, split_place
 
 PACKAGES = {
     "pypi": ("verl", "megatron", "vllm"),
     "a3": ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend"),
 }
-_NEW_PLACE = "find its new place and set the row's target"
+_RETARGET_TODO = "find its new place and set the row's target"
 
 
 def installed_root(package: str) -> Path | None:
@@ -60,7 +60,7 @@ class Sources:
     verified: Mapping[str, str] = field(default_factory=dict)
 
 
-def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
+def check_rows(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
     """Return a report on each package that was read and each row of the line; it is empty if the line has no rows."""
     rows = [spec.on_line(line) for spec in specs if line in spec.lines]
     if not rows:
@@ -71,12 +71,14 @@ def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
 
 
 def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Finding]:
-    without = set(PACKAGES[line]) - set(sources.roots)
+    missing_packages = set(PACKAGES[line]) - set(sources.roots)
     named_by = {spec.id: {_package(place) for place in (spec.target, *spec.bindings)} for spec in rows}
-    absent = {name: ", ".join(sorted(packages & without)) for name, packages in named_by.items()}
+    absent = {name: ", ".join(sorted(packages & missing_packages)) for name, packages in named_by.items()}
     present = [spec for spec in rows if not absent[spec.id]]
     tree = read_tree(sources.roots)
-    named = {split(place)[0] for spec in present if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
+    named = {
+        split_place(place)[0] for spec in present if not spec.is_module_stub for place in (spec.target, *spec.bindings)
+    }
     for module in sorted(named - set(tree)):  # modules of other packages, such as torch
         path = fp.source_file(module, sources.roots.get(_package(module)))
         if path is not None:
@@ -84,11 +86,11 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
     imported = find_bindings([spec.target for spec in present if _can_be_bound(spec)], tree)
     for name, root in sources.roots.items():
         files = [file for module, file in tree.items() if _package(module) == name]
-        unread = tuple(f"{file.module}: {file.unread}" for file in files if file.unread)
+        parse_error = tuple(f"{file.module}: {file.parse_error}" for file in files if file.parse_error)
         text = f"{len(files)} Python files"
-        if unread:
-            text += f", {len(unread)} of them cannot be parsed: what they import from rows' targets is not known"
-        yield Finding(f"package {name}", "note" if unread else "fine", str(root), found=text, details=unread)
+        if parse_error:
+            text += f", {len(parse_error)} of them cannot be parsed: what they import from rows' targets is not known"
+        yield Finding(f"package {name}", "note" if parse_error else "fine", str(root), found=text, details=parse_error)
     for spec in present:
         yield RowCheck(spec, line, sources, imported, tree).finding()
     for spec in rows:
@@ -103,7 +105,9 @@ def _package(place: str) -> str:
 
 def _can_be_bound(spec: PatchSpec) -> bool:
     """Return whether other modules can bind the target; False for attributes of classes, new names and module stubs."""
-    return not spec.is_module_stub and "." not in split(spec.target)[1] and spec.kind not in ("register", "extend")
+    return (
+        not spec.is_module_stub and "." not in split_place(spec.target)[1] and spec.kind not in ("register", "extend")
+    )
 
 
 class Part(NamedTuple):
@@ -135,23 +139,23 @@ class RowCheck:
 
     def finding(self) -> Finding:
         """Return the finding about this row."""
-        parts = sorted(self._parts(), key=lambda part: -STATES.index(part.state))
+        parts = sorted(self._check_parts(), key=lambda part: -STATES.index(part.state))
         return Finding(
             self.spec.id,
             parts[0].state,
-            where=self._where(),
+            where=self._target_location(),
             expected=f"reviewed {self.reviewed}" if self.reviewed else "",
             found="; ".join(part.found for part in parts),
             todo="; ".join(part.todo for part in parts if part.todo),
             details=tuple(detail for part in parts for detail in part.details),
         )
 
-    def _parts(self) -> Iterator[Part]:
-        spec, pinned, here = self.spec, self.sources.versions.get(self.top), _version(self.top)
+    def _check_parts(self) -> Iterator[Part]:
+        spec, pinned, here = self.spec, self.sources.versions.get(self.top), _installed_version(self.top)
         is_outside = self.root is None and not self.sources.installed
         if spec.is_module_stub:
-            if fp.source_file(split(spec.provider)[0]) is None:
-                yield Part("problem", f"our module {split(spec.provider)[0]} is not there")
+            if fp.source_file(split_place(spec.provider)[0]) is None:
+                yield Part("problem", f"our module {split_place(spec.provider)[0]} is not there")
             yield Part("fine", "replaces a whole module where that is missing")
             return
         if self.file is None and is_outside and importlib.util.find_spec(self.top) is None:
@@ -160,42 +164,42 @@ class RowCheck:
         if self.file is None:
             near = difflib.get_close_matches(spec.target_module, self.tree, n=3)
             details = tuple(f"near: {module}" for module in near)
-            yield Part("problem", f"there is no module {spec.target_module}", _NEW_PLACE, details)
+            yield Part("problem", f"there is no module {spec.target_module}", _RETARGET_TODO, details)
             return
         try:
             self.definitions = fp.definitions(spec.target, self.root)
         except SyntaxError as error:
-            place = f"{_place(self.file, spec.target_module)}:{error.lineno}"
+            place = f"{_relative_path(self.file, spec.target_module)}:{error.lineno}"
             yield Part("problem", f"this Python cannot read {place}: {error.msg}")
             return
         if is_outside:
             yield Part("fine", f"{self.top} {here} of this interpreter was checked")
-        if is_outside and pinned and _public(pinned) != _public(here):
+        if is_outside and pinned and _public_version(pinned) != _public_version(here):
             yield Part("note", f"body not compared: the pin is {self.top} {pinned}")
-        elif not self._exists():
-            yield self._missing(self.file)
+        elif not self._target_exists():
+            yield self._missing_target(self.file)
             return
         else:
-            yield self._body(pinned, here)
-        yield from self._bindings()
+            yield self._compare_body(pinned, here)
+        yield from self._compare_bindings()
 
-    def _where(self) -> str:
+    def _target_location(self) -> str:
         if self.file is None:
             return self.spec.target_module
         if not self.definitions:
-            return _place(self.file, self.spec.target_module)
+            return _relative_path(self.file, self.spec.target_module)
         found = self.definitions[0]
-        return f"{_place(found.file, found.module)}:{found.node.lineno}"
+        return f"{_relative_path(found.file, found.module)}:{found.node.lineno}"
 
-    def _exists(self) -> bool:
+    def _target_exists(self) -> bool:
         """Return whether the target exists; for kind extend, whether the holder of the new name exists."""
         if self.spec.kind != "extend":
             return bool(self.definitions) or self.reviewed == fp.NO_SOURCE
-        module, qualname = split(self.spec.target)
+        module, qualname = split_place(self.spec.target)
         holder = qualname.rpartition(".")[0]
         return not holder or bool(fp.definitions(f"{module}:{holder}", self.root))
 
-    def _body(self, pinned: str | None, here: str) -> Part:
+    def _compare_body(self, pinned: str | None, here: str) -> Part:
         """Compare the target's body with the reviewed one."""
         if self.spec.kind == "extend":
             if not self.definitions:
@@ -203,7 +207,7 @@ class RowCheck:
             todo = "compare the two; make the row a wrap or replace, or delete it"
             return Part("problem", "upstream has this name now", todo)
         if not self.definitions:
-            return self._without_source(pinned, here)
+            return self._compare_version(pinned, here)
         found = fp.body_hash(self.definitions)
         review = fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
         if self.reviewed is None:
@@ -215,15 +219,17 @@ class RowCheck:
         todo = f"review the change (`{explain}` prints it), then `{review}`"
         return Part("problem", f"the body is {found}, not the reviewed one", todo)
 
-    def _missing(self, file: Path) -> Part:
-        qualname = split(self.spec.target)[1]
+    def _missing_target(self, file: Path) -> Part:
+        qualname = split_place(self.spec.target)[1]
         tree = ast.parse(file.read_bytes())
         lines = {node.name: node.lineno for node in ast.walk(tree) if isinstance(node, fp.DEFINITIONS)}
         near = difflib.get_close_matches(qualname.rpartition(".")[2], lines, n=3, cutoff=0.5)
         details = tuple(f"near: {name}, line {lines[name]}" for name in near)
-        return Part("problem", f"{qualname} is not in {_place(file, self.spec.target_module)}", _NEW_PLACE, details)
+        return Part(
+            "problem", f"{qualname} is not in {_relative_path(file, self.spec.target_module)}", _RETARGET_TODO, details
+        )
 
-    def _without_source(self, pinned: str | None, here: str) -> Part:
+    def _compare_version(self, pinned: str | None, here: str) -> Part:
         """Compare the package's version instead, as the target has no Python source (and had none when reviewed)."""
         text = "no Python text of its own (an imported name, compiled or inherited)"
         version = f"{text}: identified by the version of {self.top}, {here} here"
@@ -233,20 +239,20 @@ class RowCheck:
             return Part("note", f"{text}, and {self.top} is not as pinned, so it cannot be identified")
         if pinned is None:
             return Part("note", f"{version}; the line pins no version of it")
-        if _public(pinned) != _public(here):
+        if _public_version(pinned) != _public_version(here):
             return Part("note", f"{version}, pinned {pinned}")
         return Part("fine", f"{version}, as pinned")
 
-    def _bindings(self) -> Iterator[Part]:
+    def _compare_bindings(self) -> Iterator[Part]:
         found, listed = self.imported.get(self.spec.target, {}), set(self.spec.bindings)
         if names_a_module(self.spec.target, self.root):  # `import torch` binds the same module everywhere
             listed -= {place for place in listed if names_a_module(place, self.root)}
         missing = [item for place, item in found.items() if place not in listed]
         extra = ", ".join(sorted(listed - set(found)))
         if missing:
-            files = [self.tree[split(item.place)[0]] for item in missing]
+            files = [self.tree[split_place(item.place)[0]] for item in missing]
             details = tuple(
-                f"{_place(file.path, file.module)}:{item.line}: {item.place} is the same object"
+                f"{_relative_path(file.path, file.module)}:{item.line}: {item.place} is the same object"
                 for file, item in zip(files, missing, strict=True)
             )
             todo = f"add to the row's bindings: {', '.join(item.place for item in missing)}"
@@ -260,18 +266,18 @@ class RowCheck:
 
 def names_a_module(target: str, root: Path | None) -> bool:
     """Return whether "module:name" is a module, because a top-level `import` statement of `module` binds `name`."""
-    module, name = split(target)
+    module, name = split_place(target)
     path = fp.source_file(module, root)
     imports = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.Import)] if path else ()
     return any(name == (a.asname or a.name.partition(".")[0]) for node in imports for a in node.names)
 
 
-def _place(file: Path, module: str) -> str:
+def _relative_path(file: Path, module: str) -> str:
     """Return the path of a module's file relative to the folder that holds its top-level package."""
     return str(file.relative_to(file.parents[module.count(".") + (file.name == "__init__.py")]))
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     if package in sys.stdlib_module_names:
         return "of Python " + sys.version.split()[0]
     try:
@@ -280,5 +286,5 @@ def _version(package: str) -> str:
         return "of unknown version"
 
 
-def _public(version: str) -> str:
+def _public_version(version: str) -> str:
     return version.partition("+")[0]

@@ -29,9 +29,19 @@ from typing import Any
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import hooks
-from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, peek, prepare, refusal, slot
-from verl_patches.patching.spec import PatchSpec, split, validate
-from verl_patches.patching.switches import Switches, nearest
+from verl_patches.patching.row import (
+    MISSING,
+    UNREVIEWED_STATES,
+    Prepared,
+    Row,
+    find_slot,
+    log_outcome,
+    prepare,
+    read_place,
+    refusal_text,
+)
+from verl_patches.patching.spec import PatchSpec, split_place, validate
+from verl_patches.patching.switches import Switches, nearest_text
 
 _ADVICE = {
     "waiting": "waiting: its module was not imported here, or not under the prelude; let the prelude run first.",
@@ -121,12 +131,12 @@ class Engine:
             if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
                 self._install(need, need.applied, module)  # so a row wraps what it needs in any order of hooks
         policy = self.switches.drift
-        prepared = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
+        prepared = self._unmet_need(row.spec) or prepare(row.spec, module, self.switches.line, policy)
         with self._lock:
             if self._is_done(row, nth, module):
                 return
-            prepared = self._unmet(row.spec) or prepared
-            row.take_out()  # from an earlier copy of the module, which was dropped when patching it failed
+            prepared = self._unmet_need(row.spec) or prepared
+            row.uninstall()  # from an earlier copy of the module, which was dropped when patching it failed
             if prepared.place is not None:
                 prepared = row.put(prepared, prepared.place)
                 self._open_bindings.update(row.spec.bindings if row.in_place else ())
@@ -136,10 +146,10 @@ class Engine:
             stops = prepared.state == "failed" or (prepared.state != "active" and policy == "strict")
             if not stops:
                 row.module = module
-                self._leave_dependents(row)
+                self._revert_dependents(row)
             in_place = row.in_place
         if stops:
-            raise PatchError(refusal(row.spec, prepared, self.switches.line)) from prepared.error
+            raise PatchError(refusal_text(row.spec, prepared, self.switches.line)) from prepared.error
         log_outcome(row.spec, prepared, in_place)
         for binding in row.spec.bindings if in_place else ():
             self._close_binding(row, binding)
@@ -147,36 +157,36 @@ class Engine:
     def _is_done(self, row: Row, nth: int, module: ModuleType) -> bool:
         return row.applied != nth or row.hook is None or row.module is module
 
-    def _unmet(self, spec: PatchSpec) -> Prepared | None:
+    def _unmet_need(self, spec: PatchSpec) -> Prepared | None:
         """Return the state of a row that needs one which was not applied; None if all needed rows were applied."""
         for need in (self._rows[name] for name in spec.needs):
-            has_method = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
-            if need.state == "unsupported" or (has_method and not need.in_place):
+            needs_class = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
+            if need.state == "unsupported" or (needs_class and not need.in_place):
                 return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was not applied")
         return None
 
-    def _leave_dependents(self, left: Row) -> None:
+    def _revert_dependents(self, left: Row) -> None:
         """Revert the rows that need one which was not applied."""
         leaving = []
         for row in self._order if left.state == "unsupported" else ():  # in _order, a needed row comes first
-            unmet = self._unmet(row.spec) if row.hook is not None else None
+            unmet = self._unmet_need(row.spec) if row.hook is not None else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason
                 leaving.append(row)
         for row in reversed(leaving):  # the upper row of a place first: each puts back the object it found
-            row.take_out()
+            row.uninstall()
 
     def _bind(self, row: Row, binding: str) -> None:
         """Set a binding that holds the target's original object, or that of a row on it, to the uppermost row's."""
-        found = peek(binding)
+        found = read_place(binding)
         uppermost = self._uppermost(row.spec.target, found)
         if uppermost is not found:
-            place = slot(binding)
+            place = find_slot(binding)
             setattr(place.holder, place.attribute, uppermost)
 
     def _close_binding(self, row: Row, binding: str) -> None:
         """Set a binding once its module's import has ended; a running import may store an object fetched earlier."""
-        name, _ = split(binding)
+        name, _ = split_place(binding)
 
         def close(module: ModuleType) -> None:
             with self._lock:
@@ -200,8 +210,8 @@ class Engine:
                     continue
                 if row.spec.is_module_stub:
                     hooks.remove_module_stub(row.spec.target)
-                covered = row.found_over(row.installed, self._open_bindings) if row.in_place else ""
-                row.take_out()
+                covered = row.replacement_text(row.installed, self._open_bindings) if row.in_place else ""
+                row.uninstall()
                 row.hook = row.module = None
                 row.state, row.reason = "reverted", f"{covered}, and was left there" if covered else ""
 
@@ -219,7 +229,7 @@ class Engine:
         """Return the present (state, reason) of a row."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and (provided := hooks.provided(name)) != "ours":
+        if row.spec.is_module_stub and row.state == "active" and (provided := hooks.import_source(name)) != "ours":
             if provided:
                 return "off", f"a package {name} is installed and is used"
             return "overridden", f"{name} is a module that is neither ours nor that of an installed package"
@@ -230,7 +240,7 @@ class Engine:
             return "waiting", "its module was not left imported, because patching it failed"
         if now is None:
             return "overridden", f"{name} was dropped from sys.modules after it was patched"
-        covered = row.found_over(self._uppermost(row.spec.target, row.installed), self._open_bindings)
+        covered = row.replacement_text(self._uppermost(row.spec.target, row.installed), self._open_bindings)
         return ("overridden", covered) if covered else (row.state, row.reason)
 
     def _uppermost(self, target: str, found: Any) -> Any:
@@ -254,12 +264,12 @@ class Engine:
         not import. A module stub may be off where its package is installed. A policy other than strict accepts drifted
         and unsupported rows.
         """
-        allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
+        allowed = {"active", *(() if self.switches.drift == "strict" else UNREVIEWED_STATES)}
         bad, states = [], set()
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
             waits = state == "waiting" and f"{spec.target_module}.".startswith(tuple(f"{name}." for name in unused))
-            stubbed = spec.is_module_stub and state == "off" and hooks.provided(spec.target) == "package"
+            stubbed = spec.is_module_stub and state == "off" and hooks.import_source(spec.target) == "package"
             not_needed = waits or stubbed
             if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
@@ -276,7 +286,7 @@ class Engine:
 
         if name not in self.specs:
             raise ConfigError(
-                f"the catalogue has no row {name!r}{nearest(name, self.specs)}. "
+                f"the catalogue has no row {name!r}{nearest_text(name, self.specs)}. "
                 "`python -m verl_patches status` lists them."
             )
         spec = self.specs[name]
@@ -303,9 +313,9 @@ class Engine:
             if name not in self.wanted:
                 hashes[name] = "off"
                 continue
-            provider = fingerprint.source_file(split(spec.provider)[0])
+            provider = fingerprint.source_file(split_place(spec.provider)[0])
             source = fingerprint.file_hash(provider) if provider else "missing"
-            target = "module" if spec.is_module_stub else fingerprint.current(line, spec.target)
+            target = "module" if spec.is_module_stub else fingerprint.current_hash(line, spec.target)
             hashes[name] = f"on:{source}:{target}:{fingerprint.reviewed_hash(line, spec.target) or 'never reviewed'}"
         return hashes
 
@@ -318,26 +328,26 @@ class Engine:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-of_process: Current[Engine | None] = Current(None)  # set by the prelude's import, which Python runs once
+process_engine: Current[Engine | None] = Current(None)  # set by the prelude's import, which Python runs once
 
 
-def start(specs: Iterable[PatchSpec], switches: Switches) -> Engine:
+def start_engine(specs: Iterable[PatchSpec], switches: Switches) -> Engine:
     """Return this process's engine, created at the first call; the prelude calls this, then apply()."""
-    if of_process.value is None:
-        of_process.value = Engine(specs, switches)
-    return of_process.value
+    if process_engine.value is None:
+        process_engine.value = Engine(specs, switches)
+    return process_engine.value
 
 
 def is_on(row: str) -> bool:
     """Return whether the row of this id is wanted in this process; False without a prelude."""
-    return of_process.value is not None and row in of_process.value.wanted
+    return process_engine.value is not None and row in process_engine.value.wanted
 
 
-def current() -> Engine:
+def current_engine() -> Engine:
     """Return the engine that the prelude started in this process; PatchError where the prelude has not run."""
-    if of_process.value is None:
+    if process_engine.value is None:
         raise PatchError(
             "the prelude has not run in this process: `from verl_patches import prelude_patch` must come "
             "first (run `python -m verl_patches install-prelude`, or start through our own entry point)"
         )
-    return of_process.value
+    return process_engine.value

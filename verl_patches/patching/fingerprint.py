@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.patching.spec import split
+from verl_patches.patching.spec import split_place
 
-REVIEWED = Path(__file__).resolve().parent.parent / "fingerprints.json"
+REVIEWED_FILE = Path(__file__).resolve().parent.parent / "fingerprints.json"
 NO_SOURCE = "no-python-source"
 
 
@@ -34,7 +34,7 @@ class Definition:
     module: str
     classes: tuple[ast.stmt, ...] = ()
 
-    def source(self) -> list[str]:
+    def source_lines(self) -> list[str]:
         """Return the lines of its classes' headers and its own, as they stand in the file."""
         text = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed ends no line here
         headers = [(each, _first_line(each.body[0])) for each in self.classes if isinstance(each, ast.ClassDef)]
@@ -52,18 +52,18 @@ def fingerprint(place: str, root: Path | None = None) -> str:
 
 def body_hash(found: Collection[Definition]) -> str:
     """Return 16 hex digits over all definitions of one name; NO_SOURCE without any."""
-    texts = [[_text(d.node), *(_text(each, leave_out=("body",)) for each in d.classes)] for d in found]
+    texts = [[_tree_text(d.node), *(_tree_text(each, leave_out=("body",)) for each in d.classes)] for d in found]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] if texts else NO_SOURCE
 
 
-def source(place: str, root: Path | None = None) -> list[str]:
+def source_lines(place: str, root: Path | None = None) -> list[str]:
     """Return the lines of all definitions of "module:qualname"."""
-    return [line for definition in definitions(place, root) for line in definition.source()]
+    return [line for definition in definitions(place, root) for line in definition.source_lines()]
 
 
-def current(line: str, target: str) -> str:
+def current_hash(line: str, target: str) -> str:
     """Return `fingerprint(target)`, without parsing if the bytes of the files that it reads are those reviewed."""
-    entry = reviewed(line).get(target, {})
+    entry = reviewed_entries(line).get(target, {})
     files = entry.get("files") or {}
     paths = {module: source_file(module) for module in files}
     if files and all(path and file_hash(path) == files[module] for module, path in paths.items()):
@@ -71,7 +71,7 @@ def current(line: str, target: str) -> str:
     return fingerprint(target)
 
 
-def files_read(place: str, root: Path | None = None) -> dict[str, str]:
+def file_hashes(place: str, root: Path | None = None) -> dict[str, str]:
     """Return {module: hash of its file} of all files that the fingerprint of "module:qualname" depends on."""
     read: dict[str, Path] = {}
     definitions(place, root, read=read)
@@ -85,14 +85,14 @@ def definitions(
 
     `read` collects the file of each module that was read.
     """
-    module, qualname = split(place)
+    module, qualname = split_place(place)
     path = source_file(module, root)
     if path is None or place in seen:
         return []
     if read is not None:
         read[module] = path
     stat, found = path.stat(), []
-    for *classes, node in _nodes(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
+    for *classes, node in _binding_paths(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
         if not isinstance(node, ast.ImportFrom):
             found.append(Definition(node, path, module, tuple(classes)))
             continue
@@ -119,7 +119,7 @@ def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     return ".".join((*parts, node.module) if node.module else parts)
 
 
-def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.stmt]]:
+def binding_statements(node: ast.AST) -> Iterator[tuple[Collection[str], ast.stmt]]:
     """Yield (names, the statement that binds them) of a module or class body, also inside its if, for, try and so on.
 
     Not included: plain imports, the targets of `for`, `with`, `except` and `case` themselves, `:=` and `del`.
@@ -134,7 +134,7 @@ def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.stmt]]:
         elif isinstance(child, ast.ImportFrom):
             yield {alias.asname or alias.name for alias in child.names}, child
         elif isinstance(child, BLOCKS):
-            yield from bindings_of(child)
+            yield from binding_statements(child)
 
 
 def source_file(module: str, root: Path | None = None) -> Path | None:
@@ -162,32 +162,32 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
 def file_hash(path: Path) -> str:
     """Return 16 hex digits over the bytes of a file, which is read again only if its time or size has changed."""
     stat = path.stat()
-    return _hash_of_version(str(path), (stat.st_mtime_ns, stat.st_size))
+    return _cached_file_hash(str(path), (stat.st_mtime_ns, stat.st_size))
 
 
 @functools.lru_cache(maxsize=1024)
-def _hash_of_version(path: str, _version: tuple[int, int]) -> str:
+def _cached_file_hash(path: str, _version: tuple[int, int]) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def package_hash() -> str:
     """Return 16 hex digits over all Python files of verl_patches, names included."""
-    root = REVIEWED.parent
+    root = REVIEWED_FILE.parent
     lines = (f"{path.relative_to(root)} {file_hash(path)}" for path in sorted(root.rglob("*.py")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def reviewed(line: str) -> dict[str, dict[str, Any]]:
+def reviewed_entries(line: str) -> dict[str, dict[str, Any]]:
     """Return the reviewed fingerprints of a line, {target: {hash, files}}, which are part of the package.
 
     files: {module: hash of its file} of all modules that the fingerprint depends on.
     """
-    return _record().get(line, {})
+    return _reviewed_table().get(line, {})
 
 
 def reviewed_hash(line: str, target: str) -> str | None:
     """Return the reviewed fingerprint of one target on one line; None without a record."""
-    return reviewed(line).get(target, {}).get("hash")
+    return reviewed_entries(line).get(target, {}).get("hash")
 
 
 def write_reviewed(
@@ -195,63 +195,63 @@ def write_reviewed(
 ) -> list[str]:
     """Record {target: its fingerprint} of one line, sorted, and return the targets whose entries were removed.
 
-    `files`: {target: `files_read`}, so that `current` need not parse them. Entries of other lines stay, and unless
-    `found` is the `whole` line, those of other targets too.
+    `files`: {target: `file_hashes`}, so that `current_hash` need not parse them. Entries of other lines stay, and
+    unless `found` is the `whole` line, those of other targets too.
     """
-    table = dict(_record())
-    gone = [target for target in reviewed(line) if whole and target not in found]
+    table = dict(_reviewed_table())
+    gone = [target for target in reviewed_entries(line) if whole and target not in found]
     entries = {
         target: {"hash": digest, "files": dict((files or {}).get(target, {}))} for target, digest in found.items()
     }
-    table[line] = {**({} if whole else reviewed(line)), **entries}
+    table[line] = {**({} if whole else reviewed_entries(line)), **entries}
     blocks = (
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows))
         + "\n }"
         for name, rows in sorted(table.items())
     )
-    REVIEWED.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    REVIEWED_FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
     return gone
 
 
-def _record() -> dict[str, dict[str, dict[str, Any]]]:
-    if not REVIEWED.is_file():
+def _reviewed_table() -> dict[str, dict[str, dict[str, Any]]]:
+    if not REVIEWED_FILE.is_file():
         return {}
-    stat = REVIEWED.stat()
-    return _read_record(str(REVIEWED), (stat.st_mtime_ns, stat.st_size))
+    stat = REVIEWED_FILE.stat()
+    return _read_table(str(REVIEWED_FILE), (stat.st_mtime_ns, stat.st_size))
 
 
 @functools.lru_cache(maxsize=1)
-def _read_record(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
+def _read_table(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(Path(path).read_text())
 
 
 @functools.lru_cache(maxsize=2)  # rows of one file are mostly neighbours; many live trees slow down garbage collection
-def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
+def _parse_file(path: str, _version: tuple[int, int]) -> ast.Module:
     return ast.parse(Path(path).read_bytes(), filename=path)
 
 
 @functools.lru_cache(maxsize=512)
-def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
+def _binding_paths(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
     """Return (its classes ..., statement) of each binding of a qualname, or of the from-import of its first name."""
     first, *rest = qualname.split(".")
-    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _named(_tree(path, version), first)]
+    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _statements_binding(_parse_file(path, version), first)]
     for step in rest:
-        paths = [(*outer, node) for outer in paths for node in _named(outer[-1], step)]
+        paths = [(*outer, node) for outer in paths for node in _statements_binding(outer[-1], step)]
     return tuple(paths)
 
 
-def _named(node: ast.AST, name: str) -> list[ast.stmt]:
+def _statements_binding(node: ast.AST, name: str) -> list[ast.stmt]:
     if isinstance(node, ast.ImportFrom):
         return [node]
     is_holder = isinstance(node, (ast.Module, ast.ClassDef))
-    return [nodes for names, nodes in bindings_of(node) if name in names] if is_holder else []
+    return [nodes for names, nodes in binding_statements(node) if name in names] if is_holder else []
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # nodes whose bodies may have statements such as definitions
-_NO_MEANING = ("ctx", "kind", "type_comment", "type_ignores")
+_IGNORED_FIELDS = ("ctx", "kind", "type_comment", "type_ignores")
 
 
 def _first_line(node: ast.stmt) -> int:
@@ -259,29 +259,29 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
 
 
-def _text(value: object, leave_out: Collection[str] = ()) -> str:
+def _tree_text(value: object, leave_out: Collection[str] = ()) -> str:
     """Return a syntax tree without docstrings as plain ASCII, equal on every Python version."""
     if isinstance(value, ast.JoinedStr):  # joins neighbouring constants, as some Python versions do not
-        return f"JoinedStr({''.join(map(_joined, value.values))})"
+        return f"JoinedStr({''.join(map(_fstring_part, value.values))})"
     if isinstance(value, ast.AST):
         fields = dict(ast.iter_fields(value))
         if isinstance(value, DEFINITIONS) and ast.get_docstring(value, clean=False) is not None:
             fields["body"] = fields["body"][1:]
         texts = (
-            f"{name}={_text(child)}"
+            f"{name}={_tree_text(child)}"
             for name, child in fields.items()
-            if name not in leave_out and name not in _NO_MEANING and child is not None and child != []
+            if name not in leave_out and name not in _IGNORED_FIELDS and child is not None and child != []
         )
         return f"{type(value).__name__}({','.join(texts)})"
     if isinstance(value, list):
-        return f"[{','.join(_text(item) for item in value)}]"
+        return f"[{','.join(_tree_text(item) for item in value)}]"
     if type(value) is int:
         return hex(value)  # repr() refuses very long integers
     return ascii(value)  # repr() depends on the Unicode tables
 
 
-def _joined(part: ast.expr) -> str:
+def _fstring_part(part: ast.expr) -> str:
     """Return one part of an f-string: a constant as JSON without its quotes, or another part in quotes."""
     if isinstance(part, ast.Constant) and isinstance(part.value, str):
         return json.dumps(part.value)[1:-1]
-    return f'"{_text(part)}"'
+    return f'"{_tree_text(part)}"'

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl_patches.patching.engine import PatchError
-from verl_patches.patching.row import NOT_AS_REVIEWED
+from verl_patches.patching.row import UNREVIEWED_STATES
 
-NO_PRELUDE = (
+NO_PRELUDE_TEXT = (
     "it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
     "verl_patches.prelude_patch: start through our own entry point (python -m verl_patches train), or run "
     "`python -m verl_patches install-prelude` on every node"
 )
-_NO_METHOD = re.compile(r"has no attribute '\w*prove_patches'")
+_NO_METHOD_ERROR = re.compile(r"has no attribute '\w*prove_patches'")
 _SILENT_STATES = ("waiting", "active")
 
 
-def workers_proofs(group: Any) -> list[dict[str, Any]]:
+def gather_proofs(group: Any) -> list[dict[str, Any]]:
     """Return the proof of every worker of verl's worker group, by rank (`prove_patches` of worker/recipe_worker.py).
 
     A worker without a proof gets {rank, where, status: [], error}. PatchError where the group has no prove_patches.
@@ -37,28 +37,29 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
             proofs.append(ray.get(answer))
         except (AttributeError, PatchError) as error:
             where, _, text = str(error).partition("\n")
-            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # the worker has no engine or method
-            reason = NO_PRELUDE if bare else f"its proof failed:\n{text or where}"
+            # the worker has no engine or no method
+            unpatched = isinstance(error, PatchError) or _NO_METHOD_ERROR.search(str(error))
+            reason = NO_PRELUDE_TEXT if unpatched else f"its proof failed:\n{text or where}"
             proofs.append({"rank": rank, "where": where, "status": [], "error": reason})
     return proofs
 
 
-def recorded(row: dict[str, str]) -> dict[str, str]:
+def summary_entry(row: dict[str, str]) -> dict[str, str]:
     """Return the entry of summary.json for one row of one process, with a reason unless it is active or waiting."""
     keys = ("id", "state", "target", "process", *(() if row["state"] in _SILENT_STATES else ("reason",)))
     return {key: row[key] for key in keys}
 
 
-def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
+def unreviewed_rows(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     """Return {state: ids} of drifted and unsupported rows of any process, which only the drift policy allows."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if row["state"] in NOT_AS_REVIEWED and row["id"] not in found.setdefault(row["state"], []):
+        if row["state"] in UNREVIEWED_STATES and row["id"] not in found.setdefault(row["state"], []):
             found[row["state"]].append(row["id"])
     return found
 
 
-def refuse_unproven(workers: list[dict[str, Any]]) -> None:
+def require_proofs(workers: list[dict[str, Any]]) -> None:
     """Refuse workers whose patches are not all active: PatchError has the first one's error and the others' ranks."""
     bad = [worker for worker in workers if worker["error"]]
     if bad:
@@ -67,7 +68,7 @@ def refuse_unproven(workers: list[dict[str, Any]]) -> None:
         raise PatchError(f"worker {bad[0]['rank']} ({bad[0]['where']}): {bad[0]['error']}{more}")
 
 
-def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
+def require_same_patches(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
     """Refuse a worker whose patches differ from the controller's: PatchError names worker and rows."""
     for worker in workers:
         if worker["digest"] == digest:
@@ -81,7 +82,7 @@ def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, 
         )
 
 
-def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
+def require_same_states(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
     """Refuse rows of `ids` whose state differs between workers (PatchError); some workers may still be waiting."""
     faults = []
     for name in ids:

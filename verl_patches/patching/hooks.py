@@ -51,9 +51,9 @@ def after_import(name: str, hook: Hook) -> None:
         if hook not in waiting:
             waiting.append(hook)
     if module is None:
-        _arm(name)
+        _arm_hooks(name)
     else:
-        _watch(module)
+        _watch_module(module)
 
 
 def is_armed(name: str) -> bool:
@@ -61,45 +61,45 @@ def is_armed(name: str) -> bool:
     return name in _HOOKS
 
 
-def _arm(name: str) -> None:
-    wrapt.register_post_import_hook(_watch, name)
+def _arm_hooks(name: str) -> None:
+    wrapt.register_post_import_hook(_watch_module, name)
     _lock_unlock_module(name)  # wait for an import in another thread, which may be inside wrapt's finder
     module = sys.modules.get(name)
     if module is not None and not is_half_built(module):
-        _run(name, module)
+        _run_hooks(name, module)
 
 
-def _watch(module: ModuleType) -> None:
+def _watch_module(module: ModuleType) -> None:
     """Run the module's hooks when its import ends."""
     spec = getattr(module, "__spec__", None)
     if isinstance(spec, _WatchedSpec):
         return
     if type(spec) is not ModuleSpec:
-        _run(module.__name__, module)  # a spec of another class cannot be watched; the module's body has run
+        _run_hooks(module.__name__, module)  # a spec of another class cannot be watched; the module's body has run
         return
-    spec.__class__ = _WatchedSpec  # runs `_finish` at the end of the import
+    spec.__class__ = _WatchedSpec  # runs `_finish_import` at the end of the import
     if not spec.__dict__.pop("_initializing", False):
-        _finish(spec)  # the import had already ended
+        _finish_import(spec)  # the import had already ended
 
 
-def _finish(spec: ModuleSpec) -> None:
+def _finish_import(spec: ModuleSpec) -> None:
     module = sys.modules.get(spec.name)
     try:
         if module is not None:
-            _run(spec.name, module)
+            _run_hooks(spec.name, module)
         elif is_armed(spec.name):
-            _arm(spec.name)  # the module's own code raised: hook its next import
+            _arm_hooks(spec.name)  # the module's own code raised: hook its next import
     finally:
         spec.__dict__["_initializing"] = False
         spec.__class__ = ModuleSpec
     if module is not None and is_armed(spec.name):
-        _run(spec.name, module)  # another thread added a hook while the last ones ran
+        _run_hooks(spec.name, module)  # another thread added a hook while the last ones ran
 
 
-def _run(name: str, module: ModuleType) -> None:
+def _run_hooks(name: str, module: ModuleType) -> None:
     ran: list[Hook] = []
     try:
-        while hooks := _take(name):
+        while hooks := _take_hooks(name):
             ran += hooks
             for hook in hooks:
                 hook(module)
@@ -107,13 +107,13 @@ def _run(name: str, module: ModuleType) -> None:
         sys.modules.pop(name, None)
         with _LOCK:
             _HOOKS[name] = ran + [hook for hook in _HOOKS.get(name, ()) if hook not in ran]
-        _arm(name)
+        _arm_hooks(name)
         if isinstance(error, ImportError):
             raise HookError(f"patching {name} failed: {error}") from error
         raise
 
 
-def _take(name: str) -> list[Hook]:
+def _take_hooks(name: str) -> list[Hook]:
     with _LOCK:
         return _HOOKS.pop(name, [])
 
@@ -131,7 +131,7 @@ class _WatchedSpec(ModuleSpec):
     @_initializing.setter
     def _initializing(self, value):
         if not value:
-            _finish(self)
+            _finish_import(self)
 
 
 class _ModuleStubs:
@@ -146,12 +146,12 @@ class _ModuleStubs:
         if provider is None and inner and package in self.providers:
             outer = self.providers[package]
             provider = f"{outer}.{inner}" if ":" in outer else f"{outer}:{inner}"
-            if _module_at(provider, name) is None:
+            if _find_module(provider, name) is None:
                 return None
         return None if provider is None else importlib.util.spec_from_loader(name, _AliasLoader(provider))
 
 
-def _module_at(provider: str, name: str) -> ModuleType | None:
+def _find_module(provider: str, name: str) -> ModuleType | None:
     """Return our module "m", or the module object at "m:a.b", or None; HookError where ours cannot be imported."""
     module, _, path = provider.partition(":")
     obj: Any
@@ -166,7 +166,7 @@ def _module_at(provider: str, name: str) -> ModuleType | None:
     return obj
 
 
-_CARRIED_OVER = ("__doc__", "__file__", "__getattr__", "__version__")
+_COPIED_NAMES = ("__doc__", "__file__", "__getattr__", "__version__")
 
 
 class _AliasLoader:
@@ -177,10 +177,10 @@ class _AliasLoader:
         return None
 
     def exec_module(self, module):
-        provided = _module_at(self.provider, module.__name__)
+        provided = _find_module(self.provider, module.__name__)
         if provided is None:
             raise HookError(f"{self.provider}, which stands in for {module.__name__}, is no module")
-        shown = {k: v for k, v in vars(provided).items() if not k.startswith("__") or k in _CARRIED_OVER}
+        shown = {k: v for k, v in vars(provided).items() if not k.startswith("__") or k in _COPIED_NAMES}
         vars(module).update({"__version__": "0", **shown, "__path__": []})
 
 
@@ -206,7 +206,7 @@ def remove_module_stub(name: str) -> None:
             del sys.modules[served]
 
 
-def provided(name: str) -> str:
+def import_source(name: str) -> str:
     """Return what `import name` gives: "ours", "package" for an installed one, else "" (such as one made in memory)."""
     top = name.partition(".")[0]
     module = sys.modules.get(name)

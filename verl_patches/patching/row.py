@@ -15,9 +15,9 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from verl_patches.patching.signatures import refused_calls
-from verl_patches.patching.spec import PatchSpec, split
+from verl_patches.patching.spec import PatchSpec, split_place
 
-NOT_AS_REVIEWED = ("drifted", "unsupported")  # the states that the policy `drift=` may accept
+UNREVIEWED_STATES = ("drifted", "unsupported")  # the states that the policy `drift=` may accept
 MISSING = object()
 
 
@@ -50,32 +50,32 @@ class Slot:
             setattr(self.holder, self.attribute, self.raw)
 
 
-def slot(place: str, module: ModuleType | None = None) -> Slot:
+def find_slot(place: str, module: ModuleType | None = None) -> Slot:
     """Return the slot of a place in an imported module; ResolveError names the missing part. No upstream code runs."""
-    name, qualname = split(place)
+    name, qualname = split_place(place)
     holder: Any = module if module is not None else sys.modules.get(name)
     if holder is None:
         raise ResolveError(f"module {name} is not imported")
     *path, attribute = qualname.split(".")
     for step in path:
-        holder = _static(holder, step)
+        holder = _read_attribute(holder, step)
         if holder is MISSING:
             raise ResolveError(f"{name} has no {step!r} on the way to {qualname!r}")
     if not hasattr(holder, "__dict__"):
         raise ResolveError(f"{describe(holder)} has no attributes of its own, so {qualname!r} cannot be replaced")
-    return Slot(holder, attribute, vars(holder).get(attribute, MISSING), _static(holder, attribute))
+    return Slot(holder, attribute, vars(holder).get(attribute, MISSING), _read_attribute(holder, attribute))
 
 
-def peek(place: str) -> Any:
+def read_place(place: str) -> Any:
     """Return the present object at a place, descriptors unresolved, or MISSING. No upstream code runs."""
-    name, qualname = split(place)
+    name, qualname = split_place(place)
     holder: Any = sys.modules.get(name, MISSING)
     for step in qualname.split("."):
-        holder = _static(holder, step)
+        holder = _read_attribute(holder, step)
     return holder
 
 
-def _static(holder: Any, name: str) -> Any:
+def _read_attribute(holder: Any, name: str) -> Any:
     """Return `holder.name` from the dictionaries of the holder and its bases, or MISSING."""
     for owner in holder.__mro__ if isinstance(holder, type) else (holder,):
         if name in getattr(owner, "__dict__", ()):
@@ -133,9 +133,9 @@ def wraps(outer: Any, inner: Any) -> bool:
     return False
 
 
-def load(place: str) -> Any:
+def load_provider(place: str) -> Any:
     """Import a provider "module:qualname" and return it; ResolveError if the module has no such name."""
-    name, qualname = split(place)
+    name, qualname = split_place(place)
     obj: Any = importlib.import_module(name)
     for step in filter(None, qualname.split(".")):
         obj = getattr(obj, step, MISSING)
@@ -190,15 +190,15 @@ class Row:
                 setattr(place.holder, place.attribute, installed)
                 self.place, self.installed = place, installed
         except Exception as error:
-            return Prepared("unsupported", _text(error), error=error)
+            return Prepared("unsupported", _error_text(error), error=error)
         return prepared
 
-    def take_out(self) -> None:
+    def uninstall(self) -> None:
         """Restore the original object in each place that still has ours."""
         if self.place is not None:
             for binding in self.spec.bindings:
-                if peek(binding) is self.installed:
-                    place = slot(binding)
+                if read_place(binding) is self.installed:
+                    place = find_slot(binding)
                     setattr(place.holder, place.attribute, self.place.found)
             if self.spec.kind != "override" and self.place.current() is self.installed:
                 self.place.restore()
@@ -207,7 +207,7 @@ class Row:
                 self.registry.pop(key) if before is MISSING else self.registry.__setitem__(key, before)
         self.place, self.installed, self.registry, self.entries = None, MISSING, None, {}
 
-    def found_over(self, expected: Any, open_bindings: Set[str]) -> str:
+    def replacement_text(self, expected: Any, open_bindings: Set[str]) -> str:
         """Return in words which object replaces `expected` (ours, or that of a row over it); empty if none does.
 
         The bindings in `open_bindings` are not compared: they are set again when an import has ended.
@@ -216,7 +216,7 @@ class Row:
             key = next((k for k, (_, ours) in self.entries.items() if self.registry.get(k) is not ours), MISSING)
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
         for place in (self.spec.target, *(name for name in self.spec.bindings if name not in open_bindings)):
-            found = peek(place)
+            found = read_place(place)
             if found is expected or (found is MISSING and place != self.spec.target) or self._is_under(found, expected):
                 continue
             how = "wraps ours" if wraps(found, expected) else "replaces ours"
@@ -232,21 +232,21 @@ class Row:
 
 def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prepared:
     """Find the place of a row in its imported module and make the object to put there."""
-    drift = _drift(spec, line)
+    drift = _drift_text(spec, line)
     if drift and policy != "warn":
         return Prepared("drifted", drift)
     try:
-        place = slot(spec.target, module)
+        place = find_slot(spec.target, module)
         if (place.found is MISSING) != (spec.kind == "extend"):
             raise ResolveError(f"{spec.target} {'does not exist' if place.found is MISSING else 'exists already'}")
         if spec.kind == "register" and not hasattr(place.found, "update"):
             raise ResolveError(f"{spec.target} is {describe(place.found)}, which takes no entries")
     except Exception as error:
-        return Prepared("unsupported", _text(error), error=error)
+        return Prepared("unsupported", _error_text(error), error=error)
     try:
-        new = _provided(spec, unwrap(place.found))
+        new = _make_replacement(spec, unwrap(place.found))
     except Exception as error:
-        return Prepared("failed", _text(error), error=error)
+        return Prepared("failed", _error_text(error), error=error)
     if faults := _signature_faults(spec, place, new):
         return Prepared("unsupported", f"{spec.provider} does not fit its target: {', '.join(faults)}")
     return Prepared("drifted" if drift else "active", drift, place, new)
@@ -261,7 +261,7 @@ def _signature_faults(spec: PatchSpec, place: Slot, new: Any) -> list[str]:
         for name, method in vars(ours).items():
             if isinstance(unwrap(method), FunctionType):
                 bound = not isinstance(method, staticmethod)
-                found = refused_calls(unwrap(_static(upstream, name)), unwrap(method), package, bound)
+                found = refused_calls(unwrap(_read_attribute(upstream, name)), unwrap(method), package, bound)
                 faults += [f"{name} {fault}" for fault in found]
         return faults
     if spec.kind not in ("wrap", "replace", "stub"):
@@ -270,27 +270,27 @@ def _signature_faults(spec: PatchSpec, place: Slot, new: Any) -> list[str]:
     return refused_calls(unwrap(place.found), unwrap(new), package, bound)
 
 
-def _drift(spec: PatchSpec, line: str) -> str:
+def _drift_text(spec: PatchSpec, line: str) -> str:
     """Return how the target's body differs from the reviewed one; empty if it does not, or none was reviewed."""
     from verl_patches.patching import fingerprint  # not at the top: the prelude starts without parsing sources
 
     known = fingerprint.reviewed_hash(line, spec.target)
-    found = known and fingerprint.current(line, spec.target)
+    found = known and fingerprint.current_hash(line, spec.target)
     if found == known:
         return ""
     file = fingerprint.source_file(spec.target_module)
     return f"its body is not the reviewed one: expected {known}, found {found} in {file}"
 
 
-def _provided(spec: PatchSpec, original: Any) -> Any:
+def _make_replacement(spec: PatchSpec, original: Any) -> Any:
     """Return the object that a row's provider gives for its target; TypeError for an unusable one."""
-    provided = load(spec.provider)
+    provided = load_provider(spec.provider)
     if spec.kind == "override":
         if unwrap(original) is not unwrap(provided):
             raise TypeError(f"expected {spec.provider} there, found {describe(original)}")
         return provided
     if spec.kind == "subclass":
-        return subclass_of(original, provided)
+        return make_subclass(original, provided)
     new = provided(original) if spec.kind == "wrap" else provided() if spec.kind == "register" else provided
     if spec.kind == "register" and not isinstance(new, dict):
         raise TypeError(f"a register provider must return a dict, this one returned {describe(new)}")
@@ -301,13 +301,13 @@ def _provided(spec: PatchSpec, original: Any) -> Any:
     return new
 
 
-def subclass_of(upstream: type, ours: type) -> type:
+def make_subclass(upstream: type, ours: type) -> type:
     """Return a class with the methods of `ours` before those of `upstream`, under upstream's name, for Ray's pickle."""
     named = {name: getattr(upstream, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(upstream)(upstream.__name__, (ours, upstream), named)
 
 
-def refusal(spec: PatchSpec, prepared: Prepared, line: str) -> str:
+def refusal_text(spec: PatchSpec, prepared: Prepared, line: str) -> str:
     """Return the message of a run that stops at this row: reason and remedy."""
     from verl_patches.patching.fingerprint import review_command
 
@@ -347,5 +347,5 @@ def log_outcome(spec: PatchSpec, prepared: Prepared, in_place: bool) -> None:
         )
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ import inspect
 from inspect import Parameter, Signature
 from typing import Any
 
-_REST = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+_VARIADIC = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
 
 def refused_calls(upstream: Any, new: Any, package: str, bound: bool = False) -> list[str]:
@@ -21,7 +21,7 @@ def refused_calls(upstream: Any, new: Any, package: str, bound: bool = False) ->
     is_own = str(getattr(inspect.unwrap(upstream), "__module__", "")).partition(".")[0] == package
     if not is_own or target is None or replacement is None:
         return []
-    return [] if {p.kind for p in target.parameters.values()} == _REST else _faults(target, replacement, bound)
+    return [] if {p.kind for p in target.parameters.values()} == _VARIADIC else _call_faults(target, replacement, bound)
 
 
 def _signature(of: Any, follow_wrapped: bool = True) -> Signature | None:
@@ -31,7 +31,7 @@ def _signature(of: Any, follow_wrapped: bool = True) -> Signature | None:
         return None
 
 
-def _faults(target: Signature, replacement: Signature, bound: bool) -> list[str]:
+def _call_faults(target: Signature, replacement: Signature, bound: bool) -> list[str]:
     """Bind calls with all arguments by place, all by name, the required ones, and one more for *args and for **kwargs.
 
     Each argument's value is its parameter's name: a replacement with the parameters in another order binds the first

@@ -14,11 +14,11 @@ from verl_patches.errors import ConfigError
 ROLES = ("correctness", "feature", "speed", "observe")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")  # sets of pinned upstream versions (upstream/pins.py)
-EMULATED = {"npu_emulated": "npu"}  # an emulating platform has the rows of the emulated one too
-PLATFORMS = ("npu", "cpu", *EMULATED)
+EMULATED_PLATFORMS = {"npu_emulated": "npu"}  # an emulating platform has the rows of the emulated one too
+PLATFORMS = ("npu", "cpu", *EMULATED_PLATFORMS)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn")
-NO_SKIP = "drift=skip is no policy: use warn, or switch the row off by -row.id"
+NO_SKIP_TEXT = "drift=skip is no policy: use warn, or switch the row off by -row.id"
 
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?\Z")
@@ -55,7 +55,7 @@ class PatchSpec:
     bindings: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
     lines: frozenset[str] = frozenset(LINES)
-    platforms: frozenset[str] = frozenset(PLATFORMS) - frozenset(EMULATED)
+    platforms: frozenset[str] = frozenset(PLATFORMS) - frozenset(EMULATED_PLATFORMS)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
     role: str = "correctness"
@@ -69,12 +69,12 @@ class PatchSpec:
     @property
     def all_platforms(self) -> frozenset[str]:
         """Return `platforms`, and the platforms that emulate one of them."""
-        return self.platforms | {name for name, real in EMULATED.items() if real in self.platforms}
+        return self.platforms | {name for name, real in EMULATED_PLATFORMS.items() if real in self.platforms}
 
     @property
     def target_module(self) -> str:
         """Return the module of the target, on whose import the row is applied."""
-        return split(self.target)[0]
+        return split_place(self.target)[0]
 
     @property
     def is_module_stub(self) -> bool:
@@ -82,7 +82,7 @@ class PatchSpec:
         return ":" not in self.target
 
 
-def split(place: str) -> tuple[str, str]:
+def split_place(place: str) -> tuple[str, str]:
     """Return ("module", "qualname") of "module:qualname"; the second is empty for a module."""
     module, _, qualname = place.partition(":")
     return module, qualname
@@ -94,7 +94,7 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
     by_id = {spec.id: spec for spec in specs}
     faults = [f"id {name!r} is used {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
     for spec in specs:
-        faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
+        faults += [f"row {spec.id!r}: {fault}" for fault in _row_faults(spec, by_id)]
     for line in LINES:
         rows = {spec.id: spec.on_line(line) for spec in specs if line in spec.lines}
         faults += _need_cycles(rows) or _place_faults(rows)
@@ -103,7 +103,7 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
     return by_id
 
 
-def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
+def _row_faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     bindings = [place.partition("@") for place in spec.bindings]
     places = (spec.target, spec.provider, *(place for place, _, _ in bindings))
     is_module, holders = spec.is_module_stub, [by_id[need] for need in spec.needs if need in by_id]
@@ -165,7 +165,7 @@ def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec)
     both = f"rows {inner.id!r} and {outer.id!r} are " + (
         f"both on {inner.target}" if is_same else f"on {inner.target}, inside {outer.target} of row {outer.id!r}"
     )
-    upper = _upper(rows, outer, inner)
+    upper = _upper_row(rows, outer, inner)
     if upper is None or (upper.kind != "wrap" and (is_same or upper is outer)):
         return (
             f"{both}: the one that goes over the other must be a wrap and name it in needs, or be restricted to "
@@ -174,7 +174,7 @@ def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec)
     return f"{both}: they must list the same bindings" if is_same and {*outer.bindings} != {*inner.bindings} else ""
 
 
-def _upper(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:
+def _upper_row(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:
     """Return the one of two rows that goes over the other, because it needs it; None if neither does."""
     return next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP, PLATFORMS, PatchSpec
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP_TEXT, PLATFORMS, PatchSpec
 
-VARIABLE = "VERL_PATCHES"
+PATCHES_VAR = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
 DEFAULT_DRIFT = "strict"
 _SWITCHED_OFF = "switched off by "  # begins the reason of a row that a pattern switches off
-_NEAREST = 5  # the most names that an error suggests
+_MOST_NAMES = 5  # the most names that an error suggests
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Switches:
     rows: tuple[str, ...] | None = None
 
     def text(self) -> str:
-        """Return the value for VERL_PATCHES; `parse(s.text()) == s`."""
+        """Return the value for VERL_PATCHES; `parse_switches(s.text()) == s`."""
         drift = () if self.drift == DEFAULT_DRIFT else (f"drift={self.drift}",)
         rows = () if self.rows is None else (f"rows={':'.join(self.rows)}",)
         return ",".join((f"line={self.line}", f"platform={self.platform}", *drift, *self.patterns, *rows))
@@ -71,67 +71,67 @@ class Switches:
         for name in self.rows or ():
             if name not in specs:
                 raise ConfigError(
-                    f"{VARIABLE} names the row {name}, which the catalogue here does not have"
-                    f"{nearest(name, specs)}: the launcher has another version; install the same on every node"
+                    f"{PATCHES_VAR} names the row {name}, which the catalogue here does not have"
+                    f"{nearest_text(name, specs)}: the launcher has another version; install the same on every node"
                 )
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):
                 raise ConfigError(
-                    f"{pattern!r} (recipe.patches or {VARIABLE}) names no row of the catalogue"
-                    f"{nearest(pattern[1:], specs)}. `python -m verl_patches status` lists them."
+                    f"{pattern!r} (recipe.patches or {PATCHES_VAR}) names no row of the catalogue"
+                    f"{nearest_text(pattern[1:], specs)}. `python -m verl_patches status` lists them."
                 )
 
 
-def recorded_off(rows: Iterable[Mapping[str, str]]) -> list[str]:
+def recorded_off_ids(rows: Iterable[Mapping[str, str]]) -> list[str]:
     """Return the ids of the rows in a run's record that the user switched off."""
     off = (row["id"] for row in rows if row["state"] == "off" and row.get("reason", "").startswith(_SWITCHED_OFF))
     return list(dict.fromkeys(off))
 
 
-def said_off(ids: Sequence[str]) -> str:
+def switched_off_text(ids: Sequence[str]) -> str:
     """Return a text such as "1 row off by you: row.id"; empty without any."""
     return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_text(name: str, known: Iterable[str]) -> str:
     """Return the known names that contain `name` or are like it, as "; nearest: a, b"; empty without any."""
     import difflib
 
     part, names = name.strip("*.").lower(), sorted(known)
     matches = [key for key in names if part and part in key.lower()]
-    matches += difflib.get_close_matches(name, names, n=_NEAREST)
-    unique = list(dict.fromkeys(matches))[:_NEAREST]
+    matches += difflib.get_close_matches(name, names, n=_MOST_NAMES)
+    unique = list(dict.fromkeys(matches))[:_MOST_NAMES]
     return f"; nearest: {', '.join(unique)}" if unique else ""
 
 
-def parse(text: str) -> Switches:
+def parse_switches(text: str) -> Switches:
     """Return the switches of a value of VERL_PATCHES; ConfigError names the part that is wrong."""
     values = {"line": DEFAULT_LINE, "platform": DEFAULT_PLATFORM, "drift": DEFAULT_DRIFT}
     allowed = {"line": LINES, "platform": PLATFORMS, "drift": DRIFT_POLICIES}
-    patterns, given, rows = [], set(), None
+    patterns, seen_keys, rows = [], set(), None
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         if part[0] in "+-" and len(part) > 1 and not equals:
             patterns.append(part)
-        elif key in given:
-            raise ConfigError(f"{VARIABLE}: {key} is given twice in {text!r}; expected it once")
+        elif key in seen_keys:
+            raise ConfigError(f"{PATCHES_VAR}: {key} is given twice in {text!r}; expected it once")
         elif key == "rows" and equals:
             rows = tuple(filter(None, value.split(":")))
-            given.add(key)
+            seen_keys.add(key)
         elif part == "drift=skip":
-            raise ConfigError(f"{VARIABLE}: {NO_SKIP} (found in {text!r})")
+            raise ConfigError(f"{PATCHES_VAR}: {NO_SKIP_TEXT} (found in {text!r})")
         elif key in allowed and value in allowed[key]:
             values[key] = value
-            given.add(key)
+            seen_keys.add(key)
         else:
             words = ", ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
             raise ConfigError(
-                f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, rows=ID:ID, +row.id or "
+                f"{PATCHES_VAR}: cannot read {part!r} in {text!r}; expected {words}, rows=ID:ID, +row.id or "
                 "-row.id, separated by commas"
             )
     return Switches(patterns=tuple(patterns), rows=rows, **values)
 
 
-def from_environment() -> Switches:
+def switches_from_environment() -> Switches:
     """Return the switches of this process; an unset variable means production: line a3 on npu."""
-    return parse(os.environ.get(VARIABLE, ""))
+    return parse_switches(os.environ.get(PATCHES_VAR, ""))

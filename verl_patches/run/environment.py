@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl_patches.errors import Check
 from verl_patches.memory.schedule import uses_vllm_sleep
-from verl_patches.patching.switches import VARIABLE
+from verl_patches.patching.switches import PATCHES_VAR
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.platform.npu.machine import preload
 from verl_patches.run import hccl
@@ -27,7 +27,7 @@ CONFIG_FILE, FACTS_FILE = "config.yaml", "facts.json"
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAY_FOLDER = "ray"  # in a run's temporary folder, which is 0700: Ray makes its own accessible to all users
 # variables of the shell that a run does not inherit, because the configuration decides them
-DROPPED_VARIABLES = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
+DROPPED_VARIABLES = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", PATCHES_VAR)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Var
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
     """
     variables: dict[str, tuple[str, ...]] = {
-        VARIABLE: (run.process_switches.text(), "line, platform and ids of the patches that are on"),
+        PATCHES_VAR: (run.process_switches.text(), "line, platform and ids of the patches that are on"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
         "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),

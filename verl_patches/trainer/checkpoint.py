@@ -372,7 +372,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
     mirrored = (f"actor_rollout_ref.{RUN}", f"critic.{RUN}")
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
-    patches = engine.current().digest()
+    patches = engine.current_engine().digest()
     text = json.dumps([settings, patches], sort_keys=True, default=str)
     return {"digest": hashlib.sha256(text.encode()).hexdigest(), "patches": patches, "settings": settings}
 

@@ -20,12 +20,12 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import CALL_LABELS
 from verl_patches.patching import engine
 from verl_patches.patching.handshake import (
-    not_as_reviewed,
-    recorded,
-    refuse_unequal,
-    refuse_unlike,
-    refuse_unproven,
-    workers_proofs,
+    gather_proofs,
+    require_proofs,
+    require_same_patches,
+    require_same_states,
+    summary_entry,
+    unreviewed_rows,
 )
 from verl_patches.platform import emulation
 from verl_patches.spec import run_of
@@ -118,23 +118,23 @@ class Run:
 
     def prove(self) -> None:
         """Compare and record the patches of all processes; raise RecipeError before step 1 if they differ."""
-        own = engine.current()
-        workers = workers_proofs(self.trainer.actor_rollout_wg)
+        own = engine.current_engine()
+        workers = gather_proofs(self.trainer.actor_rollout_wg)
         self.places = {worker["rank"]: worker["where"] for worker in workers if not worker["error"]}
         rows = [{"process": "controller", **row} for row in own.status()]
         rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
-        self.summary.data["patches"] = [recorded(row) for row in rows]
+        self.summary.data["patches"] = [summary_entry(row) for row in rows]
         self.summary.data["digest"] = own.digest()
         self.summary.write()
         own.verify("controller")
-        refuse_unproven(workers)
-        refuse_unequal(own.intent(), own.digest(), workers)
-        refuse_unlike([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
+        require_proofs(workers)
+        require_same_patches(own.intent(), own.digest(), workers)
+        require_same_states([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
         reports = self.trainer.actor_rollout_wg.take_report()  # drop the counts of initialisation
         self.summary.data["start"] = start_of_workers([report["seconds"] for report in reports], workers)
         take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
-        for state, ids in not_as_reviewed(rows).items():
+        for state, ids in unreviewed_rows(rows).items():
             self.progress.say(f"| {state} (drift={own.switches.drift}, reasons in summary.json): {', '.join(ids)}")
         if self.not_compared:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from verl_patches.patching import engine, hooks
 from verl_patches.patching.boot.before_import import PRELUDE
-from verl_patches.patching.switches import VARIABLE
+from verl_patches.patching.switches import PATCHES_VAR
 
 # verl sets both only for the actors of its worker groups
 # (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool); a scheduler that started the driver may
@@ -38,8 +38,8 @@ def send_switches(original: Callable) -> Callable:
     def init(*args: Any, **options: Any) -> Any:
         given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
         variables = given.get("env_vars") or {}
-        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses duplicates
-            sent = {**variables, VARIABLE: engine.current().switches.text()}
+        if PATCHES_VAR not in variables and PATCHES_VAR not in _submitted_variables():  # Ray refuses duplicates
+            sent = {**variables, PATCHES_VAR: engine.current_engine().switches.text()}
             options["runtime_env"] = {**given, "env_vars": sent}
         return original(*args, **options)
 

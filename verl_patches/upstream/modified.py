@@ -22,7 +22,7 @@ from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import FETCH, commit_of, git
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
-WORKER_FILE = f"verl/{install_prelude.INSIDE}"
+WORKER_FILE = f"verl/{install_prelude.WORKER_FILE}"
 _SHOWN = 5  # files that are shown of a long list
 
 
@@ -114,7 +114,7 @@ def tree_changes(folder: Path) -> list[str]:
 def _has_prelude_alone(folder: Path) -> bool:
     """Return whether verl's worker file differs from HEAD only by the inserted prelude line."""
     counts = git(folder, "diff", "--numstat", "HEAD", "--", WORKER_FILE).split()[:2]
-    return counts == ["1", "0"] and install_prelude.LINE in (folder / WORKER_FILE).read_text().splitlines()
+    return counts == ["1", "0"] and install_prelude.PRELUDE_LINE in (folder / WORKER_FILE).read_text().splitlines()
 
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
@@ -178,7 +178,7 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
             continue
         found = [(root / path).read_bytes()]
         if path == WORKER_FILE:
-            found.append(found[0].replace(f"{install_prelude.LINE}\n".encode(), b"", 1))
+            found.append(found[0].replace(f"{install_prelude.PRELUDE_LINE}\n".encode(), b"", 1))
         if digest not in map(_record_hash, found):
             changes.append(f"{path} (modified)")
     others = {f.relative_to(root).as_posix() for f in (root / package).rglob("*") if f.suffix in (".py", ".so")}

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import Check, ConfigError
 from verl_patches.patching.report import Finding
-from verl_patches.patching.switches import VARIABLE, nearest, parse
+from verl_patches.patching.switches import PATCHES_VAR, nearest_text, parse_switches
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
 from verl_patches.values import is_secret_value, is_secret_variable, unknown_key
@@ -110,13 +110,13 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if variable is None:
         if not name.startswith(_PREFIXES):
             return None
-        text = f"neither set nor checked by this recipe{nearest(name, pins.environment)}"
+        text = f"neither set nor checked by this recipe{nearest_text(name, pins.environment)}"
         return Finding(name, "note", "shell", "", value, text)
     if not variable.reads(line):
         return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
-    if name == VARIABLE:
+    if name == PATCHES_VAR:
         try:
-            parse(given)
+            parse_switches(given)
         except ConfigError as error:
             return Finding(name, "problem", "shell", variable.note, value, f"correct or unset it: {error}")
     if decided:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
-from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.upstream.checkouts import FETCH, Trees
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import Line, load_pins, same_version
@@ -51,8 +51,11 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
     file.
     """
     machine, pins = machine or Machine(), load_pins()
-    given = machine.environ.get(VARIABLE, "")
-    name, why = line or parse(given).line, VARIABLE if "line=" in given else f"{VARIABLE} names no line: production"
+    given = machine.environ.get(PATCHES_VAR, "")
+    name, why = (
+        line or parse_switches(given).line,
+        PATCHES_VAR if "line=" in given else f"{PATCHES_VAR} names no line: production",
+    )
     pinned = pins.line(name)
     sources = [*_sources(name, pinned, roots_of(name, trees or Trees()))]
     compared = {finding.name for finding in sources}

@@ -144,7 +144,7 @@ class RecipeWorker(TrainingWorker):
 
         The call is not blocking: the controller gets one reference per worker and can name a worker without a proof.
         """
-        patches, error = engine.current(), None
+        patches, error = engine.current_engine(), None
         try:
             patches.verify("worker", () if self.run.samples else _OF_ENGINE)
         except engine.PatchError as refused:

@@ -55,7 +55,7 @@ class RolloutEngine(Upstream):
                 dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config)
             )
         if ours:
-            loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current().wanted)
+            loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current_engine().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
             self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
@@ -102,7 +102,7 @@ class RolloutEngine(Upstream):
 
     def held_bytes(self) -> dict[str, int]:
         """Return {memory group: bytes on the device}."""
-        groups = rollout_groups(self, device_type(engine.current().switches.platform))
+        groups = rollout_groups(self, device_type(engine.current_engine().switches.platform))
         return {group: held() for group, held in groups.items()}
 
     def mark_weights_written(self, last: bool) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import python_with_prelude
 from verl_patches.errors import ConfigError
 from verl_patches.patching.boot import install_prelude
-from verl_patches.patching.boot.install_prelude import INSIDE, LINE, insert_line, remove_line
+from verl_patches.patching.boot.install_prelude import PRELUDE_LINE, WORKER_FILE, insert_line, remove_line
 
 # the shape of upstream's file, none of its text
 WORKER = (
@@ -27,7 +27,7 @@ WORKER = (
 
 def make_tree(root: Path, text: str = WORKER) -> Path:
     """Make a checkout with a verl package and return its worker file."""
-    file = root / "verl" / INSIDE
+    file = root / "verl" / WORKER_FILE
     file.parent.mkdir(parents=True)
     (root / "verl" / "__init__.py").write_text("raise RuntimeError('install-prelude must not import verl')\n")
     file.write_text(text)
@@ -39,10 +39,10 @@ def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_
     file = make_tree(tmp_path)
     result = insert_line(tmp_path / inner)
     assert (result.file, result.line, result.state) == (file, 6, "installed")
-    assert file.read_text() == WORKER.replace("import logging\n", f"{LINE}\nimport logging\n", 1)
+    assert file.read_text() == WORKER.replace("import logging\n", f"{PRELUDE_LINE}\nimport logging\n", 1)
     again = insert_line(tmp_path / inner)
     assert (again.line, again.state) == (6, "already installed")
-    assert file.read_text().count(LINE) == 1
+    assert file.read_text().count(PRELUDE_LINE) == 1
     assert remove_line(tmp_path / inner).state == "removed"
     assert file.read_text() == WORKER
     assert remove_line(tmp_path / inner).state == "not installed"
@@ -54,7 +54,7 @@ def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_
     [
         (WORKER.replace("class ActorRolloutRefWorker", "class Other"), "another module"),
         (WORKER.replace("import logging", "from verl_patches import prelude_patch\n"), "the lines"),
-        (WORKER.replace("import logging", f"{LINE}\n{LINE}\nimport logging"), "the lines"),
+        (WORKER.replace("import logging", f"{PRELUDE_LINE}\n{PRELUDE_LINE}\nimport logging"), "the lines"),
     ],
 )
 def test_another_file_or_prelude_is_refused(tmp_path, text, words):
@@ -92,11 +92,11 @@ class Python:
             file = self.upstream / f"{module}.py"  # megatron: a namespace package, as the real one
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(SAY)
-        self.workers = self.upstream / "verl" / INSIDE
+        self.workers = self.upstream / "verl" / WORKER_FILE
         self.workers.parent.mkdir()
         self.workers.write_text(WORKER)
         self.executable = python_with_prelude(folder)
-        (self.pth,) = folder.rglob(install_prelude.NAME)
+        (self.pth,) = folder.rglob(install_prelude.PTH_NAME)
 
     def run(self, *code, patches=None, before=""):
         """Run `-c code`, or `code` as arguments, and return the finished process; `before`: a folder to put first."""
@@ -130,9 +130,9 @@ def test_both_go_in_and_come_out_again(bare):
 
     bare.prelude("--undo")
     assert bare.prelude() == both("installed") and bare.prelude() == both("already installed")
-    assert LINE in bare.workers.read_text() and bare.pth.read_text().count("\n") == 1
+    assert PRELUDE_LINE in bare.workers.read_text() and bare.pth.read_text().count("\n") == 1
     bare.pth.write_text("import verl_patches.of_an_older_version\n")
-    assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == install_prelude.TEXT
+    assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == install_prelude.PTH_TEXT
     assert bare.prelude("--undo") == both("removed") and bare.prelude("--undo") == both("not installed")
     assert bare.workers.read_text() == WORKER
     assert [file.name for file in bare.pth.parent.iterdir() if file.is_file()] == ["base.pth"]
@@ -186,10 +186,10 @@ except RuntimeError as error: print(error)
 
 
 def test_a_pth_file_without_verl_patches_raises_an_error_with_the_remedy(tmp_path):
-    command = [sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT]
+    command = [sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.PTH_TEXT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in (install_prelude.NAME, "PYTHONPATH", "--undo", "No module named"))
+    assert all(word in done.stdout for word in (install_prelude.PTH_NAME, "PYTHONPATH", "--undo", "No module named"))
 
 
 # -- the line alone ----------------------------------------------------------------------------------------------------
@@ -197,12 +197,13 @@ def test_a_pth_file_without_verl_patches_raises_an_error_with_the_remedy(tmp_pat
 HALF_BUILT = """
 import verl.workers.megatron_workers as workers
 assert workers.__file__.startswith({tree!r}), workers.__file__
-from verl_patches.patching.engine import current
-states = {{row["id"]: row["state"] for row in current().status()}}
+from verl_patches.patching.engine import current_engine
+patches = current_engine()
+states = {{row["id"]: row["state"] for row in patches.status()}}
 assert states["update.recipe_worker"] == "active", states
 assert workers.ActorRolloutRefWorker.prove_patches.__module__ == "verl_patches.worker.recipe_worker"
 modules = __import__("sys").modules
-waiting = [n for n in current().wanted if states[n] != "active" and current().specs[n].target_module in modules]
+waiting = [n for n in patches.wanted if states[n] != "active" and patches.specs[n].target_module in modules]
 assert not waiting, waiting
 """
 
@@ -221,6 +222,6 @@ def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path, run_python
     before_the_line = "from verl.utils.vllm_utils import is_version_ge; import verl.workers.megatron_workers"
     alone = python(before_the_line)  # verl's TaskRunner: on a CPU vLLM cannot be imported unpatched
     assert alone.rc != 0 and "megatron_workers" not in alone.err, alone.err[-2000:]
-    python(install_prelude.TEXT + before_the_line).check()
+    python(install_prelude.PTH_TEXT + before_the_line).check()
     assert install_prelude.remove_line(tmp_path).state == "removed"
     assert python(HALF_BUILT.format(tree=str(tmp_path))).rc != 0

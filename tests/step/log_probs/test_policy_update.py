@@ -12,7 +12,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss
 
 from tests.runs import composed, tiny
 from verl_patches.errors import RecipeError
-from verl_patches.patching.row import subclass_of
+from verl_patches.patching.row import make_subclass
 from verl_patches.recipe import Objective, RolloutCorrection
 from verl_patches.rules import RULES
 from verl_patches.step.log_probs import policy_update, rollout_correction
@@ -117,7 +117,7 @@ class Worker:
 def updated(upstream, data):
     """Run RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
     base = type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)})
-    worker = object.__new__(subclass_of(base, RecipeWorker))
+    worker = object.__new__(make_subclass(base, RecipeWorker))
     worker.run, worker.recipe = upstream.run_spec, upstream.run_spec.recipe
     worker.config = {"actor": {}}  # micro batches of a fixed size
     output = worker.update_actor(data)

@@ -20,7 +20,7 @@ from typing import Any
 from verl_patches.errors import ConfigError
 from verl_patches.launch.jobs.job import Job
 from verl_patches.launch.jobs.upload import command_words
-from verl_patches.patching.switches import VARIABLE
+from verl_patches.patching.switches import PATCHES_VAR
 from verl_patches.run.environment import DROPPED_VARIABLES, REPOSITORY
 from verl_patches.run.ray_nodes import ray_start
 
@@ -92,7 +92,7 @@ def job_values(job: Job, source: str) -> str:
         "secrets": job.secrets,
         "env_file": job.env_file or "",
         "variables": [f"{name}={value}" for name, value in job.env.items()],
-        "dropped": sorted({*DROPPED_VARIABLES} - {VARIABLE}),
+        "dropped": sorted({*DROPPED_VARIABLES} - {PATCHES_VAR}),
         "gcs": job.ports.gcs,
         "first_port": job.ports.first,
         "head_ports": _services(job, is_head=True),

@@ -84,10 +84,10 @@ def start(section: Any) -> Namespace:
     if global_vars._GLOBAL_ARGS is not None:
         set_recomputed_layers(section)
         return global_vars.get_args()
-    if as_npu(engine.current().switches.platform):
+    if as_npu(engine.current_engine().switches.platform):
         check_visible_die(torch.npu.device_count())
         if engine.is_on("update.bind_cores"):
-            shown = logging.WARNING if engine.current().switches.platform == "npu" else logging.INFO
+            shown = logging.WARNING if engine.current_engine().switches.platform == "npu" else logging.INFO
             log.log(shown, bind(os.environ.get(VISIBLE, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
     _start_distributed(recipe.train.collective_timeout_minutes)
@@ -104,7 +104,7 @@ def start(section: Any) -> Namespace:
 
 def check_patches_in_place() -> None:
     """Raise PatchError where MindSpeed's own patches replaced one of ours."""
-    replaced = [row for row in engine.current().status() if row["state"] == "overridden"]
+    replaced = [row for row in engine.current_engine().status() if row["state"] == "overridden"]
     lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
     if lost:
         raise engine.PatchError("MindSpeed's start replaced patches of this recipe:\n  " + "\n  ".join(lost))

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.switches import VARIABLE
+from verl_patches.patching.switches import PATCHES_VAR
 
 PRELUDE = "verl_patches.prelude_patch"
 
@@ -40,7 +40,7 @@ class PreludeFinder:
         be there twice. The spec of a namespace package has no loader and is returned unchanged.
         """
         search = (get_ident(), name)
-        without_switches = VARIABLE not in os.environ and name.partition(".")[0] != "verl"
+        without_switches = PATCHES_VAR not in os.environ and name.partition(".")[0] != "verl"
         if PRELUDE in sys.modules or without_switches or search in self._searches:
             return None
         self._searches.add(search)
@@ -51,26 +51,26 @@ class PreludeFinder:
             self._searches.discard(search)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            loader.exec_module = functools.partial(_execute, loader)
+            loader.exec_module = functools.partial(_execute_module, loader)
         return spec
 
 
 prelude_first = PreludeFinder().find_spec  # the `.pth` file of each Python calls this
 
 
-def _execute(loader: Any, module: ModuleType) -> None:
+def _execute_module(loader: Any, module: ModuleType) -> None:
     del loader.exec_module  # this loader's attribute; its class has the real method
     _run_prelude()
     loader.exec_module(module)
 
 
 def _run_prelude() -> None:
-    if VARIABLE not in os.environ and _is_ray_worker():
+    if PATCHES_VAR not in os.environ and _is_ray_worker():
         import socket
 
         raise ConfigError(
-            f"{VARIABLE} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}), so it would not "
-            "be patched as the process is that started it. Start the driver with a Python in which `python -m "
+            f"{PATCHES_VAR} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}), so it would "
+            "not be patched as the process is that started it. Start the driver with a Python in which `python -m "
             "verl_patches install-prelude` was run, and import verl there before ray.init, or set the variable for "
             "`ray start` on every node"
         )

@@ -18,20 +18,20 @@ from pathlib import Path
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import replacing, write_whole, writing
 
-LINE = "from verl_patches import prelude_patch  # noqa: F401"
-INSIDE = Path("workers") / "megatron_workers.py"
-PLACES = (
-    f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{INSIDE} "
+PRELUDE_LINE = "from verl_patches import prelude_patch  # noqa: F401"
+WORKER_FILE = Path("workers") / "megatron_workers.py"
+LINE_NUMBER_NOTE = (
+    f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{WORKER_FILE} "
     "are one line further down"
 )
-NAME = "verl_patches_prelude.pth"
+PTH_NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
-_WITHOUT_US = (
-    f"{NAME} is in the site-packages of this Python, but the verl_patches that wrote it cannot be imported: put it on "
-    "the PYTHONPATH of this process, write the file again (python -m verl_patches install-prelude), or remove it (the "
-    "same with --undo)"
+_IMPORT_ERROR_TEXT = (
+    f"{PTH_NAME} is in the site-packages of this Python, but the verl_patches that wrote it cannot be imported: put it "
+    "on the PYTHONPATH of this process, write the file again (python -m verl_patches install-prelude), or remove it "
+    "(the same with --undo)"
 )
-_FINDER = f"""
+_FINDER_CODE = f"""
 import sys
 class VerlPatchesPrelude:
     def find_spec(self, name, *where):
@@ -40,11 +40,13 @@ class VerlPatchesPrelude:
         try:
             from verl_patches.patching.boot.before_import import prelude_first
         except ImportError as error:
-            raise RuntimeError({_WITHOUT_US!r} + ": " + str(error)) from error
+            raise RuntimeError({_IMPORT_ERROR_TEXT!r} + ": " + str(error)) from error
         return prelude_first(name, *where)
 sys.meta_path.insert(0, VerlPatchesPrelude())
 """
-TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # .pth files need one line; upstream may swallow an ImportError
+PTH_TEXT = (
+    f"import sys; exec({_FINDER_CODE!r}, {{}})\n"  # .pth files need one line; upstream may swallow an ImportError
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ class PreludeResult:
 def install_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResult]:
     """Insert the prelude line ("line") and write the `.pth` file of this Python ("pth"). Idempotent."""
     line, pth = insert_line(verl_path), _pth_file()
-    if pth.exists() and pth.read_text() == TEXT:
+    if pth.exists() and pth.read_text() == PTH_TEXT:
         return {"line": line, "pth": PreludeResult(pth, None, "already installed")}
     with writing(pth, ""):
-        write_whole(pth, TEXT)
+        write_whole(pth, PTH_TEXT)
     return {"line": line, "pth": PreludeResult(pth, None, "installed")}
 
 
@@ -85,19 +87,19 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     ConfigError where the file is missing, is another module or has another prelude.
     """
     file, lines = _worker_file(verl_path)
-    if LINE in lines:
-        return PreludeResult(file, lines.index(LINE) + 1, "already installed")
+    if PRELUDE_LINE in lines:
+        return PreludeResult(file, lines.index(PRELUDE_LINE) + 1, "already installed")
     number = next(number for number, line in enumerate(lines) if line.startswith("import "))
-    _write_lines(file, [*lines[:number], LINE, *lines[number:]])
+    _write_lines(file, [*lines[:number], PRELUDE_LINE, *lines[number:]])
     return PreludeResult(file, number + 1, "installed")
 
 
 def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Remove LINE, with the arguments and errors of `insert_line`. Idempotent."""
     file, lines = _worker_file(verl_path)
-    if LINE not in lines:
+    if PRELUDE_LINE not in lines:
         return PreludeResult(file, None, "not installed")
-    number = lines.index(LINE)
+    number = lines.index(PRELUDE_LINE)
     _write_lines(file, [*lines[:number], *lines[number + 1 :]])
     return PreludeResult(file, number + 1, "removed")
 
@@ -111,17 +113,19 @@ def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
         packages = [Path(spec.origin).parent]
     else:
         packages = [Path(verl_path) / "verl", Path(verl_path)]
-    file = next((package / INSIDE for package in packages if (package / INSIDE).is_file()), None)
+    file = next((package / WORKER_FILE for package in packages if (package / WORKER_FILE).is_file()), None)
     if file is None:
         raise ConfigError(
-            f"install-prelude: expected verl/{INSIDE} in {verl_path or packages[0]}, found none; "
+            f"install-prelude: expected verl/{WORKER_FILE} in {verl_path or packages[0]}, found none; "
             "give the root of a verl checkout: --verl-path DIR"
         )
     text = file.read_text()
     ours = [line for line in text.split("\n") if "verl_patches" in line]
-    if ours not in ([], [LINE]) or not all(word in text for word in ("\nimport ", "\nclass ActorRolloutRefWorker")):
+    if ours not in ([], [PRELUDE_LINE]) or not all(
+        word in text for word in ("\nimport ", "\nclass ActorRolloutRefWorker")
+    ):
         raise ConfigError(
-            f"{file}: expected verl's Megatron worker module with the one line `{LINE}` or without, found "
+            f"{file}: expected verl's Megatron worker module with the one line `{PRELUDE_LINE}` or without, found "
             f"{f'the lines {ours}' if ours else 'another module'}; restore the file from upstream, then run this again"
         )
     return file, text.split("\n")
@@ -135,4 +139,4 @@ def _write_lines(file: Path, lines: list[str]) -> None:
 
 
 def _pth_file() -> Path:
-    return Path(sysconfig.get_path("purelib")) / NAME
+    return Path(sysconfig.get_path("purelib")) / PTH_NAME

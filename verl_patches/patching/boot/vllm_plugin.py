@@ -6,7 +6,7 @@ import importlib
 import os
 
 from verl_patches.patching.boot.before_import import PRELUDE
-from verl_patches.patching.switches import VARIABLE
+from verl_patches.patching.switches import PATCHES_VAR
 
 
 def register() -> None:
@@ -14,5 +14,5 @@ def register() -> None:
 
     Without the variable it does nothing, as vLLM calls it wherever the package is installed.
     """
-    if os.environ.get(VARIABLE):
+    if os.environ.get(PATCHES_VAR):
         importlib.import_module(PRELUDE)

@@ -13,7 +13,7 @@ import socket
 import sys
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import current
+from verl_patches.patching.engine import current_engine
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def refuse_early_device_runtime() -> None:
     """Raise ConfigError if platform npu imported torch_npu before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
-    if current().switches.platform == "npu" and "torch_npu" in sys.modules:
+    if current_engine().switches.platform == "npu" and "torch_npu" in sys.modules:
         raise ConfigError(
             f"{_rank()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
             "after that, as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports "
