@@ -20,14 +20,14 @@ from verl_patches.model.mindspeed.arguments import (
     model_settings,
 )
 from verl_patches.model.tiny import CONFIG_FILE
-from verl_patches.plan.memory_plan import LAYERS, recompute_keys
+from verl_patches.plan.memory_plan import LAYERS_KEY, recompute_keys
 from verl_patches.recipe import recipe_keys
 from verl_patches.run.compose import compose
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."
 HF = json.loads(CONFIG_FILE.read_text())
-FULL = [f"++{key}={value}" for key, value in recompute_keys(0).items() if key != LAYERS]
+FULL = [f"++{key}={value}" for key, value in recompute_keys(0).items() if key != LAYERS_KEY]
 CP = [f"{ACTOR}context_parallel_size=2"]
 
 
@@ -41,7 +41,7 @@ def _tiny(*overrides: str):
 
 @pytest.fixture(scope="module")
 def die256():
-    return composed("deepseekv3_256die_true_weight", [f"{LAYERS}=8"])
+    return composed("deepseekv3_256die_true_weight", [f"{LAYERS_KEY}=8"])
 
 
 def test_table_names_each_key_once_and_knows_every_recipe_key():
@@ -67,7 +67,7 @@ def test_256_dies(name):
         "pipeline-model-parallel-size 8",
         "num-layer-list 7,7,8,8,8,8,8,7",
         "recompute-granularity full",
-        f"recompute-num-layers {max(OmegaConf.select(run.verl, LAYERS))}",  # start.py sets each stage's own number
+        f"recompute-num-layers {max(OmegaConf.select(run.verl, LAYERS_KEY))}",  # start.py sets each stage's own number
         "seq-length 4096",
         "lr 1e-06",
         "moe-tp-extend-ep",
@@ -103,9 +103,9 @@ def test_256_dies(name):
         (["recipe.train.swap_optimizer=true"], "does not support fp32 weights"),
         (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
-        ([*FULL, f"{LAYERS}=auto"], "is auto: the memory plan must replace it"),
+        ([*FULL, f"{LAYERS_KEY}=auto"], "is auto: the memory plan must replace it"),
         (FULL, "must be a number of layers, one for each stage, or auto"),
-        ([*FULL, f"{LAYERS}=[1,2]"], "has 2 numbers; expected one for each of 1 pipeline stages"),
+        ([*FULL, f"{LAYERS_KEY}=[1,2]"], "has 2 numbers; expected one for each of 1 pipeline stages"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
     ],
 )  # fmt: skip
@@ -133,8 +133,8 @@ def test_settings_become_arguments(overrides, added, removed):
 
 @pytest.mark.parametrize("number", ["0", "[0]"])
 def test_0_recomputed_layers_are_no_recomputation(number):
-    assert "recompute" not in " ".join(_words(_tiny(*FULL, f"{LAYERS}={number}")))
-    assert "--recompute-num-layers 1" in " ".join(_words(_tiny(*FULL, f"{LAYERS}=1")))
+    assert "recompute" not in " ".join(_words(_tiny(*FULL, f"{LAYERS_KEY}={number}")))
+    assert "--recompute-num-layers 1" in " ".join(_words(_tiny(*FULL, f"{LAYERS_KEY}=1")))
 
 
 def test_explaining_needs_no_torch(run_python):

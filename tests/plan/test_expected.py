@@ -12,7 +12,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.memory.schedule import CRITIC, SCHEDULE, VERL_SCHEDULES
 from verl_patches.plan.activations import Passes
-from verl_patches.plan.expected import Setting, group_bytes, host_bytes, peaks, record_bytes, work_bytes
+from verl_patches.plan.expected import Setting, group_bytes, host_bytes, memory_peaks, record_bytes, work_bytes
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")
@@ -38,7 +38,7 @@ def test_a_critic_is_a_second_trained_model_with_another_head():
         assert {group: size for group, size in found.items() if group not in CRITICS} == alone
         assert found["actor_params"] - found["critic_params"] == 2 * head
         assert found["grads"] - found["critic_grads"] == 4 * head
-    found = peaks(SCHEDULE.with_critic(), replace(SWAPPED, critic=True))
+    found = memory_peaks(SCHEDULE.with_critic(), replace(SWAPPED, critic=True))
     held = {phase["phase"]: phase["bytes"].keys() for phase in found["phases"]}
     assert held["values"] == {"critic_params"} and "actor_params" not in held["update_critic"]
     sizes = group_bytes(replace(DIE256, critic=True), 0)
@@ -63,24 +63,24 @@ def test_absorbed_projections_that_the_engine_copies():
 
 
 def test_peaks_of_the_256_die_run_in_our_schedule():
-    found = peaks(SCHEDULE, SWAPPED)
+    found = memory_peaks(SCHEDULE, SWAPPED)
     phases = {p["phase"]: gb(p["peak_bytes"]) for p in found["phases"]}
     assert phases["update"] == round(20.32 + gb(8 * 2 * 2048 * 7168 * 12), 2)  # published, plus one layer's experts
     assert phases["old_log_prob"] == 6.77 and phases["ref"] == 13.55 and phases["rollout"] == gb(0.8 * HBM)
     assert found["peak_bytes"] < HBM and found["empty_cache_calls"] == 2
     moved = found["to_device_bytes"]["mean"] + found["to_host_bytes"]["mean"]
     assert round(moved / 1e9, 1) == 19.1  # published as the least that a step moves: actor in and out, reference in
-    assert gb(peaks(SCHEDULE, DIE256)["peak_bytes"]) == 54.99  # published, not swapped
+    assert gb(memory_peaks(SCHEDULE, DIE256)["peak_bytes"]) == 54.99  # published, not swapped
 
 
 def test_peaks_of_the_256_die_run_in_verls_schedules():
     """Model verl 54c9b736, which wakes the KV cache beside training weights and gradients: more than a die has."""
-    old, new = (peaks(VERL_SCHEDULES[line], replace(SWAPPED, bucket_bytes=None)) for line in ("a3", "pypi"))
+    old, new = (memory_peaks(VERL_SCHEDULES[line], replace(SWAPPED, bucket_bytes=None)) for line in ("a3", "pypi"))
     (wake,) = (p for p in old["phases"] if p["phase"] == "wake_kv")
     assert old["peak_bytes"] == wake["peak_bytes"] > HBM > new["peak_bytes"]
     assert wake["peak_bytes"] == sum(wake["bytes"].values())
     assert set(wake["bytes"]) == {"actor_params", "grads", "rollout_weights", "kv_cache"}
-    ours = peaks(SCHEDULE, SWAPPED)
+    ours = memory_peaks(SCHEDULE, SWAPPED)
     for verl in (old, new):
         by_phase = {p["phase"]: p["peak_bytes"] for p in verl["phases"]}
         assert by_phase["reshard"] > 1.4 * ours["phases"][0]["peak_bytes"]
@@ -117,7 +117,7 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
         assert (sizes["optimizer"] == 0) == (swap is not None) == (sizes["swap_window"] > 0)
     found = {}
     for name, schedule in {"ours": SCHEDULE, **VERL_SCHEDULES}.items():
-        found[name] = peaks(schedule, setting)
+        found[name] = memory_peaks(schedule, setting)
         for phase in found[name]["phases"]:
             assert phase["peak_bytes"] == sum(phase["bytes"].values())
             assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
@@ -130,7 +130,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
     """Check all ranks, as a negative control for looking at one rank of each kind only."""
     train = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
     setting = Setting(IN_FP32, train, rollout_layout(2, 2, 2), "megatron-local")
-    found = peaks(SCHEDULE, setting)
+    found = memory_peaks(SCHEDULE, setting)
     update = next(p for p in found["phases"] if p["phase"] == "update")
     every = [group_bytes(setting, rank) for rank in range(8)]
     sums = [s["actor_params"] + s["grads"] + s["optimizer"] for s in every]
@@ -139,7 +139,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
 
 def test_ranks_must_be_the_same():
     with pytest.raises(ConfigError, match="training has 256 ranks, rollout 2"):
-        peaks(SCHEDULE, replace(DIE256, rollout=rollout_layout(2, 1, 1)))
+        memory_peaks(SCHEDULE, replace(DIE256, rollout=rollout_layout(2, 1, 1)))
 
 
 SIZES = {"actor_params": 2, "grads": 4, "optimizer": 12, "ref_params": 3, "rollout_weights": 5, "swap_window": 1}

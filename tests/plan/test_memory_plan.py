@@ -12,13 +12,13 @@ from verl_patches.errors import ConfigError
 from verl_patches.plan import activations
 from verl_patches.plan import memory_plan as memory_plan_module
 from verl_patches.plan.memory_plan import (
-    CHECKPOINTING,
-    LAYERS,
+    CHECKPOINTING_KEY,
+    LAYERS_KEY,
     MARGIN_BYTES,
-    exceeding,
     followed_peaks,
     host_limit,
     memory_plan,
+    memory_shortages,
     recomputation,
     recompute_keys,
     run_memory,
@@ -138,7 +138,7 @@ def test_what_is_beside_the_memory_groups():
     """Check HCCL's memory, and 771.5 GB a node as in the runbook.
 
     Training has 6 groups, 2 of them large, the rollout 6 with 3 large ones, each with two buffers of 300 or 64 MiB."""
-    planned = plan(BIG, f"{LAYERS}=8", rows=None, skip=True)
+    planned = plan(BIG, f"{LAYERS_KEY}=8", rows=None, skip=True)
     phases = {phase["phase"]: phase["bytes"] for phase in planned["orders"][0]["phases"]}
     rollout, update = phases["rollout"], phases["update"]
     assert rollout["hccl_buffers"] == 2 * (2 * 300 + 4 * 64) << 20 and "cann_context" not in rollout
@@ -167,12 +167,12 @@ def update_peak(run):
 @pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
 def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
     run = compose(name, (), rows_of)
-    assert OmegaConf.select(run.verl, LAYERS) == "auto"
+    assert OmegaConf.select(run.verl, LAYERS_KEY) == "auto"
     chosen = with_recompute(run)
     layers, together = recomputation(chosen)
     assert len(layers) == 8 and together == 1 and layers[-1] == 0 < max(layers) < 8
-    critics = OmegaConf.select(chosen.verl, LAYERS.replace("actor_rollout_ref", "critic"))
-    assert OmegaConf.select(chosen.verl, LAYERS) == critics
+    critics = OmegaConf.select(chosen.verl, LAYERS_KEY.replace("actor_rollout_ref", "critic"))
+    assert OmegaConf.select(chosen.verl, LAYERS_KEY) == critics
     assert update_peak(chosen) <= LEFT
     for stage, number in enumerate(layers):  # control: one layer less of any stage does not leave it
         if number:
@@ -181,19 +181,19 @@ def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(n
 
 
 def test_a_fixed_number_stays_and_0_is_none():
-    eight, none = (run_of(BIG, f"{LAYERS}={number}", skip=True) for number in (8, 0))
+    eight, none = (run_of(BIG, f"{LAYERS_KEY}={number}", skip=True) for number in (8, 0))
     assert with_recompute(none) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
     assert update_peak(none) > A3_SEEN_BYTES > LEFT > update_peak(eight)
-    assert update_peak(none) == update_peak(changed_run(none, {CHECKPOINTING: False}))
-    off = run_of(BIG, f"{CHECKPOINTING}=false")
+    assert update_peak(none) == update_peak(changed_run(none, {CHECKPOINTING_KEY: False}))
+    off = run_of(BIG, f"{CHECKPOINTING_KEY}=false")
     assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
-    uniform = changed_run(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
+    uniform = changed_run(eight, {LAYERS_KEY: 2, LAYERS_KEY.replace("num_layers", "method"): "uniform"})
     assert recomputation(uniform) == (61, 2)
 
 
 def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
     """Plan its run of 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
-    own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS}=0")
+    own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS_KEY}=0")
     whole, short = (update_peak(run_of(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
     monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
     narrow = update_peak(run_of(BIG, *own, skip=True))
@@ -209,20 +209,20 @@ def test_auto_with_a_critic_leaves_the_margin_in_both_updates():
 
 
 def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_needs_none():
-    auto = f"++{LAYERS}=auto"
+    auto = f"++{LAYERS_KEY}=auto"
     with pytest.raises(ConfigError, match="num_layers is auto; expected a number: .* line a3 only"):
-        run_of(TINY, auto, f"{CHECKPOINTING}=true")
-    key = LAYERS.replace("num_layers", "method")
-    with pytest.raises(ConfigError, match=f"{key} is uniform; expected .* with {LAYERS}=auto"):
+        run_of(TINY, auto, f"{CHECKPOINTING_KEY}=true")
+    key = LAYERS_KEY.replace("num_layers", "method")
+    with pytest.raises(ConfigError, match=f"{key} is uniform; expected .* with {LAYERS_KEY}=auto"):
         run_of(BIG, f"{key}=uniform")
-    assert recomputation(run_of(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")) == (0, 1)
+    assert recomputation(run_of(TINY, auto, f"{CHECKPOINTING_KEY}=true", "recipe.line=a3")) == (0, 1)
 
 
 def test_a_die_that_is_short_is_named_with_its_largest_terms(big):
     run = changed_run(big, {"recipe.reshard.bucket_bytes": 1 << 34})
-    (said,) = exceeding(followed_peaks(run)["phases"], A3_SEEN_BYTES)
+    (said,) = memory_shortages(followed_peaks(run)["phases"], A3_SEEN_BYTES)
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
-    assert exceeding(followed_peaks(big)["phases"], A3_SEEN_BYTES) == []
+    assert memory_shortages(followed_peaks(big)["phases"], A3_SEEN_BYTES) == []
 
 
 def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
@@ -230,7 +230,7 @@ def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(b
     assert host_limit(run) == 512 << 30
     found = planned(run)
     assert found["host"]["node_bytes"] > found["host"]["limit_bytes"] == 512 << 30
-    monkeypatch.setattr(memory_plan_module, "DEVICES", tmp_path)
+    monkeypatch.setattr(memory_plan_module, "DEVICE_FOLDER", tmp_path)
     assert host_limit(big) is None
     (tmp_path / "davinci0").touch()
     assert host_limit(big) == psutil.virtual_memory().total and host_limit(run_of(TINY)) is None

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
-from verl_patches.plan.calibration import FITTED
-from verl_patches.plan.memory_plan import LAYERS, MARGIN_BYTES
+from verl_patches.plan.calibration import CONSTANTS
+from verl_patches.plan.memory_plan import LAYERS_KEY, MARGIN_BYTES
 from verl_patches.plan.plan import build_plan
 from verl_patches.plan.step_plan import ENGINE_RATIO, Workload
 from verl_patches.rules import RULES
@@ -70,7 +70,7 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     assert step["total_s"] - one_sync["total_s"] == pytest.approx(0.003 * 3072, rel=0.01)
     less_host = plan_of(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
     assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
-        (1 - ENGINE_RATIO) * FITTED.engine_step_s * 3072, rel=0.01
+        (1 - ENGINE_RATIO) * CONSTANTS.engine_step_s * 3072, rel=0.01
     )
 
 
@@ -88,7 +88,7 @@ def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(nam
     assert {phase["phase"] for phase in followed["phases"]} >= {"reshard", "rollout", "ref", "update"}
     for phase in followed["phases"]:
         assert phase["peak_bytes"] == sum(phase["bytes"].values()) <= memory["hbm_bytes"] - MARGIN_BYTES
-    for override in ("recipe.patches=[-rollout.steps_alike]", f"{LAYERS}=8"):
+    for override in ("recipe.patches=[-rollout.steps_alike]", f"{LAYERS_KEY}=8"):
         assert plan_of(name, override, workload=workload)["step"]["total_s"] > most_s
 
 
@@ -96,7 +96,7 @@ def test_a_plan_says_where_less_than_the_margin_is_left():
     """Check the warning; the control: auto leaves the margin."""
     of = {}
     for name, number in (("less", "[1,1,2,1,0,0,0,0]"), ("auto", "auto")):
-        (of[name],) = (check for check in plan_of(BIG, f"{LAYERS}={number}")["checks"] if check["name"] == "memory")
+        (of[name],) = (check for check in plan_of(BIG, f"{LAYERS_KEY}={number}")["checks"] if check["name"] == "memory")
     assert of["less"]["ok"] and of["less"]["note"] and "LESS THAN 5 GB" in of["less"]["detail"]
     assert of["auto"]["ok"] and not of["auto"]["note"] and "LESS" not in of["auto"]["detail"]
 

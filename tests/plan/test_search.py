@@ -9,9 +9,9 @@ from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan import search as search_module
-from verl_patches.plan.memory_plan import LAYERS, recomputation
+from verl_patches.plan.memory_plan import LAYERS_KEY, recomputation
 from verl_patches.plan.plan import build_plan
-from verl_patches.plan.search import ANY_LAYOUT, GRAPHS, as_overrides, rollout_keys, search, train_keys
+from verl_patches.plan.search import ANY_LAYOUT_KEYS, GRAPHS_KEY, as_overrides, rollout_keys, search, train_keys
 from verl_patches.plan.step_plan import Workload
 from verl_patches.rules import RULES, SIZES
 from verl_patches.run.resolve import CONFIGS_DIR
@@ -30,7 +30,7 @@ def plan_of(name, *overrides):
 
 def listed(name, *overrides, dies, top=1):
     """Return the rows of a search as the command starts it, over a layout that fits any number of ranks."""
-    return search(composed(name, [*overrides, *as_overrides(ANY_LAYOUT)]), SIZES, dies, Workload(), top)
+    return search(composed(name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)]), SIZES, dies, Workload(), top)
 
 
 def test_balanced_layers_leave_room_for_the_head():
@@ -47,7 +47,7 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
     row = found[0]
     plan, run = plan_of(TRUE_WEIGHT, *row["overrides"]), composed(TRUE_WEIGHT, row["overrides"])
     assert plan["ok"] and plan["step"]["phases"] == row["phases"] and plan["train"]["layout"] == row["train"]
-    assert recomputation(run)[0] == row["recompute_layers"] and f"{GRAPHS}=[8,16,32,64,128]" in row["overrides"]
+    assert recomputation(run)[0] == row["recompute_layers"] and f"{GRAPHS_KEY}=[8,16,32,64,128]" in row["overrides"]
     assert row["peak_bytes"] <= plan["memory"]["hbm_bytes"]
 
 
@@ -55,7 +55,7 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
     ("override", "changes"),
     [
         (f"{ACTOR}.pipeline_model_parallel_size=7", f"{ACTOR}.pipeline_model_parallel_size="),  # ranks are not split so
-        (f"{LAYERS}=0", f"{LAYERS}="),
+        (f"{LAYERS_KEY}=0", f"{LAYERS_KEY}="),
         ("data.train_batch_size=500", "data.train_batch_size=512"),
     ],
 )
@@ -126,6 +126,6 @@ def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
 def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
     run = composed(BIG, [f"recipe.memory.host_gib={gib}"])
     try:
-        assert search_module._planned(run, SIZES, Workload(), {"recipe.rollout.instances": None}) and fits
+        assert search_module._plan_candidate(run, SIZES, Workload(), {"recipe.rollout.instances": None}) and fits
     except ConfigError as error:
         assert "host memory" in str(error) and not fits

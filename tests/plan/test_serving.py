@@ -7,7 +7,7 @@ from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.plan.expected import group_bytes
 from verl_patches.plan.memory_plan import run_memory
-from verl_patches.plan.serving import instance_checks, instance_of, serving_plan, serving_text
+from verl_patches.plan.serving import instance_checks, instance_config, serving_plan, serving_text
 from verl_patches.run.compose import compose_config
 from verl_patches.run.resolve import LayoutError, change_config, resolve
 
@@ -16,7 +16,7 @@ TP, SHARE = "actor_rollout_ref.rollout.tensor_model_parallel_size", "actor_rollo
 
 
 def instance(config):
-    return resolve(instance_of(config), rows_of(config.recipe.platform))
+    return resolve(instance_config(config), rows_of(config.recipe.platform))
 
 
 def faults(*overrides):

@@ -9,7 +9,14 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.layout.sharding import local_parameters, static_bytes
 from verl_patches.plan import calibration, step_model
-from verl_patches.plan.calibration import FITTED, MEAN_PROMPT, ROWS, errors, published, without_cache
+from verl_patches.plan.calibration import (
+    CONSTANTS,
+    MEAN_PROMPT,
+    PUBLISHED_ROWS,
+    calibration_errors,
+    published_run,
+    run_without_cache,
+)
 from verl_patches.plan.step_model import (
     PHASES,
     Lengths,
@@ -43,37 +50,39 @@ MOVES = {
 
 
 def total(run):
-    return sum(step_time(run, FITTED).values())
+    return sum(step_time(run, CONSTANTS).values())
 
 
 # the published rows
 
 
 def test_every_published_row_is_predicted_within_5_percent_also_those_that_fix_nothing():
-    assert set(step_time(published(), FITTED)) == set(PHASES)
-    found = {row["row"]: row["error"] for row in errors()}
-    assert len(found) == len(ROWS) and max(abs(error) for error in found.values()) < 0.05
-    assert sum(row.fixes is None for row in ROWS) >= 10 and set(MOVES) == {field.name for field in fields(FITTED)}
-    wrong = replace(FITTED, train_efficiency=0.25)  # the control
-    assert max(abs(row["error"]) for row in errors(wrong)) > 0.1
-    assert tokens_per_s_per_die(published(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
+    assert set(step_time(published_run(), CONSTANTS)) == set(PHASES)
+    found = {row["row"]: row["error"] for row in calibration_errors()}
+    assert len(found) == len(PUBLISHED_ROWS) and max(abs(error) for error in found.values()) < 0.05
+    assert sum(row.fixes is None for row in PUBLISHED_ROWS) >= 10 and set(MOVES) == {
+        field.name for field in fields(CONSTANTS)
+    }
+    wrong = replace(CONSTANTS, train_efficiency=0.25)  # the control
+    assert max(abs(row["error"]) for row in calibration_errors(wrong)) > 0.1
+    assert tokens_per_s_per_die(published_run(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
 
 
 @pytest.mark.parametrize("constant", MOVES)
 def test_each_constant_is_fixed_by_one_row_and_moves_its_own_phases_only(constant):
-    (row,) = (row for row in ROWS if row.fixes == constant)
-    wrong = replace(FITTED, **{constant: 1.02 * getattr(FITTED, constant)})
-    assert row.predict(FITTED) == pytest.approx(row.quoted_s, rel=2e-4)
+    (row,) = (row for row in PUBLISHED_ROWS if row.fixes == constant)
+    wrong = replace(CONSTANTS, **{constant: 1.02 * getattr(CONSTANTS, constant)})
+    assert row.predict(CONSTANTS) == pytest.approx(row.quoted_s, rel=2e-4)
     assert row.predict(wrong) != pytest.approx(row.quoted_s, rel=2e-4)  # the control
-    before, after = step_time(published(), FITTED), step_time(published(), wrong)
+    before, after = step_time(published_run(), CONSTANTS), step_time(published_run(), wrong)
     assert {phase for phase in PHASES if before[phase] != after[phase]} == MOVES[constant]
 
 
 def test_the_modelled_bytes_are_the_quoted_ones():
     """Check 50.5 GB through Ray for the update at 256 workers; 73.9 GB and about 3,100 collectives of verl's sync."""
-    assert driver_bytes(without_cache(), 3) == pytest.approx(50.5e9, rel=0.002)
-    assert driver_bytes(replace(without_cache(), copies=1), 3) == pytest.approx(1.6e9, rel=0.02)
-    sync = verl_sync(published().model, published().train)
+    assert driver_bytes(run_without_cache(), 3) == pytest.approx(50.5e9, rel=0.002)
+    assert driver_bytes(replace(run_without_cache(), copies=1), 3) == pytest.approx(1.6e9, rel=0.02)
+    sync = verl_sync(published_run().model, published_run().train)
     assert sync.received_bytes == pytest.approx(73.9e9, rel=0.02) and sync.collectives == pytest.approx(3100, rel=0.01)
 
 
@@ -82,7 +91,7 @@ def test_the_modelled_bytes_are_the_quoted_ones():
 
 @pytest.mark.parametrize(("side", "library"), [("train", "mindspeed"), ("rollout", "vllm-ascend"), ("rollout", "vllm")])
 def test_elements_of_a_stage_are_those_of_the_sharding(side, library):
-    run = published()
+    run = published_run()
     layout, inventory = getattr(run, side), build_inventory(run.model)
     for stage in {0, 1, layout.pp - 1} & set(range(layout.pp)):
         dense, routed = stage_elements(run.model, layout, stage, library)
@@ -103,18 +112,18 @@ def test_a_pipeline_has_the_textbook_bubble():
 
 def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
     """Check a control too: two mini batches split the batch, and add an optimizer step and a fill of the pipeline."""
-    run = published()
-    once = update_s(run, FITTED)
-    sent = driver_bytes(run, 3) / FITTED.driver_bytes_per_s
-    assert update_s(replace(run, epochs=2), FITTED) == pytest.approx(2 * once - sent)
-    assert update_s(replace(run, mini_batches=2), FITTED) < 1.2 * once
+    run = published_run()
+    once = update_s(run, CONSTANTS)
+    sent = driver_bytes(run, 3) / CONSTANTS.driver_bytes_per_s
+    assert update_s(replace(run, epochs=2), CONSTANTS) == pytest.approx(2 * once - sent)
+    assert update_s(replace(run, mini_batches=2), CONSTANTS) < 1.2 * once
 
 
 # how a step must move
 
 
 def test_what_is_switched_off_is_slower():
-    on = replace(published(), tensor_cache=True, alltoall_overlap=True, swap_optimizer=False, recompute_layers=0)
+    on = replace(published_run(), tensor_cache=True, alltoall_overlap=True, swap_optimizer=False, recompute_layers=0)
     for off in (
         {"tensor_cache": False},
         {"alltoall_overlap": False},
@@ -126,13 +135,13 @@ def test_what_is_switched_off_is_slower():
 
 
 def test_gloo_costs_the_quoted_difference_at_each_of_two_calls_of_a_step():
-    run = published()
-    slower = step_time(replace(run, dp_sync="gloo"), FITTED)["rollout"] - step_time(run, FITTED)["rollout"]
+    run = published_run()
+    slower = step_time(replace(run, dp_sync="gloo"), CONSTANTS)["rollout"] - step_time(run, CONSTANTS)["rollout"]
     assert slower == pytest.approx(2 * 0.011 * 3072, rel=0.01)
-    two, one = (step_time(replace(run, dp_syncs=syncs), FITTED)["rollout"] for syncs in (2, 1))
-    assert two == step_time(run, FITTED)["rollout"] and two - one == pytest.approx(0.003 * 3072, rel=0.01)
+    two, one = (step_time(replace(run, dp_syncs=syncs), CONSTANTS)["rollout"] for syncs in (2, 1))
+    assert two == step_time(run, CONSTANTS)["rollout"] and two - one == pytest.approx(0.003 * 3072, rel=0.01)
     alone = replace(run, rollout=rollout_layout(128, 1, 2))  # nothing to sync: instances of one replica
-    assert step_time(replace(alone, dp_sync="gloo"), FITTED) == step_time(alone, FITTED)
+    assert step_time(replace(alone, dp_sync="gloo"), CONSTANTS) == step_time(alone, CONSTANTS)
 
 
 # rollout
@@ -140,28 +149,28 @@ def test_gloo_costs_the_quoted_difference_at_each_of_two_calls_of_a_step():
 
 def test_a_decode_step_grows_with_batch_context_and_the_padded_size():
     def at(running, context, tier):
-        return decode_s(published(), running, context, tier, FITTED)
+        return decode_s(published_run(), running, context, tier, CONSTANTS)
 
     assert at(1, 0, 1) < at(1, 0, 64) < at(64, 0, 64) + 1e-12 < at(64, 3000, 64)
     assert at(64, 2000, 64) - at(64, 1000, 64) == pytest.approx(memory_s(64 * 1000 * 1152 * 61))  # KV of MLA
-    eager = replace(published(), graph_sizes=())
-    assert decode_s(eager, 1, 0, 1, FITTED) > at(1, 0, 1)
+    eager = replace(published_run(), graph_sizes=())
+    assert decode_s(eager, 1, 0, 1, CONSTANTS) > at(1, 0, 1)
 
 
 def test_a_kv_cache_that_holds_few_responses_makes_the_rest_wait():
-    run = published()
+    run = published_run()
     token = 576 * 2 * 61
     half = replace(run, kv_bytes=32 * token * (MEAN_PROMPT + 3072))
-    assert step_time(half, FITTED)["rollout"] > 1.5 * step_time(run, FITTED)["rollout"]
+    assert step_time(half, CONSTANTS)["rollout"] > 1.5 * step_time(run, CONSTANTS)["rollout"]
     enough = replace(run, kv_bytes=64 * token * (MEAN_PROMPT + 3072))
-    assert step_time(enough, FITTED)["rollout"] == pytest.approx(step_time(run, FITTED)["rollout"], rel=1e-6)
+    assert step_time(enough, CONSTANTS)["rollout"] == pytest.approx(step_time(run, CONSTANTS)["rollout"], rel=1e-6)
 
 
 def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
     """Check Ulysses: 128 heads, q and k of 192, v and output of 128; half of a rank's tokens go to the other."""
-    run = published()
+    run = published_run()
     both = replace(run, train=replace(run.train, world_size=512, cp=2))
-    alone, shared = (stage_s(each, 1, False, FITTED) for each in (run, both))
+    alone, shared = (stage_s(each, 1, False, CONSTANTS) for each in (run, both))
     tokens = run.lengths.prompt + run.lengths.mean_of_longest()
     exchanged = network_s(128 / 4 * (192 + 192 + 128 + 128) * 2 * tokens / 2 / 2)
     assert shared[1] == pytest.approx(alone[1] / 2 + 7 * exchanged, rel=1e-9)
@@ -172,7 +181,7 @@ def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
 
 
 TAIL = replace(
-    published(),
+    published_run(),
     rollout=rollout_layout(2, 64, 2),
     lengths=Lengths(MEAN_PROMPT, 3072, 1000.0),
     graph_sizes=(8, 16, 32, 64),
@@ -183,32 +192,34 @@ def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
     """Check drawn lengths of each replica's 64 responses; a step costs the graph of the fullest of 64 replicas."""
     draw, sigma = np.random.default_rng(1), np.log(1 + 0.55**2) ** 0.5
     lengths = np.minimum(np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal((64, 64))), 3072)
-    fixed = FITTED.engine_step_s + TAIL.dp_syncs * step_model.DP_SYNC_S["hccl"]
+    fixed = CONSTANTS.engine_step_s + TAIL.dp_syncs * step_model.DP_SYNC_S["hccl"]
     seconds = 0.0
     for at in range(int(lengths.max())):
         most = int((lengths > at).sum(1).max())
         tier = next(size for size in TAIL.graph_sizes if size >= most)
-        seconds += decode_s(TAIL, most, MEAN_PROMPT + at, tier, FITTED) + fixed
-    modelled = rollout_s(TAIL, FITTED)
-    prefill = rollout_s(replace(TAIL, lengths=Lengths(MEAN_PROMPT, 1)), FITTED)
+        seconds += decode_s(TAIL, most, MEAN_PROMPT + at, tier, CONSTANTS) + fixed
+    modelled = rollout_s(TAIL, CONSTANTS)
+    prefill = rollout_s(replace(TAIL, lengths=Lengths(MEAN_PROMPT, 1)), CONSTANTS)
     assert modelled - prefill == pytest.approx(seconds, rel=0.01)
 
 
 def test_rebalance_shortens_a_rollout_whose_responses_end_one_by_one_and_costs_its_exchanges_elsewhere():
-    rarely, never = (rollout_s(replace(TAIL, rebalance_every=every), FITTED) for every in (32, None))
+    rarely, never = (rollout_s(replace(TAIL, rebalance_every=every), CONSTANTS) for every in (32, None))
     assert 0.9 * never < rarely < never
-    assert rollout_s(replace(TAIL, rebalance_every=1), FITTED) > never  # an agreement before every step
+    assert rollout_s(replace(TAIL, rebalance_every=1), CONSTANTS) > never  # an agreement before every step
     for alone in (replace(TAIL, lengths=Lengths(MEAN_PROMPT, 3072)), replace(TAIL, rollout=rollout_layout(128, 1, 2))):
-        assert rollout_s(replace(alone, rebalance_every=32), FITTED) >= rollout_s(alone, FITTED)  # nothing to gain
+        assert rollout_s(replace(alone, rebalance_every=32), CONSTANTS) >= rollout_s(
+            alone, CONSTANTS
+        )  # nothing to gain
 
 
 # uneven experts, traffic
 
 
 def test_uneven_experts_take_longer_in_their_phases_alone_and_fit_no_published_row():
-    run = published()
+    run = published_run()
     for name, load in (("rollout", (1.0, 2.0)), ("ref", (2.0, 1.0)), ("update", (2.0, 1.0))):
-        before, after = (step_time(each, FITTED) for each in (run, replace(run, expert_load=load)))
+        before, after = (step_time(each, CONSTANTS) for each in (run, replace(run, expert_load=load)))
         moved = {phase for phase in PHASES if before[phase] != after[phase]}
         assert moved == ({"rollout"} if name == "rollout" else {"ref", "update"})
         assert before[name] < after[name] < 2 * before[name]
@@ -216,12 +227,12 @@ def test_uneven_experts_take_longer_in_their_phases_alone_and_fit_no_published_r
 
 def test_bytes_that_a_die_sends_follow_the_layouts():
     """Compute TP1 EP8 on 8 ranks by hand: all-to-alls of 58 layers, there and back, in each of three passes."""
-    one = replace(published(), train=ParallelLayout(8, tp=1, ep=8, etp=1), recompute_layers=0)
+    one = replace(published_run(), train=ParallelLayout(8, tp=1, ep=8, etp=1), recompute_layers=0)
     tokens = one.responses / 8 * (one.lengths.prompt + 3072)
     gradients = one.model.vocab_size * 7168  # at least: tables are in all ranks
     exchanged = 58 * 2 * 8 * 7168 * 2 * 7 / 8 * tokens
     assert train_bytes(one) > 3 * exchanged + 7 / 8 * 2 * gradients * (4 + 2)
     assert train_bytes(replace(one, ref_micro_batch=None)) == pytest.approx(train_bytes(one) - exchanged)
     assert train_bytes(replace(one, recompute_layers=61)) == pytest.approx(train_bytes(one) + exchanged)
-    alone = replace(published(), rollout=rollout_layout(256, 1, 1, expert_parallel=False))
-    assert rollout_bytes(alone) == 0 < rollout_bytes(published())
+    alone = replace(published_run(), rollout=rollout_layout(256, 1, 1, expert_parallel=False))
+    assert rollout_bytes(alone) == 0 < rollout_bytes(published_run())

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.plan.plan import commands
+from verl_patches.plan.plan import run_commands
 from verl_patches.run.environment import REPOSITORY, environment_variables
 from verl_patches.spec import Trees
 from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of, verl_check, verl_config_dir
@@ -59,7 +59,7 @@ def test_a_printed_command_has_the_trees_and_all_that_the_image_has_on_its_path(
     """Check the words before `ray start` in a shell; without an earlier value there is no empty entry."""
     run = replace(composed(LARGE), trees=trees_of(upstream) if given else trees_of())
     wanted = [str(path) for path in (REPOSITORY, *run.trees.folders)]
-    for printed in commands(run, LARGE, ())[:3]:
+    for printed in run_commands(run, LARGE, ())[:3]:
         prefix = re.split(r"(?=ray start|python -m)", printed["command"])[0]
         for image in ([], ["/image", "/more"]):
             env = {"PATH": "/usr/bin:/bin", **({"PYTHONPATH": os.pathsep.join(image)} if image else {})}

@@ -8,7 +8,7 @@ from tests.runs import composed
 from tests.symbols import symbol_source
 from verl_patches.cli.run import _refuse_without_effect
 from verl_patches.errors import ConfigError
-from verl_patches.plan.memory_plan import LAYERS
+from verl_patches.plan.memory_plan import LAYERS_KEY
 from verl_patches.recipe import recipe_keys
 from verl_patches.run.compose import compose_config
 from verl_patches.run.environment import environment_checks
@@ -93,7 +93,7 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
         "fused_expert_wgrad=false",
         "swap_optimizer=false",
     ]
-    given = ["recipe.line=pypi", f"{LAYERS}=4"]
+    given = ["recipe.line=pypi", f"{LAYERS_KEY}=4"]
     run = composed(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
     ((entry, layers),) = refused_keys(run)
     assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
@@ -101,7 +101,7 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
         _refuse_without_effect(run)
-    there = composed(LARGE, [f"{LAYERS}=4"])
+    there = composed(LARGE, [f"{LAYERS_KEY}=4"])
     assert there.line == "a3" and refused_keys(there) == []
     _refuse_without_effect(there)
 

@@ -27,7 +27,7 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.plan.plan import build_plan, plan_without_layout
-from verl_patches.plan.search import ANY_LAYOUT, as_overrides, search
+from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require as require_platform
 from verl_patches.rules import RULES
@@ -274,7 +274,7 @@ def search_layouts(
     config_name: str, overrides: Sequence[str], trees: Trees, dies: int | None, workload: Workload, top: int
 ) -> dict[str, Any]:
     """Return {config, dies, modelled, layouts}: the best layouts for a configuration, whose own may be invalid."""
-    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT)], rows_of, trees)
+    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)], rows_of, trees)
     check_switches(run)
     if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))

@@ -36,16 +36,16 @@ from verl_patches.layout.parallel import ParallelLayout
 
 CHUNK_BYTES = 8 << 20  # size of a chunk of fp32 logits in model/log_prob.py
 # Rows of the busiest rank's experts, as a multiple of the mean, without balanced routing: assumed, not measured here
-UNBALANCED = 2.0
+UNBALANCED_RATIO = 2.0
 _FLASH_WIDTH = 128  # MindSpeed-LLM's --padded-base-length
-_STATISTICS = 2 * 8 * 4  # maximum and sum of a query, each eight times in fp32
-_ATTENTION = ("norms", "latents", "rotary", "attention")
+_STATISTICS_BYTES = 2 * 8 * 4  # maximum and sum of a query, each eight times in fp32
+_ATTENTION_TERMS = ("norms", "latents", "rotary", "attention")
 
 
 PerStage = int | tuple[int, ...]  # one number for all stages, or one for each
 
 
-def of_stage(layers: PerStage, stage: int) -> int:
+def recomputed_layers(layers: PerStage, stage: int) -> int:
     """Return the number of recomputed layers of `stage`."""
     return layers if isinstance(layers, int) else layers[stage]
 
@@ -71,7 +71,7 @@ class Passes:
     micro_batches: int
     recompute_layers: PerStage = 0
     recompute_together: int = 1
-    imbalance: float = UNBALANCED
+    imbalance: float = UNBALANCED_RATIO
     unpadded: bool = False
     entropy: bool = False
     chunked_logits: bool = True
@@ -97,7 +97,7 @@ def layer_terms(
         "norms": 4 * b * s * hidden + 8 * s,
         "latents": b * s * (2 * q_lora + 2 * latent + rope) + 8 * s,
         "rotary": 4 * b * tokens * rope,
-        "attention": tokens * heads * (b * _attention_width(model, unpadded) + _STATISTICS),
+        "attention": tokens * heads * (b * _attention_width(model, unpadded) + _STATISTICS_BYTES),
     }
     if not moe:
         return terms | {"dense_mlp": 3 * b * tokens * model.intermediate_size // tp}
@@ -131,21 +131,23 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
     """
     tokens, size = passes.update_tokens, DTYPE_BYTES[model.torch_dtype]
     layers = layout.stage_layers(stage, model.num_hidden_layers)
-    terms = _terms_of(model, layers, tokens, layout, passes)
+    terms = _stage_terms(model, layers, tokens, layout, passes)
     hidden = size * -(-tokens // layout.tp) * model.hidden_size
-    recomputed = min(of_stage(passes.recompute_layers, stage), len(layers))
+    recomputed = min(recomputed_layers(passes.recompute_layers, stage), len(layers))
     groups = [terms[i : i + passes.recompute_together] for i in range(0, recomputed, passes.recompute_together)]
     saved = len(groups) * hidden + sum(sum(layer.values()) for layer in terms[recomputed:])
     last = stage == layout.pp - 1
     if last:
         saved += 2 * hidden  # input of the final norm, and of the head
     working = max((sum(sum(layer.values()) for layer in group) for group in groups), default=0)
-    working += max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
+    working += max((_half_layer_bytes(layer) for layer in terms), default=0) + _dispatch_bytes(
+        model, tokens, layout, passes, layers
+    )
     logits = logits_bytes(model, tokens, layout, passes, gradient=True, entropy=passes.entropy) if last else 0
     return {
         "kept_activations": min(layout.pp - stage, passes.micro_batches) * saved,
-        **_larger(working, logits),
-        "weight_gradient": _weight_gradient(model, layout, stage, held, passes),
+        **_larger_term(working, logits),
+        "weight_gradient": _weight_gradient_bytes(model, layout, stage, held, passes),
     }
 
 
@@ -154,14 +156,16 @@ def forward_bytes(
 ) -> dict[str, int]:
     """Return {working_activations, logits} bytes of a forward pass alone: half a layer (upper bound)."""
     layers = layout.stage_layers(stage, model.num_hidden_layers)
-    terms = _terms_of(model, layers, tokens, layout, passes)
-    working = max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
+    terms = _stage_terms(model, layers, tokens, layout, passes)
+    working = max((_half_layer_bytes(layer) for layer in terms), default=0) + _dispatch_bytes(
+        model, tokens, layout, passes, layers
+    )
     last = stage == layout.pp - 1
     logits = logits_bytes(model, tokens, layout, passes, gradient=False, entropy=entropy) if last else 0
-    return _larger(working, logits)
+    return _larger_term(working, logits)
 
 
-def _larger(working: int, logits: int) -> dict[str, int]:
+def _larger_term(working: int, logits: int) -> dict[str, int]:
     return {"working_activations": working if working >= logits else 0, "logits": logits if logits > working else 0}
 
 
@@ -184,22 +188,24 @@ def logits_bytes(
     return both + beside + more + size * tokens * model.hidden_size
 
 
-def _terms_of(
+def _stage_terms(
     model: ModelShape, layers: tuple[int, ...], tokens: int, layout: ParallelLayout, passes: Passes
 ) -> list[dict[str, int]]:
     """Return `layer_terms` of each of `layers`."""
     kinds = {model.is_moe(layer) for layer in layers}
-    of_kind = {moe: layer_terms(model, moe, tokens, layout, passes.imbalance, passes.unpadded) for moe in kinds}
-    return [of_kind[model.is_moe(layer)] for layer in layers]
+    kind_terms = {moe: layer_terms(model, moe, tokens, layout, passes.imbalance, passes.unpadded) for moe in kinds}
+    return [kind_terms[model.is_moe(layer)] for layer in layers]
 
 
-def _half(layer: dict[str, int]) -> int:
+def _half_layer_bytes(layer: dict[str, int]) -> int:
     """Return the bytes of the larger half of a layer: attention, or MLP."""
-    attention = sum(layer[term] for term in _ATTENTION)
+    attention = sum(layer[term] for term in _ATTENTION_TERMS)
     return max(attention, sum(layer.values()) - attention)
 
 
-def _dispatch(model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, layers: tuple[int, ...]) -> int:
+def _dispatch_bytes(
+    model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, layers: tuple[int, ...]
+) -> int:
     """Return the bytes that the experts' exchange holds on the busiest rank: sent and received rows."""
     if not any(model.is_moe(layer) for layer in layers):
         return 0
@@ -208,7 +214,7 @@ def _dispatch(model: ModelShape, tokens: int, layout: ParallelLayout, passes: Pa
     return DTYPE_BYTES[model.torch_dtype] * model.hidden_size * (sent + received)
 
 
-def _weight_gradient(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> int:
+def _weight_gradient_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> int:
     """Return the bytes of the largest weight gradient in the model's dtype, before it joins the fp32 gradients."""
     size, hidden = DTYPE_BYTES[model.torch_dtype], model.hidden_size
     moe = any(model.is_moe(layer) for layer in layout.stage_layers(stage, model.num_hidden_layers))

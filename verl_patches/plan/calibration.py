@@ -21,10 +21,10 @@ TOTAL_S = 801.29  # sum of the published phases
 # mean tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less 3072 of its response
 MEAN_PROMPT = 250.2 * 128 * TOTAL_S / (512 * 16) - 3072
 DECODE_MS = {64: 76, 32: 67, 16: 61, 8: 57, 4: 55, 2: 54, 1: 54}
-_CONTEXT = MEAN_PROMPT + 3072 / 2  # context of the decode rows; not published
+_DECODE_CONTEXT = MEAN_PROMPT + 3072 / 2  # context of the decode rows; not published
 _PUBLISHED_COLLECTIVES, _PUBLISHED_SYNC_BYTES = 3100, 73.9e9
 
-FITTED = Constants(
+CONSTANTS = Constants(
     train_efficiency=0.2884,
     decode_layer_s=4.934e-4,
     engine_step_s=0.02259,
@@ -37,7 +37,7 @@ FITTED = Constants(
 
 
 @functools.cache
-def published() -> StepInput:
+def published_run() -> StepInput:
     """Return the run of the published rows.
 
     Recomputed layers are not published for random weights: the fewest of "4 to 8 a stage" are taken. `offload` follows
@@ -64,9 +64,9 @@ def published() -> StepInput:
     )
 
 
-def without_cache() -> StepInput:
+def run_without_cache() -> StepInput:
     """Return the published run without the tensor cache."""
-    return replace(published(), tensor_cache=False)
+    return replace(published_run(), tensor_cache=False)
 
 
 @dataclass(frozen=True)
@@ -79,48 +79,48 @@ class PublishedRow:
     fixes: str | None = None
 
 
-def _phase(name: str, run: Callable[[], StepInput] = published) -> Callable[[Constants], float]:
+def _phase_s(name: str, run: Callable[[], StepInput] = published_run) -> Callable[[Constants], float]:
     return lambda constants: step_time(run(), constants)[name]
 
 
-def _decode(batch: int) -> Callable[[Constants], float]:
-    return lambda constants: decode_s(published(), batch, _CONTEXT, batch, constants)
+def _decode_s(batch: int) -> Callable[[Constants], float]:
+    return lambda constants: decode_s(published_run(), batch, _DECODE_CONTEXT, batch, constants)
 
 
-def _total(constants: Constants) -> float:
-    return sum(step_time(published(), constants).values())
+def _total_s(constants: Constants) -> float:
+    return sum(step_time(published_run(), constants).values())
 
 
-def _saved(phase: str) -> Callable[[Constants], float]:
+def _saved_s(phase: str) -> Callable[[Constants], float]:
     def predict(constants: Constants) -> float:
-        return step_time(without_cache(), constants)[phase] - step_time(published(), constants)[phase]
+        return step_time(run_without_cache(), constants)[phase] - step_time(published_run(), constants)[phase]
 
     return predict
 
 
-ROWS = (
-    *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode(batch), "decode_layer_s" if batch == 1 else None)
+PUBLISHED_ROWS = (
+    *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode_s(batch), "decode_layer_s" if batch == 1 else None)
       for batch, ms in DECODE_MS.items()),
-    PublishedRow("rollout", 318.27, _phase("rollout"), "engine_step_s"),
-    PublishedRow("ref", 104.7, _phase("ref"), "train_efficiency"),
-    PublishedRow("reward", 13.7, _phase("reward"), "reward_s"),
-    PublishedRow("advantage", 0.188, _phase("advantage"), "advantage_s"),
-    PublishedRow("update", 328.8, _phase("update")),
-    PublishedRow("reshard", 11.18, _phase("reshard"), "collective_s"),
-    PublishedRow("offload", 24.45, _phase("offload"), "empty_cache_s"),
-    PublishedRow("total of the phases", TOTAL_S, _total),
-    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _saved("update"), "driver_bytes_per_s"),
-    PublishedRow("update, no tensor cache", 400.9, _phase("update", without_cache)),
-    PublishedRow("update, tensor cache (second series)", 334.15, _phase("update")),
-    PublishedRow("ref, no tensor cache", 156.8, _phase("ref", without_cache)),
-    PublishedRow("ref, tensor cache (second series)", 105.06, _phase("ref")),
+    PublishedRow("rollout", 318.27, _phase_s("rollout"), "engine_step_s"),
+    PublishedRow("ref", 104.7, _phase_s("ref"), "train_efficiency"),
+    PublishedRow("reward", 13.7, _phase_s("reward"), "reward_s"),
+    PublishedRow("advantage", 0.188, _phase_s("advantage"), "advantage_s"),
+    PublishedRow("update", 328.8, _phase_s("update")),
+    PublishedRow("reshard", 11.18, _phase_s("reshard"), "collective_s"),
+    PublishedRow("offload", 24.45, _phase_s("offload"), "empty_cache_s"),
+    PublishedRow("total of the phases", TOTAL_S, _total_s),
+    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _saved_s("update"), "driver_bytes_per_s"),
+    PublishedRow("update, no tensor cache", 400.9, _phase_s("update", run_without_cache)),
+    PublishedRow("update, tensor cache (second series)", 334.15, _phase_s("update")),
+    PublishedRow("ref, no tensor cache", 156.8, _phase_s("ref", run_without_cache)),
+    PublishedRow("ref, tensor cache (second series)", 105.06, _phase_s("ref")),
 )  # fmt: skip
 
 
-def errors(constants: Constants = FITTED) -> list[dict[str, Any]]:
+def calibration_errors(constants: Constants = CONSTANTS) -> list[dict[str, Any]]:
     """Return [{row, quoted_s, modelled_s, error, fixes}] of all rows; error is a share of the quoted figure."""
     figures = []
-    for row in ROWS:
+    for row in PUBLISHED_ROWS:
         modelled = row.predict(constants)
         error = modelled / row.quoted_s - 1
         values = {"quoted_s": row.quoted_s, "modelled_s": round(modelled, 4), "error": round(error, 4)}

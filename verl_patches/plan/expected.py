@@ -28,8 +28,8 @@ from verl_patches.memory.schedule import ACTOR, CRITIC, PhaseMemory, Schedule, T
 from verl_patches.plan.activations import Passes, forward_bytes, update_bytes
 
 CONTEXT_BYTES = 1 << 30
-_READ = ("ref_params", "reward_params", "rollout_weights")  # memory groups of weights that are not trained
-_OF_VALUES = ("rm_scores", "values", "update_critic")  # phases of value models
+_FROZEN_GROUPS = ("ref_params", "reward_params", "rollout_weights")  # memory groups of weights that are not trained
+_VALUE_PHASES = ("rm_scores", "values", "update_critic")  # phases of value models
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     trained = _trained_bytes(setting, inventory, ACTOR, rank)
     weights, projections = served_bytes(inventory, rollout, rank, setting.rollout_library)
     if setting.bucket_bytes is None:
-        buffers = _gathered(inventory, train)
+        buffers = _gathered_bytes(inventory, train)
     else:  # two buckets to receive into and two to send from (reshard/execute.py), at most all bytes
         buffers = 2 * min(setting.bucket_bytes, weights)
         buffers += 2 * min(setting.bucket_bytes, weights * (rollout.world_size - 1))
@@ -119,11 +119,11 @@ def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups
         groups.params: static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype],
         groups.grads: static.grad_bytes,
         groups.optimizer: states if pieces is None else 0,
-        groups.window: 0 if pieces is None else _window(setting, rank, per_value, pieces),
+        groups.window: 0 if pieces is None else _window_bytes(setting, rank, per_value, pieces),
     }
 
 
-def _window(setting: Setting, rank: int, per_value: int, pieces: int) -> int:
+def _window_bytes(setting: Setting, rank: int, per_value: int, pieces: int) -> int:
     """Return the bytes of one swapped piece: the rank's share in `pieces` parts, but at least one tensor.
 
     Pieces are those of mindspeed/core/optimizer/swap_optimizer.py, swap_adamw_step: whole tensors, one piece at a time
@@ -145,7 +145,7 @@ def _window(setting: Setting, rank: int, per_value: int, pieces: int) -> int:
     return per_value * max(largest, max(stacks.values(), default=0), -(-total // pieces))
 
 
-def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
+def _gathered_bytes(inventory: Inventory, train: ParallelLayout) -> int:
     """Return the bytes that verl's per_tensor_generator holds at once: the pieces of one tensor and the joined tensor.
 
     Gate and up of an expert are one tensor, which every rank gathers from all EP ranks; other tensors are gathered from
@@ -157,7 +157,7 @@ def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
     return max(experts, 2 * others if train.tp > 1 else others)
 
 
-def always_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
+def process_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
     """Return {term: bytes} that a rank has beside its groups in a whole phase, fewer with the KV cache (see above)."""
     if setting.hccl is None:
         return {}
@@ -170,9 +170,9 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     """Return {term: bytes} of activations and recorded experts on `rank`; empty for phases without a model pass."""
     model, train, passes = setting.inventory.model, setting.train, setting.passes
     stage = train.coordinates(rank).pp
-    if passes is None or phase not in ("update", "old_log_prob", "ref", *_OF_VALUES):
+    if passes is None or phase not in ("update", "old_log_prob", "ref", *_VALUE_PHASES):
         return {}
-    if phase in _OF_VALUES:
+    if phase in _VALUE_PHASES:
         if stage:  # the first stage's weight gradient is that of the embedding
             model = replace(model, vocab_size=1)
         passes = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
@@ -199,7 +199,7 @@ def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: i
 
 
 @dataclass(frozen=True)
-class Alike:
+class RankGroup:
     """Describe `ranks` that hold equally many bytes: `sizes` of the memory groups, `moments` of a step's phases."""
 
     ranks: list[int]
@@ -207,7 +207,7 @@ class Alike:
     moments: dict[str, PhaseMemory]
 
 
-def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> list[Alike]:
+def simulate_ranks(schedule: Schedule, setting: Setting, unmoved_groups: Collection[str] = ()) -> list[RankGroup]:
     """Simulate a step of `schedule` on all ranks; ConfigError as `local_parameters`, or if world sizes differ."""
     train, rollout = setting.train, setting.rollout
     if train.world_size != rollout.world_size:
@@ -215,51 +215,51 @@ def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ())
             f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
             "both must be all ranks of the run"
         )
-    alike: dict[tuple, list[int]] = {}
+    rank_groups: dict[tuple, list[int]] = {}
     for rank in range(train.world_size):
         experts = rollout.local_experts(rank, setting.inventory.model.n_routed_experts, rest_on_last=True)
         key = train.coordinates(rank).pp, rollout.coordinates(rank).pp, len(experts)
-        alike.setdefault(key, []).append(rank)
+        rank_groups.setdefault(key, []).append(rank)
     step = []
-    for ranks in alike.values():
+    for ranks in rank_groups.values():
         sizes = group_bytes(setting, ranks[0])
-        step.append(Alike(ranks, sizes, moments_of(schedule, setting, sizes, stays)))
+        step.append(RankGroup(ranks, sizes, phase_moments(schedule, setting, sizes, unmoved_groups)))
     return step
 
 
-def moments_of(
-    schedule: Schedule, setting: Setting, sizes: dict[str, int], stays: Collection[str]
+def phase_moments(
+    schedule: Schedule, setting: Setting, sizes: dict[str, int], unmoved_groups: Collection[str]
 ) -> dict[str, PhaseMemory]:
     """Return the moments of `simulate`, with each reward model loaded in turn."""
-    moments = simulate(schedule, sizes, stays)
+    moments = simulate(schedule, sizes, unmoved_groups)
     if "rm_scores" in moments:
         moments["rm_scores"].to_device_bytes *= setting.reward_models
     return moments
 
 
-def phase_peak(phase: str, step: Collection[Alike], setting: Setting) -> dict[str, Any]:
+def phase_peak(phase: str, step: Collection[RankGroup], setting: Setting) -> dict[str, Any]:
     """Return {phase, peak_bytes, rank, bytes: {group or term: bytes at the peak}} of the first rank with the most."""
-    held = {each.ranks[0]: _at_peak(phase, each, setting) for each in step}
+    held = {each.ranks[0]: _peak_terms(phase, each, setting) for each in step}
     rank = max(held, key=lambda r: (sum(held[r].values()), -r))
     return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
 
 
-def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
+def _peak_terms(phase: str, each: RankGroup, setting: Setting) -> dict[str, int]:
     """Return {memory group or term: bytes} at these ranks' peak of a phase: in its moves of groups, or in its work."""
     moment, moments = each.moments[phase], []
     for groups, terms in ((moment.at_peak, {}), (moment.resident, work_bytes(setting, each.ranks[0], phase))):
         held = {group: each.sizes[group] for group in each.sizes if group in groups}
         held |= {term: size for term, size in terms.items() if size}
-        moments.append(held | always_bytes(setting, kv_cache=bool(held.get("kv_cache"))))
+        moments.append(held | process_bytes(setting, kv_cache=bool(held.get("kv_cache"))))
     return max(moments, key=lambda held: sum(held.values()))
 
 
-def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> dict[str, Any]:
+def memory_peaks(schedule: Schedule, setting: Setting, unmoved_groups: Collection[str] = ()) -> dict[str, Any]:
     """Return the peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
 
-    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. Raise ConfigError as in `simulated`.
+    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. Raise ConfigError as in `simulate_ranks`.
     """
-    step = simulated(schedule, setting, stays)
+    step = simulate_ranks(schedule, setting, unmoved_groups)
     phases = [phase_peak(phase, step, setting) for phase in step[0].moments]
 
     def mean_and_max(name: str) -> dict[str, int]:
@@ -278,7 +278,7 @@ def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> 
 
 
 def host_bytes(
-    sizes: dict[str, int], schedule: Schedule, stays: Collection[str], *, swapped: bool, saves: bool
+    sizes: dict[str, int], schedule: Schedule, unmoved_groups: Collection[str], *, swapped: bool, saves: bool
 ) -> dict[str, int]:
     """Return {memory group: bytes} of pinned host memory of a rank.
 
@@ -287,11 +287,11 @@ def host_bytes(
     never leave the device into host memory that they keep (docs/checkpoints.md), and read the others in place.
     """
     moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
-    on_host = {move.group for move in moves if move.verb == "load"} - set(stays)
+    on_host = {move.group for move in moves if move.verb == "load"} - set(unmoved_groups)
     if swapped:
         on_host |= {ACTOR.optimizer, CRITIC.optimizer}
     saved = [group for each in (ACTOR, CRITIC) for group in (each.params, each.optimizer) if group in sizes]
-    copies = {group: sizes[group] for group in (*saved, *_READ) if group in on_host}
+    copies = {group: sizes[group] for group in (*saved, *_FROZEN_GROUPS) if group in on_host}
     if saves:
         copies["checkpoint"] = sum(sizes[group] for group in saved if group not in on_host)
     return {group: size for group, size in copies.items() if size}

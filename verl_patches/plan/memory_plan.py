@@ -20,19 +20,27 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
-from verl_patches.plan.activations import UNBALANCED, Passes, PerStage
-from verl_patches.plan.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
+from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage
+from verl_patches.plan.expected import (
+    RankGroup,
+    Setting,
+    group_bytes,
+    host_bytes,
+    memory_peaks,
+    phase_peak,
+    simulate_ranks,
+)
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run import hccl
 from verl_patches.spec import A3, RunSpec
 
-DEVICES = Path("/dev")
+DEVICE_FOLDER = Path("/dev")
 # Room of a die that is kept free where the plan chooses the recomputed layers of an update, for what it does not count
 # (fragmentation of torch's pool, workspaces of kernels)
 MARGIN_BYTES = 5 * 10**9
-CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
+CHECKPOINTING_KEY = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
-LAYERS = f"{_KWARGS}num_layers"
+LAYERS_KEY = f"{_KWARGS}num_layers"
 
 
 class RunMemory(NamedTuple):
@@ -43,13 +51,13 @@ class RunMemory(NamedTuple):
 
     setting: Setting
     schedule: Schedule
-    stays: frozenset[str]
+    unmoved_groups: frozenset[str]
 
 
 def run_memory(run: RunSpec) -> RunMemory:
     """Return what the memory of a run follows from; raise ConfigError where sizes do not divide."""
     recipe, section = run.recipe, run.verl.actor_rollout_ref
-    train, inventory = run.train, inventory_of(run.trained_model)
+    train, inventory = run.train, cached_inventory(run.trained_model)
     npu = run.platform == "npu"
     setting = Setting(
         inventory,
@@ -62,7 +70,7 @@ def run_memory(run: RunSpec) -> RunMemory:
         vllm_bytes=int(section.rollout.gpu_memory_utilization * run.hardware.seen_bytes) if npu else 0,
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or run.line == A3,  # MindSpeed's torch.Tensor.view copies on the CPU too
-        passes=passes_of(run, train.dp) if run.line == A3 else None,
+        passes=run_passes(run, train.dp) if run.line == A3 else None,
         hccl=hccl.buffer_bytes(run) if npu else None,
         critic=run.has_critic,
         reward_models=len(run.reward_models),
@@ -79,11 +87,11 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     Bytes are those of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
     activations are not modelled.
 
-    An order is a Schedule: when a step moves which group. `orders` holds `expected.peaks` for ours, for verl's on this
-    line with verl's own weight sync, and for the run's own, which `followed` names. Activations are counted on line a3,
-    HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is the part of a die that a process sees, None on
-    other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes
-    (`host_limit`)}. Raise ConfigError where sizes do not divide.
+    An order is a Schedule: when a step moves which group. `orders` holds `expected.memory_peaks` for ours, for verl's
+    on this line with verl's own weight sync, and for the run's own, which `followed` names. Activations are counted on
+    line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is the part of a die that a process sees,
+    None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes,
+    limit_bytes (`host_limit`)}. Raise ConfigError where sizes do not divide.
     """
     npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
@@ -96,22 +104,22 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
         "modelled": True,
         "hbm_bytes": run.hardware.seen_bytes if npu else None,
         "followed": memory.schedule.name,
-        "orders": [peaks(order, buffers, memory.stays) for order, buffers in compared],
+        "orders": [memory_peaks(order, buffers, memory.unmoved_groups) for order, buffers in compared],
         "swapped": recipe.train.swap_optimizer,
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(run) if npu else [],
-        "host": _host(run, memory),
-        "not_modelled": _not_modelled(setting, npu, len(run.graph_sizes)),
+        "host": _host_section(run, memory),
+        "not_modelled": _unmodelled_parts(setting, npu, len(run.graph_sizes)),
     }
 
 
 def followed_peaks(run: RunSpec) -> dict[str, Any]:
-    """Return `expected.peaks` of the run's own order alone."""
-    setting, schedule, stays = run_memory(run)
-    return peaks(schedule, setting, stays)
+    """Return `expected.memory_peaks` of the run's own order alone."""
+    setting, schedule, unmoved_groups = run_memory(run)
+    return memory_peaks(schedule, setting, unmoved_groups)
 
 
-def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> PerStage:
+def fewest_recomputed_layers(setting: Setting, step: Collection[RankGroup], room: int) -> PerStage:
     """Return the fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
 
     The result is one number where it is the same for all stages. A stage for which even all layers are not enough has
@@ -123,7 +131,7 @@ def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> P
         ranks = [each for each in step if train.coordinates(each.ranks[0]).pp == stage]
         updates = [phase for phase in ranks[0].moments if phase in ("update", "update_critic")]
 
-        def fits(layers: int, ranks: list[Alike] = ranks, updates: list[str] = updates) -> bool:
+        def fits(layers: int, ranks: list[RankGroup] = ranks, updates: list[str] = updates) -> bool:
             passes = replace(given, recompute_layers=layers, recompute_together=1)
             tried = replace(setting, passes=passes)
             return all(phase_peak(phase, ranks, tried)["peak_bytes"] <= room for phase in updates)
@@ -138,49 +146,50 @@ def recompute_keys(layers: PerStage | Literal["auto"]) -> dict[str, Any]:
     """Return the keys that recompute the first layers of each stage."""
     number = layers if isinstance(layers, int | str) else list(layers)
     kwargs = {"granularity": "full", "method": "block", "num_layers": number}
-    return {CHECKPOINTING: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
+    return {CHECKPOINTING_KEY: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
 
 
 def with_recompute(run: RunSpec) -> RunSpec:
     """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
 
-    The number is that of `fewest_recomputed` with MARGIN_BYTES left, or all layers where sizes do not divide, which the
-    checks of a plan refuse. Recomputed activations are the same values, so another number changes no result, also in a
-    resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or method.
+    The number is that of `fewest_recomputed_layers` with MARGIN_BYTES left, or all layers where sizes do not divide,
+    which the checks of a plan refuse. Recomputed activations are the same values, so another number changes no result,
+    also in a resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or
+    method.
     """
-    if OmegaConf.select(run.verl, LAYERS) != "auto":
+    if OmegaConf.select(run.verl, LAYERS_KEY) != "auto":
         return run
     if run.line != A3:
-        raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
+        raise ConfigError(f"{LAYERS_KEY} is auto; expected a number: activations are modelled for line a3 only")
     given = run.verl.actor_rollout_ref.model.enable_gradient_checkpointing
     layers: PerStage = 0
     for key, value in recompute_keys(0).items():
         found = OmegaConf.select(run.verl, key)
-        if key not in (LAYERS, CHECKPOINTING) and found not in (None, value):
-            raise ConfigError(f"{key} is {found}; expected {value} with {LAYERS}=auto")
+        if key not in (LAYERS_KEY, CHECKPOINTING_KEY) and found not in (None, value):
+            raise ConfigError(f"{key} is {found}; expected {value} with {LAYERS_KEY}=auto")
     if given:
         try:
-            setting, schedule, stays = run_memory(run.with_verl({LAYERS: 0}))
-            step = simulated(schedule, setting, stays)
-            layers = fewest_recomputed(setting, step, run.hardware.seen_bytes - MARGIN_BYTES)
+            setting, schedule, unmoved_groups = run_memory(run.with_verl({LAYERS_KEY: 0}))
+            step = simulate_ranks(schedule, setting, unmoved_groups)
+            layers = fewest_recomputed_layers(setting, step, run.hardware.seen_bytes - MARGIN_BYTES)
         except ConfigError:
             layers = run.model.num_hidden_layers
-    keys = {**recompute_keys(layers), CHECKPOINTING: given}
+    keys = {**recompute_keys(layers), CHECKPOINTING_KEY: given}
     return run.with_verl(keys | {key.replace("actor_rollout_ref.", "critic."): value for key, value in keys.items()})
 
 
-def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
+def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
     """Return a sentence for each group of phases that a die of `room` bytes cannot hold, grouped by the largest terms.
 
     It says how much the die needs, of which terms, in which phases.
     """
     short = [phase for phase in phases if phase["peak_bytes"] > room]
-    alike: dict[tuple, list[dict[str, Any]]] = {}  # phases that fail alike, such as wake_kv and rollout
+    failing: dict[tuple, list[dict[str, Any]]] = {}  # phases that fail alike, such as wake_kv and rollout
     for phase in short:
         largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
-        alike.setdefault((phase["rank"], largest), []).append(phase)
+        failing.setdefault((phase["rank"], largest), []).append(phase)
     said = []
-    for (rank, largest), phases in alike.items():
+    for (rank, largest), phases in failing.items():
         phase = max(phases, key=lambda each: each["peak_bytes"])
         terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
         names = ", ".join(each["phase"] for each in phases)
@@ -190,12 +199,12 @@ def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
 
 
 @functools.lru_cache(maxsize=2)
-def inventory_of(model: ModelShape) -> Inventory:
+def cached_inventory(model: ModelShape) -> Inventory:
     """Return the tensors of `model`, cached because a search plans the same model many times."""
     return build_inventory(model)
 
 
-def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
+def _unmodelled_parts(setting: Setting, npu: bool, graphs: int) -> list[str]:
     parts = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
     if setting.passes is None:
         parts.append("activations (line a3 only)")
@@ -230,11 +239,11 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
     if not OmegaConf.is_list(number):
         return number or 0, 1
     if len(number) != (stages := run.train.pp):
-        raise ConfigError(f"{LAYERS} has {len(number)} numbers; expected one for each of {stages} pipeline stages")
+        raise ConfigError(f"{LAYERS_KEY} has {len(number)} numbers; expected one for each of {stages} pipeline stages")
     return tuple(number), 1
 
 
-def passes_of(run: RunSpec, replicas: int) -> Passes:
+def run_passes(run: RunSpec, replicas: int) -> Passes:
     """Return the passes whose activations a plan counts, at the longest samples.
 
     At this line verl sizes micro batches in samples.
@@ -255,7 +264,7 @@ def passes_of(run: RunSpec, replicas: int) -> Passes:
         micro_batches=max(1, samples // size),
         recompute_layers=layers,
         recompute_together=together,
-        imbalance=1.0 if train.balanced_routing else UNBALANCED,
+        imbalance=1.0 if train.balanced_routing else UNBALANCED_RATIO,
         unpadded=train.unpadded_attention,
         entropy=bool(actor.entropy_coeff),
         chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= run.rows,
@@ -292,40 +301,42 @@ def node_host_bytes(run: RunSpec) -> int:
     """
     memory = run_memory(run)
     if run.platform not in NO_DEVICE:
-        return _host(run, memory)["node_bytes"]
+        return _host_section(run, memory)["node_bytes"]
     setting = replace(memory.setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
-    nodes = _of_nodes(run, setting.train, lambda rank: _on_host(setting, rank))
+    nodes = _node_bytes(run, setting.train, lambda rank: _host_group_bytes(setting, rank))
     return max(sum(node.values()) for node in nodes)
 
 
-def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
-    """Return {memory group: bytes} of each node (consecutive ranks); `of_rank` is called once for each stage."""
-    dies, of_stage, nodes = run.verl.trainer.n_gpus_per_node, {}, list[Counter[str]]()
+def _node_bytes(run: RunSpec, train: ParallelLayout, rank_bytes: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
+    """Return {memory group: bytes} of each node (consecutive ranks); `rank_bytes` is called once for each stage."""
+    dies, stage_bytes, nodes = run.verl.trainer.n_gpus_per_node, {}, list[Counter[str]]()
     for rank in range(train.world_size):
         stage = train.coordinates(rank).pp
-        if stage not in of_stage:
-            of_stage[stage] = of_rank(rank)
+        if stage not in stage_bytes:
+            stage_bytes[stage] = rank_bytes(rank)
         if rank % dies == 0:
             nodes.append(Counter())
-        nodes[-1].update(of_stage[stage])
+        nodes[-1].update(stage_bytes[stage])
     return nodes
 
 
-def _on_host(setting: Setting, rank: int) -> dict[str, int]:
+def _host_group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     """Return `group_bytes` with all reward models, of which the device has one at a time."""
     sizes = group_bytes(setting, rank)
     return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
 
 
-def _host(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
+def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     """Return the plan of the node whose workers pin most; the parts of a host copy are equal within a stage."""
     whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
 
-    def of_rank(rank: int) -> dict[str, int]:
-        sizes = _on_host(whole, rank)
-        return host_bytes(sizes, memory.schedule, memory.stays, swapped=swapped, saves=run.verl.trainer.save_freq > 0)
+    def rank_bytes(rank: int) -> dict[str, int]:
+        sizes = _host_group_bytes(whole, rank)
+        return host_bytes(
+            sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=run.verl.trainer.save_freq > 0
+        )
 
-    fullest = max(_of_nodes(run, memory.setting.train, of_rank), key=lambda node: sum(node.values()))
+    fullest = max(_node_bytes(run, memory.setting.train, rank_bytes), key=lambda node: sum(node.values()))
     return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(run)}
 
 
@@ -334,5 +345,5 @@ def host_limit(run: RunSpec) -> int | None:
     given = run.recipe.memory.host_gib
     if given is not None:
         return given << 30
-    here = run.recipe.platform == "npu" and any(DEVICES.glob("davinci[0-9]*"))
+    here = run.recipe.platform == "npu" and any(DEVICE_FOLDER.glob("davinci[0-9]*"))
     return psutil.virtual_memory().total if here else None

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.plan.memory_plan import MARGIN_BYTES, exceeding, memory_plan, run_memory
+from verl_patches.plan.memory_plan import MARGIN_BYTES, memory_plan, memory_shortages, run_memory
 from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
@@ -31,8 +31,8 @@ from verl_patches.spec import RunSpec, Trees
 DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
-_SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
-_OF_LAYOUT = {TRAIN_LAYOUT, ROLLOUT_LAYOUT, "memory", *_SIZED}  # checks that another layout may pass
+_SIZE_CHECKS = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
+_LAYOUT_CHECKS = {TRAIN_LAYOUT, ROLLOUT_LAYOUT, "memory", *_SIZE_CHECKS}  # checks that another layout may pass
 
 
 def driver_command(folder: Path) -> list[str]:
@@ -50,21 +50,21 @@ def build_plan(
 ) -> dict[str, Any]:
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
-    checks: results of the table of rules for this run. Keys: config, ok, checks, train, rollout, those of `figures_of`,
-    inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. Ranks and groups are
-    whole lists.
+    checks: results of the table of rules for this run. Keys: config, ok, checks, train, rollout, those of
+    `plan_figures`, inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. Ranks
+    and groups are whole lists.
     """
-    checks, figures = figures_of(run, checks, workload)
+    checks, figures = plan_figures(run, checks, workload)
     ok = {check.name: check.ok for check in checks}
     served = run.platform == "npu" and ok.get("rollout experts", True)
     given = [config_name, *run.trees.option, *workload.option, *overrides]
-    todo = commands(run, config_name, overrides)
+    todo = run_commands(run, config_name, overrides)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
-        "train": _train(run, ok),
-        "rollout": _rollout(run, ok),
+        "train": _train_section(run, ok),
+        "rollout": _rollout_section(run, ok),
         "inference": serving_plan(run) if served else None,
         **figures,
         "patches": patch_table(run, catalogue),
@@ -86,7 +86,7 @@ def plan_without_layout(
     return {**plan, **dict.fromkeys(nothing), **lists, **verdict}
 
 
-def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
+def plan_figures(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
     """Return the checks of a plan, with those of its memory, and {memory, step, disk, traffic, ports}.
 
     They come from `memory_plan` and `step_sections`, and are all None where layers or experts cannot be split.
@@ -94,10 +94,10 @@ def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tup
     checks = list(checks)
     ok = {check.name: check.ok for check in checks}
     figures: dict[str, Any] = dict.fromkeys(("memory", "step", "disk", "traffic", "ports"))
-    if all(ok.get(name, True) for name in _SIZED):
+    if all(ok.get(name, True) for name in _SIZE_CHECKS):
         memory = run_memory(run)
         figures["memory"] = planned = memory_plan(run, memory)
-        checks += [_memory(planned), *_host_memory(planned)]
+        checks += [_memory_check(planned), *_host_memory_checks(planned)]
         if ok.get("weight sync", True):
             figures |= step_sections(run, memory, workload)
     return checks, figures
@@ -112,7 +112,7 @@ def _verdict(
     """
     if failed := [check.name for check in checks if not check.ok]:
         text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
-        if search is None or _OF_LAYOUT.isdisjoint(failed):
+        if search is None or _LAYOUT_CHECKS.isdisjoint(failed):
             return {
                 "verdict": f"{text}; next: change what {'it names' if len(failed) == 1 else 'they name'}",
                 "next": [],
@@ -143,7 +143,7 @@ def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
     return shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search", "--dies", str(dies)])
 
 
-def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
+def _train_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
     """Return ranks, groups and layers of the training; layers or experts are missing where they cannot be split."""
     layout, model = run.train, run.model
     stages = range(layout.pp) if ok["layers"] else ()
@@ -151,11 +151,13 @@ def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
         "layout": str(layout),
         "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
         "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
-        "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if ok["train experts"] else None),
+        "ranks": _rank_entries(
+            layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if ok["train experts"] else None
+        ),
     }
 
 
-def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
+def _rollout_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
     """Return ranks and groups of vLLM's instances; experts are missing where they cannot be split."""
     layout = run.rollout
     groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
@@ -165,16 +167,16 @@ def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
         "instances": layout.edp,
         "dp_per_instance": layout.dp // layout.edp,
         "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
-        "ranks": _ranks(layout, ("edp", "dp", "tp"), experts, True),
+        "ranks": _rank_entries(layout, ("edp", "dp", "tp"), experts, True),
     }
 
 
-def _memory(plan: dict[str, Any]) -> Check:
+def _memory_check(plan: dict[str, Any]) -> Check:
     """Return the memory plan as a check of the dry run; it refuses no start, as it is a model with assumptions."""
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled, with no die to compare with on this platform")
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
-    if short := exceeding(followed["phases"], plan["hbm_bytes"]):
+    if short := memory_shortages(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
     said, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
     if layers is not None:
@@ -187,7 +189,7 @@ def _memory(plan: dict[str, Any]) -> Check:
     return Check("memory", True, f"modelled: {said}")
 
 
-def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
+def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
     """Yield the check of host memory of a node with dies; a note where its size is unknown."""
     need, limit = plan["host"]["node_bytes"], plan["host"]["limit_bytes"]
     largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
@@ -200,7 +202,7 @@ def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
         yield Check("host memory", need <= limit, f"{pins}; it has {limit / 2**30:.0f}{todo}")
 
 
-def _ranks(
+def _rank_entries(
     layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
 ) -> list[dict[str, Any]]:
     entries = []
@@ -223,7 +225,7 @@ def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, 
     return table
 
 
-def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
+def run_commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
     """Return the commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the user's nodes.
 
     `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own

@@ -26,10 +26,11 @@ from verl_patches.run.resolve import changed_run
 from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
-ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
-_TP, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
-_PLANNED, _COMPARED = 60, 12  # most pairs that are planned, and fewest that must pass, as the costs are not exact
+ACTOR_KEY, REF_KEY, ROLLOUT_KEY = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
+SEATS_KEY, GRAPHS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
+_TP_SIZES, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
+# most pairs that are planned, and fewest that must pass, as the costs are not exact
+_MOST_PLANS, _FEWEST_RESULTS = 60, 12
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
@@ -50,20 +51,20 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if batch % dies:  # take the nearest batch that the dies divide
         steps = max(1, round(batch / mini))
         batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
-        given |= {"data.train_batch_size": batch, f"{ACTOR}.ppo_mini_batch_size": batch // steps}
-    base = changed_run(run, given | ANY_LAYOUT)
+        given |= {"data.train_batch_size": batch, f"{ACTOR_KEY}.ppo_mini_batch_size": batch // steps}
+    base = changed_run(run, given | ANY_LAYOUT_KEYS)
     step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
     if not splits:
         experts = base.model.n_routed_experts
         raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
     pairs = itertools.product(_train_sides(base, step, splits), list(_rollout_sides(base, step, splits)))
-    for train, rollout in heapq.nsmallest(_PLANNED, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
+    for train, rollout in heapq.nsmallest(_MOST_PLANS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         try:
-            listed.append(_planned(run, rules, workload, given | train[1] | rollout[1]))
+            listed.append(_plan_candidate(run, rules, workload, given | train[1] | rollout[1]))
         except ConfigError as error:
             refused[" ".join(str(error).split())] += 1
-        if len(listed) == max(top, _COMPARED):
+        if len(listed) == max(top, _FEWEST_RESULTS):
             break
     if not listed:
         reason, number = (refused.most_common(1) or [("memory: no training layout fits a die", 0)])[0]
@@ -74,14 +75,14 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 
 def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
     """Yield (cost, keys) of training layouts with the fewest recomputed layers that fit a die."""
-    (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
+    (setting, schedule, unmoved_groups), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
     most = max(splits, default=1)
     setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # any: an update ignores it
     given = setting.passes
     assert given is not None  # line a3 counts activations
     update = "update" if run.trains_actor else "update_critic"
     stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
-    for tp, pp, ep in itertools.product(_TP, stages, splits):
+    for tp, pp, ep in itertools.product(_TP_SIZES, stages, splits):
         batches, rest = divmod(step.responses * tp * pp, run.world_size * step.mini_batches * step.micro_batch)
         if run.world_size % (tp * pp) or run.world_size % (ep * pp) or ep % tp or rest:
             continue
@@ -91,12 +92,12 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
             continue  # gradients alone exceed a die
         passes = replace(given, micro_batches=batches)
         tried = replace(setting, train=layout, passes=passes)
-        ranks = expected.simulated(schedule, tried, stays)
-        again = memory_plan.fewest_recomputed(tried, ranks, room - memory_plan.MARGIN_BYTES)
+        ranks = expected.simulate_ranks(schedule, tried, unmoved_groups)
+        again = memory_plan.fewest_recomputed_layers(tried, ranks, room - memory_plan.MARGIN_BYTES)
         tried = replace(tried, passes=replace(passes, recompute_layers=again))
         if expected.phase_peak(update, ranks, tried)["peak_bytes"] <= room:
             one = replace(step, train=layout, recompute_layers=again)
-            cost = step_model.train_s(one, calibration.FITTED) if run.hardware.timed else step_model.train_bytes(one)
+            cost = step_model.train_s(one, calibration.CONSTANTS) if run.hardware.timed else step_model.train_bytes(one)
             yield cost, train_keys(tp, pp, ep, layers)
 
 
@@ -104,13 +105,13 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
     """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
     machine, sizes = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
-    for tp, ranks in itertools.product(_TP, splits):
+    for tp, ranks in itertools.product(_TP_SIZES, splits):
         if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
             continue
         layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
         seats = min(math.ceil(step.responses / layout.dp), _MOST_SEATS, step.token_budget)
         graphs = [*(size for size in sizes or () if size < seats), seats]
-        keys = rollout_keys(tp, ranks) | {SEATS: seats, **({} if sizes is None else {GRAPHS: graphs})}
+        keys = rollout_keys(tp, ranks) | {SEATS_KEY: seats, **({} if sizes is None else {GRAPHS_KEY: graphs})}
         if (run.recipe.logprob_check.sequences or 0) % layout.dp:
             keys["recipe.logprob_check.sequences"] = None  # one for each replica
         one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
@@ -118,14 +119,16 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
         kv_bytes = share - sync.received_bytes  # the rest of the share beside the weights
         one = replace(one, kv_bytes=kv_bytes)
         if kv_bytes >= run.longest_tokens * one.model.kv_bytes:
-            seconds = step_model.rollout_s(one, calibration.FITTED) + step_model.reshard_s(sync, calibration.FITTED)
+            seconds = step_model.rollout_s(one, calibration.CONSTANTS) + step_model.reshard_s(
+                sync, calibration.CONSTANTS
+            )
             yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
 
 
-def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
+def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
     """Return the row of one candidate; raise ConfigError where its plan refuses it."""
     run = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
-    checks, figures = plan.figures_of(run, (check for rule in rules for check in rule(run)), workload)
+    checks, figures = plan.plan_figures(run, (check for rule in rules for check in rule(run)), workload)
     require(checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     return {
@@ -147,15 +150,15 @@ def as_overrides(keys: Mapping[str, Any]) -> list[str]:
 def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[str, Any]:
     """Return the keys that give a training layout with whole experts on each rank."""
     sizes = {"tensor_model": tp, "pipeline_model": pp, "expert_model": ep}
-    keys = {f"{ACTOR}.megatron.{name}_parallel_size": size for name, size in sizes.items()}
-    keys |= {f"{side}.megatron.sequence_parallel": tp > 1 for side in (ACTOR, REF)}
+    keys = {f"{ACTOR_KEY}.megatron.{name}_parallel_size": size for name, size in sizes.items()}
+    keys |= {f"{side}.megatron.sequence_parallel": tp > 1 for side in (ACTOR_KEY, REF_KEY)}
     return keys | {"recipe.train.layers_per_stage": layers and list(layers)}
 
 
 def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
     """Return the keys that give instances of `ranks` ranks, as many as there are dies for."""
     instances = {"recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
-    return {f"{ROLLOUT}.tensor_model_parallel_size": tp, **instances}
+    return {f"{ROLLOUT_KEY}.tensor_model_parallel_size": tp, **instances}
 
 
-ANY_LAYOUT = train_keys(1, 1, 1, None) | rollout_keys(1, 1) | memory_plan.recompute_keys(0)  # fits any rank count
+ANY_LAYOUT_KEYS = train_keys(1, 1, 1, None) | rollout_keys(1, 1) | memory_plan.recompute_keys(0)  # fits any rank count

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan.expected import served_bytes
-from verl_patches.plan.memory_plan import inventory_of
+from verl_patches.plan.memory_plan import cached_inventory
 from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
 from verl_patches.spec import RunSpec
@@ -21,7 +21,7 @@ _TRAIN_SIZES = [
 ]
 
 
-def instance_of(config: DictConfig) -> DictConfig:
+def instance_config(config: DictConfig) -> DictConfig:
     """Return a composed configuration changed to one rollout instance on as many nodes as that needs.
 
     What it trained on how many nodes does not matter, so the layout of the training need not fit its number of ranks.
@@ -45,7 +45,7 @@ def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
     return {**alone, **sizes}
 
 
-def _alone(run: RunSpec, dp: int, dies: int) -> RunSpec:
+def _single_instance(run: RunSpec, dp: int, dies: int) -> RunSpec:
     """Return `run` as one instance of `dp` x tp ranks with experts split over them, on nodes of `dies`."""
     layout = rollout_layout(1, dp, run.rollout.tp)
     rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=True)
@@ -55,8 +55,8 @@ def _alone(run: RunSpec, dp: int, dies: int) -> RunSpec:
 
 
 def instance_checks(run: RunSpec) -> list[Check]:
-    """Check that NPUs can run the instance of `instance_of` with weights of this model, as far as that is modelled."""
-    need, share = _on_a_die(run)
+    """Check that NPUs can run the instance of `instance_config` with this model's weights, as far as modelled."""
+    need, share = _die_bytes(run)
     said = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
     if need > share:
         said += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
@@ -75,8 +75,8 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
     for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
-        tried = _alone(run, ranks // tp, dies)
-        need, share = _on_a_die(tried)
+        tried = _single_instance(run, ranks // tp, dies)
+        need, share = _die_bytes(tried)
         if need <= share and hccl.check_machine(tried).ok:
             return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
     return {**found, **dict.fromkeys(("nodes", "dp", "die_bytes", "share_bytes"))}
@@ -91,9 +91,9 @@ def serving_text(plan: dict[str, Any]) -> str:
     return f"{nodes}: {held}, with recipe.rollout.dp={plan['dp']}"
 
 
-def _on_a_die(run: RunSpec) -> tuple[int, int]:
+def _die_bytes(run: RunSpec) -> tuple[int, int]:
     """Return (bytes of weights and of one longest response's KV on the fullest die, vLLM's share of the die)."""
-    layout, inventory = run.rollout, inventory_of(run.trained_model)
+    layout, inventory = run.rollout, cached_inventory(run.trained_model)
     weights = sum(served_bytes(inventory, layout, layout.world_size - 1, run.rollout_library))
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * run.hardware.seen_bytes
     return weights + run.longest_tokens * inventory.model.kv_bytes, int(share)

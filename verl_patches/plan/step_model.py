@@ -47,7 +47,7 @@ from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
-from verl_patches.plan.activations import PerStage, of_stage
+from verl_patches.plan.activations import PerStage, recomputed_layers
 from verl_patches.rollout.rebalance import Cost
 from verl_patches.step.batches.batch_plan import expert_group_replicas
 
@@ -147,8 +147,8 @@ class StepInput:
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
-    `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
-    `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
+    `graph_sizes`: batch sizes of decode graphs; empty: eager. `whole_shared_experts`: shared experts are not split
+    under TP. `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
     `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
     rank over the mean, in training and in rollout.
     `engine_ratio`: the part of engine_step_s that the rows of rollout/decode_host.py leave, assumed.
@@ -174,12 +174,12 @@ class StepInput:
     balanced_lengths: bool = False
     tensor_cache: bool = False
     copies: int = 1
-    most_prompt: int = 1024
+    max_prompt_length: int = 1024
     seats: int = 64
     graph_sizes: tuple[int, ...] = (64,)
     token_budget: int = 1024
     prefix_caching: bool = False
-    shared_whole: bool = True
+    whole_shared_experts: bool = True
     engine_ratio: float = 1.0
     dp_sync: str = "hccl"
     dp_syncs: int = 2
@@ -199,7 +199,7 @@ class StepInput:
     @property
     def rollout_library(self) -> str:
         """Return the name of the rules by which the rollout's tensors are cut (layout/sharding.py)."""
-        return "vllm-ascend" if self.shared_whole else "vllm"
+        return "vllm-ascend" if self.whole_shared_experts else "vllm"
 
 
 # sizes and rates
@@ -237,7 +237,7 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
 # training
 
 
-class _Pass(NamedTuple):
+class _LayerTime(NamedTuple):
     """Hold the seconds of a layer's forward pass: computing, and exposed communication."""
 
     compute: float
@@ -253,7 +253,7 @@ class _Pass(NamedTuple):
         return max(2 * EAGER_LAYER_S, 2 * self.compute + self.network)
 
 
-def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants) -> _Pass:
+def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants) -> _LayerTime:
     """Return compute and exposed communication of one layer's forward pass on one micro batch, in seconds."""
     model, layout = run.model, run.train
     sizes, efficiency = layer_sizes(model, moe, "vllm"), constants.train_efficiency
@@ -265,7 +265,7 @@ def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants:
     if run.alltoall_overlap:  # runs behind the shared experts
         behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
         exchanged = max(0.0, exchanged - behind)
-    return _Pass(compute, gathered + exchanged)
+    return _LayerTime(compute, gathered + exchanged)
 
 
 def _layer_bytes(run: StepInput, moe: bool, tokens: float) -> tuple[float, float]:
@@ -298,22 +298,22 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
     tokens = micro_batch * length
     passes = {moe: _layer_s(run, moe, tokens, length, constants) for moe in (False, True)}
     row = model.hidden_size * DTYPE_BYTES[model.torch_dtype] * tokens / layout.tp / layout.cp
-    of_stages = []
+    stage_seconds = []
     for stage in range(layout.pp):
         seconds = network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
         for number, layer in enumerate(layout.stage_layers(stage, model.num_hidden_layers)):
             one = passes[model.is_moe(layer)]
             seconds += one.forward
             if train:
-                again = number < of_stage(run.recompute_layers, stage) * layout.vpp
+                again = number < recomputed_layers(run.recompute_layers, stage) * layout.vpp
                 seconds += one.backward + (one.forward if again else 0.0)
         if stage == layout.pp - 1:
             flops = 2 * model.vocab_size * model.hidden_size * tokens / layout.tp / layout.cp
             head = compute_s(flops, constants.train_efficiency)
             logits = memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp / layout.cp)
             seconds += (3 * head + 2 * logits) if train else head + logits
-        of_stages.append(seconds)
-    return of_stages
+        stage_seconds.append(seconds)
+    return stage_seconds
 
 
 def padded_length(run: StepInput, micro_batch: int) -> float:
@@ -377,11 +377,11 @@ def train_bytes(run: StepInput) -> float:
     """Return the bytes that the busiest die sends in a step's passes and its exchange of gradients and parameters."""
     model, layout, stages = run.model, run.train, []
     tokens = run.responses / layout.dp * padded_length(run, run.micro_batch)
-    of_layer = {moe: sum(_layer_bytes(run, moe, tokens)) for moe in (False, True)}
+    layer_bytes = {moe: sum(_layer_bytes(run, moe, tokens)) for moe in (False, True)}
     passes = 2 * run.epochs + len([size for size in (run.ref_micro_batch, run.old_micro_batch) if size])
     for stage in range(layout.pp):
-        sent = [of_layer[model.is_moe(layer)] for layer in layout.stage_layers(stage, model.num_hidden_layers)]
-        again = run.epochs * sum(sent[: of_stage(run.recompute_layers, stage)])
+        sent = [layer_bytes[model.is_moe(layer)] for layer in layout.stage_layers(stage, model.num_hidden_layers)]
+        again = run.epochs * sum(sent[: recomputed_layers(run.recompute_layers, stage)])
         stages.append(passes * sum(sent) + again + run.epochs * run.mini_batches * _gradient_bytes(run, stage))
     return max(stages)
 
@@ -393,7 +393,7 @@ def driver_bytes(run: StepInput, float_columns: int) -> float:
     columns of responses. With it they are one number a sample, as ids cross once, after generation
     (step/batches/limits.py:trainer_bytes).
     """
-    prompt, response = run.most_prompt, run.lengths.longest
+    prompt, response = run.max_prompt_length, run.lengths.longest
     if run.tensor_cache:
         return 4 * run.responses
     sample = 8 * (3 * (prompt + response) + prompt + 2 * response) + 4 * response * float_columns
@@ -413,7 +413,7 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     for moe, count in layer_kinds(model):
         sizes = layer_sizes(model, moe, run.rollout_library)
         top_k = model.num_experts_per_tok * run.expert_load[1] if moe else 0
-        shared = sizes.shared / (1 if run.shared_whole else layout.tp)
+        shared = sizes.shared / (1 if run.whole_shared_experts else layout.tp)
         flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
     kv = model.kv_bytes * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
@@ -447,25 +447,25 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     syncs = run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
     fixed = constants.engine_step_s * run.engine_ratio + syncs
 
-    def tier_of(running: float) -> float:
+    def find_tier(running: float) -> float:
         return next((size for size in sorted(run.graph_sizes) if size >= running), running)
 
     def step(running: float, context: float) -> float:
-        return decode_s(run, running, context, tier_of(running), constants) + fixed
+        return decode_s(run, running, context, find_tier(running), constants) + fixed
 
     seconds = _prefill_s(run, replica, constants)
     if replica > seats:  # a finished response gives its seat to a waiting one
         seconds += (replica - seats) / seats * mean * step(seats, lengths.prompt + mean / 2)
     width, every = last / _SEGMENTS, run.rebalance_every
     at = (np.arange(_SEGMENTS) + 0.5) * width
-    fullest = fullest_of(layout.dp // layout.edp, seats, [lengths.survival(tokens) for tokens in at])
+    fullest = fullest_replica(layout.dp // layout.edp, seats, [lengths.survival(tokens) for tokens in at])
     for tokens, most in zip(at.tolist(), fullest, strict=True):
         context = lengths.prompt + tokens
         running = most
         if every:  # the last exchange, on average every / 2 steps ago, gave all replicas the mean
             running = min(most, max(1.0, seats * lengths.survival(tokens - every / 2)))
             exchange = DP_SYNC_S["gloo"]
-            if tier_of(running) < tier_of(most):
+            if find_tier(running) < find_tier(most):
                 moved = math.ceil((most - running) * context)
                 exchange += Cost(run.model.kv_bytes, every).moves_s(moved)
             seconds += width / every * exchange
@@ -473,7 +473,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     return seconds
 
 
-def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
+def fullest_replica(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
     """Return, for each probability in `survival`, how many responses run on the fullest of `replicas`: expected, >= 1.
 
     Each of a replica's `seats` responses still runs with that probability.
@@ -517,7 +517,7 @@ def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
     experts along PP and then to vLLM's ranks, and five tensors of each layer (assumed).
     """
     size, moe = DTYPE_BYTES[model.torch_dtype], layer_kinds(model)[1][1]
-    dense = sum(count * layer_sizes(model, of_moe, "mindspeed").dense for of_moe, count in layer_kinds(model))
+    dense = sum(count * layer_sizes(model, is_moe, "mindspeed").dense for is_moe, count in layer_kinds(model))
     dense += 2 * model.vocab_size * model.hidden_size
     experts = moe * model.n_routed_experts * layer_sizes(model, True, "mindspeed").expert
     received = size * (experts / train.ep + dense)

@@ -15,8 +15,8 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import OPTIMIZER_BYTES
 from verl_patches.memory.schedule import PhaseMemory, has_direct_sync
-from verl_patches.plan.calibration import FITTED, MEAN_PROMPT, errors
-from verl_patches.plan.expected import group_bytes, moments_of
+from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_errors
+from verl_patches.plan.expected import group_bytes, phase_moments
 from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
     DP_SYNC_S,
@@ -43,7 +43,9 @@ DISK_GB_S = 10.0  # rate of a shared file system; assumed
 # CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
 # (tests/benchmarks/decode_step.py); assumed to hold for all of engine_step_s, which has launches and copies too
 ENGINE_RATIO = 0.6
-COLLECTOR_AND_CORES = 0.136  # of rollout, saved by rows rollout.no_collector, update.bind_cores; quoted, another model
+COLLECTOR_AND_CORES_SHARE = (
+    0.136  # of rollout, saved by rows rollout.no_collector, update.bind_cores; quoted, another model
+)
 DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
@@ -99,7 +101,7 @@ def step_input(
     recipe, rows, data, section = run.recipe, run.rows, run.verl.data, run.verl.actor_rollout_ref
     actor, rollout = section.actor, section.rollout
     train, train_batch, n = run.train, data.train_batch_size, rollout.n
-    lengths = _lengths(run, workload)
+    lengths = _run_lengths(run, workload)
     length = lengths.prompt + lengths.mean_of_longest()
     graphs = (run.graph_sizes or (run.seats,)) if run.graphs else ()
     micro = actor.ppo_micro_batch_size_per_gpu
@@ -127,13 +129,13 @@ def step_input(
         balanced_lengths=run.verl.trainer.balance_batch,
         tensor_cache=recipe.tensor_cache.enabled,
         copies=1 if "dispatch.put_once" in rows else train.tp * train.pp,
-        most_prompt=data.max_prompt_length,
+        max_prompt_length=data.max_prompt_length,
         seats=run.seats,
         graph_sizes=graphs,
         engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
-        shared_whole=run.rollout_library == "vllm-ascend",
+        whole_shared_experts=run.rollout_library == "vllm-ascend",
         dp_sync=workload.dp_sync,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
         rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
@@ -152,7 +154,7 @@ def step_input(
     return replace(step, sync=sync)
 
 
-def _lengths(run: RunSpec, workload: Workload) -> Lengths:
+def _run_lengths(run: RunSpec, workload: Workload) -> Lengths:
     data, forced = run.verl.data, run.verl.actor_rollout_ref.rollout.ignore_eos
     prompts, responses = workload.recorded
     prompt = MEAN_PROMPT if workload.prompt_tokens is None else workload.prompt_tokens
@@ -174,7 +176,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
         sync = SyncTraffic(0, 0, 0)
     elif has_direct_sync(run.rows):
         sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
-    offload, kv_bytes = offload_of(memory, run.recipe.reshard.bucket_bytes)
+    offload, kv_bytes = run_offload(memory, run.recipe.reshard.bucket_bytes)
     model = step_input(run, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
@@ -223,7 +225,7 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     """Return seconds by phase, their sum, tokens/s of a die, the assumptions, and the model's error on each row."""
-    seconds = step_time(run, FITTED)
+    seconds = step_time(run, CONSTANTS)
     total = sum(seconds.values())
     absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
     return {
@@ -235,17 +237,17 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "prompt_tokens": round(run.lengths.prompt, 1),
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
             "dp_sync": workload.dp_sync,
-            "lengths": _said_of_lengths(run.lengths, workload),
+            "lengths": _lengths_text(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
             "engine_ratio": run.engine_ratio,
-            "not_counted_s": round(COLLECTOR_AND_CORES * seconds.get("rollout", 0.0), 2),
+            "not_counted_s": round(COLLECTOR_AND_CORES_SHARE * seconds.get("rollout", 0.0), 2),
         },
-        "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
-        "calibration": errors(),
+        "constants": {**vars(CONSTANTS), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
+        "calibration": calibration_errors(),
     }
 
 
-def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
+def _lengths_text(lengths: Lengths, workload: Workload) -> str:
     if lengths.recorded:
         return f"{len(lengths.recorded)} recorded of {workload.lengths}"
     return "all at the limit" if lengths.mean is None else f"lognormal, cv {lengths.cv:g}"
@@ -295,14 +297,14 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
     return {"gb_s": gb_s, "parts": rows}
 
 
-def offload_of(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
+def run_offload(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
     """Return the `Offload` of a step on the die with the most training weights, and the bytes of its KV cache."""
-    setting, schedule, stays = memory
+    setting, schedule, unmoved_groups = memory
     setting, train = replace(setting, bucket_bytes=bucket_bytes), setting.train
     model, library = setting.inventory.model, setting.train_library
     fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
     sizes = group_bytes(setting, fullest * train.world_size // train.pp)
-    moments = moments_of(schedule, setting, sizes, stays)
+    moments = phase_moments(schedule, setting, sizes, unmoved_groups)
     moved = Offload(
         sum(moment.to_device_bytes for moment in moments.values()),
         sum(moment.to_host_bytes for moment in moments.values()),

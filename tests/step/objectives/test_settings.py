@@ -7,7 +7,7 @@ import pytest
 from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import ROLLOUT_PHASES, schedule_for_run
-from verl_patches.plan.calibration import FITTED
+from verl_patches.plan.calibration import CONSTANTS
 from verl_patches.plan.expected import group_bytes
 from verl_patches.plan.memory_plan import run_memory
 from verl_patches.plan.step_plan import step_input, step_time
@@ -85,14 +85,14 @@ def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     sft_sizes = group_bytes(run_memory(composed(LARGE, ["algo=sft"])).setting, 0)
     assert sft_sizes["ref_params"] == 0 < sft_sizes["actor_params"]
     assert {group.side for group in hccl.hccl_groups(run)} == {"train"} and hccl.buffer_need_mib(run) == 0
-    seconds = step_time(step_input(run), FITTED)
+    seconds = step_time(step_input(run), CONSTANTS)
     assert seconds["rollout"] == seconds["reshard"] == seconds["reward"] == 0.0
     assert all(seconds[phase] > 0 for phase in ("old_log_prob", "ref", "update"))
     sizes = group_bytes(run_memory(rm_run).setting, 0)
     assert sizes["actor_params"] == sizes["optimizer"] == sizes["swap_window"] == 0 < sizes["critic_params"]
-    seconds = step_time(step_input(rm_run), FITTED)
+    seconds = step_time(step_input(rm_run), CONSTANTS)
     assert seconds["update"] == 0.0 < seconds["update_critic"]
-    assert step_time(step_input(grpo_run), FITTED)["rollout"] > 0  # the control
+    assert step_time(step_input(grpo_run), CONSTANTS)["rollout"] > 0  # the control
     assert group_bytes(run_memory(grpo_run).setting, 0)["rollout_weights"] > 0
     assert {group.side for group in hccl.hccl_groups(grpo_run)} == {"train", "rollout"}
     whole, _ = schedule_for_run(grpo_run, grpo_run.verl.actor_rollout_ref)

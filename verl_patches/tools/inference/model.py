@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.errors import ConfigError, require
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
-from verl_patches.plan.serving import instance_checks, instance_of
+from verl_patches.plan.serving import instance_checks, instance_config
 from verl_patches.platform import require as require_platform
 from verl_patches.recipe import VLLM_DTYPES
 from verl_patches.run.compose import RowProvider, check_dtype, compose_config, override_keys
@@ -78,7 +78,7 @@ def find_model(
             f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
-    spec = resolve(instance_of(config), rows_of(platform), override_keys(overrides), for_platform(platform, trees))
+    spec = resolve(instance_config(config), rows_of(platform), override_keys(overrides), for_platform(platform, trees))
     if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
