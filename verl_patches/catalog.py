@@ -111,7 +111,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="the pin's forward keeps its forward_kwargs with torchair too", feature="multistream_mla"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
-            "verl_patches.rollout.ascend:top_k_and_top_p_in_their_places",
+            "verl_patches.rollout.ascend:reorder_top_k_top_p",
             "With VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE=1 top-k is taken for top-p and the other way round: defined as "
             "(logits, p, k), called with (logits, k, p) by the module's topk_topp_forward_native. A top-p below 1 "
             "becomes a count of 0, whose index is past the vocabulary, and no token is left out.",
@@ -171,7 +171,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "A rank whose requests are all on others has not finished, nor has one that holds those of others.",
             exit="as rollout.rebalance", feature="rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
-            "verl_patches.rollout.ascend:unfinished_by_metadata",
+            "verl_patches.rollout.ascend:share_dp_metadata",
             "A decode step has two all-reduces of DP ranks, 3 ms each (quoted): whether any has requests "
             "(vllm_ascend.patch.platform.patch_common.patch_distributed.ascend_has_unfinished_dp), and their most "
             "tokens (target of rollout.ascend_dp_metadata), 0 where none has.",
@@ -179,20 +179,20 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             role="speed"),
     _ascend("rollout.ascend_dp_metadata", "wrap",
             "vllm_ascend.worker.model_runner_v1:NPUModelRunner._get_forward_metadata_across_dp",
-            "verl_patches.rollout.ascend:metadata_of_dummy_batch",
+            "verl_patches.rollout.ascend:reuse_dp_metadata",
             "A rank without requests has taken part before its dummy batch, which would start another all-reduce.",
             exit="as rollout.ascend_dp_sync", role="speed"),
     _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-            "verl_patches.rollout.decode_host:at_the_end",
+            "verl_patches.rollout.decode_host:defer_outputs",
             "Each request gets an EngineCoreOutput and a dict of log-probs in each step, although LLM.generate asks "
             "for finished requests alone.",
             exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
     _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
-            "verl_patches.rollout.decode_host:log_probs_at_once",
+            "verl_patches.rollout.decode_host:add_log_probs",
             "verl asks for sampled tokens alone (logprobs=0); vLLM's _make_logprob_dict chains iterators of top ones.",
             exit="vLLM has a short way for logprobs=0", role="speed"),
     _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-            "verl_patches.rollout.decode_host:same_as_before",
+            "verl_patches.rollout.decode_host:reuse_schedule",
             "A decode step is scheduled from nothing, request by request, but differs by one token.",
             exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",

@@ -5,7 +5,7 @@
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is reported only) and
 `peer`. Exits 1 where a bound is exceeded. Seconds of planning are measured. All else is modelled: decode steps are
 simulated for 8192 responses of lognormal length, 64 a rank, those of a prompt on one rank as verl gives them; a step
-costs what was published for its graph batch size (rollout/rebalance.py, STEP_S), an exchange what `Cost` says, the
+costs what was published for its graph batch size (rollout/rebalance.py, STEP_S), an exchange what `MoveCost` says, the
 agreement before each 14 ms (the published figure of a call over Gloo). Prefill is left out. `alike` is assumed.
 """
 
@@ -21,14 +21,14 @@ import numpy as np
 from report import figure, print_report
 from tqdm import tqdm
 
-from verl_patches.rollout.rebalance import Cost, MovePlan, State, plan, step_s, tier_of
+from verl_patches.rollout.rebalance import InstanceState, MoveCost, MovePlan, find_tier, plan_moves, step_s
 
 RANKS, EACH, BLOCK, STEPS = 128, 64, 128, 32
 TIERS = [1, 2, 4, 8, 16, 32, 64]
 BLOCK_BYTES = 61 * BLOCK * (512 + 64) * 2  # DeepSeek-V3's latents and rotary keys of all layers in bf16
 KV_BLOCKS = int(20e9 // BLOCK_BYTES)  # blocks in a die's cache of about 20 GB
 AGREE_S = 0.014
-COST = Cost(BLOCK_BYTES, STEPS)
+COST = MoveCost(BLOCK_BYTES, STEPS)
 PROMPT, MEAN, LONGEST = 200, 1000, 3072  # tokens of a prompt, of responses before they are cut, of the longest
 CASES = [(cv, alike) for cv in (0.4, 0.7, 1.0) for alike in (0.0, 0.5)]
 SEEDS = (1, 2, 3)
@@ -55,15 +55,15 @@ def simulate(cv: float, alike: float, seed: int, moving: bool) -> dict[str, floa
         if moving and step and step % STEPS == 0:
             moved_s += AGREE_S
             lengths = np.where(alive, now, 0)
-            state = State(lengths, KV_BLOCKS - (-(-lengths // BLOCK)).sum(1))
-            made = plan(state, TIERS, BLOCK, STEPS, COST)
+            state = InstanceState(lengths, KV_BLOCKS - (-(-lengths // BLOCK)).sum(1))
+            made = plan_moves(state, TIERS, BLOCK, STEPS, COST)
             if made.moves:
                 now, sizes, blocks = _apply(made, now, sizes)
                 moved_s += COST.moves_s(int(blocks.max()))
                 moved_bytes += made.blocks * BLOCK_BYTES
                 alive = sizes > 0
         loads = alive.sum(1)
-        seconds = step_s(tier_of(int(loads.max()), TIERS))
+        seconds = step_s(find_tier(int(loads.max()), TIERS))
         total += seconds
         tail += seconds if loads.sum() < RANKS * EACH / 4 else 0.0
         now = now + alive
@@ -88,11 +88,11 @@ def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarr
 
 def planning(lengths: np.ndarray, free: int) -> float:
     """Return the median CPU milliseconds of a plan for ranks with these lengths."""
-    state = State(lengths, np.full(len(lengths), free))
+    state = InstanceState(lengths, np.full(len(lengths), free))
     seconds = []
     for _ in range(50):
         begin = time.process_time()
-        plan(state, TIERS, BLOCK, STEPS, COST)
+        plan_moves(state, TIERS, BLOCK, STEPS, COST)
         seconds.append(time.process_time() - begin)
     return round(1000 * statistics.median(seconds), 3)
 

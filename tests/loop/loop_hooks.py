@@ -196,7 +196,7 @@ def move_requests():
             return plan(state, *args)
         return MovePlan((RequestMove(rank, (rank + 1) % len(state.lengths), (movable[0],)),), 0, 0)
 
-    wrap("verl_patches.rollout.rebalance_engine", "plan", to_the_next)
+    wrap("verl_patches.rollout.rebalance_engine", "plan_moves", to_the_next)
 
 
 # -- spoilt destination maps: controls of the resharder's verification -------------------------------------------------

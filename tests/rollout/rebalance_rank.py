@@ -78,7 +78,7 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
     engine, place = llm.llm_engine, torch.distributed.get_rank() // tp
     free, found = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks, []
     original = engine.engine_core.get_output
-    planner = rebalance_engine.plan
+    planner = rebalance_engine.plan_moves
     passes = [
         record(worker_of(llm).model_runner, name, lambda *args, **_: None) for name in ("_process_reqs", "_dummy_run")
     ]
@@ -86,11 +86,11 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
         engine.reset_prefix_cache()
         before = free()
         engine.engine_core.get_output, engine.rebalancer = original, None
-        rebalance_engine.plan = (
+        rebalance_engine.plan_moves = (
             functools.partial(to_and_fro, rebalance) if spec.get("plan") == "to and fro" else planner
         )
         if "every" in spec:
-            rebalance_engine.Rebalancer(engine, spec["every"], rebalance.Cost(1, 10**6, fixed_s=0))
+            rebalance_engine.Rebalancer(engine, spec["every"], rebalance.MoveCost(1, 10**6, fixed_s=0))
             if "spoil" in spec:
                 globals()[spec["spoil"]](engine.rebalancer, place)
         counted = sum(map(len, passes)), begun(engine.dp_group)
@@ -98,7 +98,10 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
             got = generate(llm, place, spec)
         got |= {"steps": sum(map(len, passes)) - counted[0], "syncs": begun(engine.dp_group) - counted[1]}
         if engine.rebalancer is not None:
-            got |= {"moved": engine.rebalancer.moved, "left over": bool(engine.rebalancer.guests) or free() != before}
+            got |= {
+                "moved": engine.rebalancer.moved_count,
+                "left over": bool(engine.rebalancer.foreign_tokens) or free() != before,
+            }
         if "error" in got:
             _forget_requests(engine)
         found.append(got)
@@ -122,8 +125,8 @@ def drop_a_block(rebalancer: Any, place: int) -> None:
     def spoilt(moves: Any, arrivals: Any) -> None:
         exchange(moves, arrivals)
         for moved, request in arrivals:
-            for cache in rebalancer._caches():
-                cache[rebalancer._blocks(request, moved.computed)[0]] = 0
+            for cache in rebalancer._kv_caches():
+                cache[rebalancer._kv_blocks(request, moved.computed)[0]] = 0
 
     rebalancer._exchange_blocks = spoilt
 
@@ -132,14 +135,14 @@ def lose_the_generator(rebalancer: Any, place: int) -> None:
     """Restart the random numbers of a moved request, as a negative control."""
     import torch
 
-    insert = rebalancer._insert
+    insert = rebalancer._insert_request
 
     def spoilt(moved: Any, request: Any) -> None:
         if moved.generator:
             moved.generator = torch.Generator().manual_seed(moved.params.seed).get_state().numpy().tobytes()
         insert(moved, request)
 
-    rebalancer._insert = spoilt
+    rebalancer._insert_request = spoilt
 
 
 def fail_to_receive(rebalancer: Any, place: int) -> None:
@@ -151,10 +154,10 @@ def fail_to_receive(rebalancer: Any, place: int) -> None:
 def fail_to_pack(rebalancer: Any, place: int) -> None:
     """Make a donor fail."""
     if place == 0:
-        rebalancer._moved = lambda request: 1 / 0
+        rebalancer._moved_request = lambda request: 1 / 0
 
 
 def fail_to_read(rebalancer: Any, place: int) -> None:
     """Make a rank fail before the first collective."""
     if place == 1:
-        rebalancer._fill = lambda row: 1 / 0
+        rebalancer._fill_row = lambda row: 1 / 0

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout
-from verl_patches.rollout.engine import _hold_address, dp_rank_of, held_ports, set_dp_rank_in_launcher
+from verl_patches.rollout.engine import _hold_address, dp_rank_and_leader, held_ports, set_dp_rank_in_launcher
 
 EP_ALL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 
@@ -30,9 +30,9 @@ def test_every_rank_is_in_its_group_and_an_uneven_world_is_refused():
         layout = rollout_layout(instances, dp, tp)
         for group in layout.groups("instance-dp"):
             for position, rank in enumerate(group):
-                assert dp_rank_of(rank, layout.world_size, dp, tp) == (position, group[0])
+                assert dp_rank_and_leader(rank, layout.world_size, dp, tp) == (position, group[0])
     with pytest.raises(ConfigError, match="data_parallel_size 4 x 2"):
-        dp_rank_of(0, 12, 4, 2)
+        dp_rank_and_leader(0, 12, 4, 2)
 
 
 def test_nobody_else_gets_the_port_of_a_dp_group():

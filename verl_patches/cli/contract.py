@@ -154,7 +154,7 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
             pinned = Path(folder)
             for module in fp.file_hashes(target, given):
                 file = fp.source_file(module, given)
-                assert file is not None  # files_read has read it
+                assert file is not None  # file_hashes has read it
                 path = file.relative_to(given)
                 (pinned / path).parent.mkdir(parents=True, exist_ok=True)
                 (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")

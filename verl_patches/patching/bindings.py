@@ -48,7 +48,7 @@ class SourceFile:
     def may_import(self, module: str, name: str) -> bool:
         """Return False only if the file cannot have a from-import of `name` from `module`; the text is not parsed."""
         modules = (module.rpartition(".")[2].encode(), b"")
-        # "#": in parentheses, a ")" inside a comment may have ended _FROM's match early, so any name may follow
+        # "#": in parentheses, a ")" inside a comment may have ended _FROM_IMPORT's match early, so any name may follow
         wanted = (name.encode(), b"*", b"#")
         return any(not self._imported[each].isdisjoint(wanted) for each in modules if each in self._imported)
 

@@ -48,7 +48,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 from verl_patches.plan.activations import PerStage, recomputed_layers
-from verl_patches.rollout.rebalance import Cost
+from verl_patches.rollout.rebalance import MoveCost
 from verl_patches.step.batches.batch_plan import expert_group_replicas
 
 # Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The
@@ -467,7 +467,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
             exchange = DP_SYNC_S["gloo"]
             if find_tier(running) < find_tier(most):
                 moved = math.ceil((most - running) * context)
-                exchange += Cost(run.model.kv_bytes, every).moves_s(moved)
+                exchange += MoveCost(run.model.kv_bytes, every).moves_s(moved)
             seconds += width / every * exchange
         seconds += width * step(running, context)
     return seconds

@@ -44,7 +44,7 @@ def write_decode_kv(forward: Callable) -> Callable:
             count = attn_metadata.num_decode_tokens
             cos, sin = _cos_sin(self.rotary_emb, attn_metadata.decode.input_positions, hidden_states.dtype)
             self.exec_kv_prefill(hidden_states[:count], cos, sin, kv_cache, attn_metadata.slot_mapping[:count])
-            attn_metadata = _without_second_write(attn_metadata)
+            attn_metadata = _as_chunked_prefill(attn_metadata)
         return forward(self, layer, hidden_states_or_q_c, hidden_states, k_pe, kv_cache, attn_metadata, *args, **kwargs)
 
     return forward_after_decode_kv
@@ -58,7 +58,7 @@ def _is_mixed(impl: Any, attn_metadata: Any) -> bool:
     return attn_metadata.num_decodes > 0 and attn_metadata.attn_state not in (states.DecodeOnly, states.SpecDecoding)
 
 
-def _without_second_write(attn_metadata: Any) -> Any:
+def _as_chunked_prefill(attn_metadata: Any) -> Any:
     states = type(attn_metadata.attn_state)
     if attn_metadata.attn_state != states.PrefillNoCache:
         return attn_metadata
@@ -86,7 +86,7 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
     return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
+def reorder_top_k_top_p(original: Callable) -> Callable:
     """Wrap patch_sampler's _apply_top_k_top_p(logits, p, k) so that it gets p and k in the right order.
 
     Its one caller, vllm_ascend.patch.worker.patch_common.patch_sampler.topk_topp_forward_native, passes k before p.
@@ -111,12 +111,12 @@ def pass_multistream_mla(init: Callable) -> Callable:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if self.enable_multistream_mla and self.torchair_graph_enabled:
-            self.mla_attn.impl.forward = _in_streams(self.mla_attn.impl.forward)
+            self.mla_attn.impl.forward = _pass_multistream(self.mla_attn.impl.forward)
 
     return __init__
 
 
-def _in_streams(forward: Callable) -> Callable:
+def _pass_multistream(forward: Callable) -> Callable:
     from vllm.forward_context import get_forward_context
 
     def forward_in_streams(*args: Any, **kwargs: Any) -> Any:
@@ -125,14 +125,14 @@ def _in_streams(forward: Callable) -> Callable:
     return forward_in_streams
 
 
-def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
+def share_dp_metadata(has_unfinished_requests_dp: Callable) -> Callable:
     """Wrap LLMEngine.has_unfinished_requests_dp so that data-parallel (DP) ranks agree by one all-reduce in a step.
 
     Upstream runs two all-reduces over the DP group in a step: whether a rank has requests, and the maximum of tokens,
     with_prefill and dbo (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_forward_metadata_across_dp). Here the
     second answers both. A rank with requests enters it in its step, with its tokens. A rank without requests enters it
     before its step, here, with 0 tokens. The maximum is 0 if no rank has requests; otherwise the rank runs a dummy
-    batch with this maximum (`metadata_of_dummy_batch`).
+    batch with this maximum (`reuse_dp_metadata`).
     """
 
     @functools.wraps(has_unfinished_requests_dp)
@@ -143,18 +143,18 @@ def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
         metadata = runner._get_forward_metadata_across_dp(0, False, False)
         if metadata[0] == 0:
             return False
-        runner.metadata_of_dummy_batch, self.should_execute_dummy_batch = metadata, True
+        runner.dummy_batch_metadata, self.should_execute_dummy_batch = metadata, True
         return True
 
     return unfinished
 
 
-def metadata_of_dummy_batch(get_forward_metadata_across_dp: Callable) -> Callable:
+def reuse_dp_metadata(get_forward_metadata_across_dp: Callable) -> Callable:
     """Wrap NPUModelRunner._get_forward_metadata_across_dp so that a dummy batch takes the metadata agreed before."""
 
     @functools.wraps(get_forward_metadata_across_dp)
     def across_dp(self: Any, *args: Any, **kwargs: Any) -> Any:
-        agreed = self.__dict__.pop("metadata_of_dummy_batch", None)
+        agreed = self.__dict__.pop("dummy_batch_metadata", None)
         return get_forward_metadata_across_dp(self, *args, **kwargs) if agreed is None else agreed
 
     return across_dp

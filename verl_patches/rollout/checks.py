@@ -10,7 +10,7 @@ from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.spec import RunSpec
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_KEYS = "recipe.rollout.ascend"
+_ASCEND = "recipe.rollout.ascend"
 
 
 def rollout_checks(run: RunSpec) -> Iterator[Check]:
@@ -56,14 +56,14 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
     budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = (
-        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_KEYS}.scheduler=ascend"
+        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_ASCEND}.scheduler=ascend"
         ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
         "answer, for which generate() waits without end (vllm_ascend.core.scheduler.AscendScheduler.schedule)"
     )
     yield either("Ascend scheduler", budget >= longest, held, fault)
     if options.get("chunked_prefill_for_mla") and run.recipe.rollout.ascend.prefix_caching:
         text = (
-            f"{_KEYS}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
+            f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
             "off: without chunked prefill a prompt's cached prefix is left out of its attention "
             "(vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder.build, vllm-ascend issue 1553)"
         )
@@ -74,7 +74,7 @@ def _prefix_cache(run: RunSpec) -> Iterator[Check]:
     row = "rollout.llm_arguments"
     if not run.recipe.rollout.ascend.prefix_caching and row not in run.rows:
         text = (
-            f"{_KEYS}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
+            f"{_ASCEND}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
             "(verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__), is off; "
             "expected the row, or prefix_caching=true"
         )
@@ -90,7 +90,7 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
     if not run.graphs:
         return
     fault = (
-        f"row {row} is off and {_KEYS}.graphs is true: in a batch of decodes and prefills "
+        f"row {row} is off and {_ASCEND}.graphs is true: in a batch of decodes and prefills "
         "the KV of decode tokens would not be written (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward); "
         f"expected recipe.patches without -{row}, or no graphs"
     )
@@ -104,7 +104,7 @@ def _graphs(run: RunSpec) -> Iterator[Check]:
     few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
     if few and recipe.platform == "npu" and run.graphs:
         text = (
-            f"{_KEYS}.graphs with experts split over {ranks} ranks, expected at least "
+            f"{_ASCEND}.graphs with experts split over {ranks} ranks, expected at least "
             f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
             "all-to-all below (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair cannot trace"
         )
@@ -116,7 +116,7 @@ def _graph_sizes(run: RunSpec) -> Iterator[Check]:
     seats, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
     if seats and (above := [size for size in sizes if size > seats]):
         text = (
-            f"{_KEYS}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
+            f"{_ASCEND}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
             "vllm-ascend drops larger ones "
             "(vllm_ascend.worker.model_runner_v1.NPUModelRunner.check_torchair_graph_batch_sizes)"
         )

@@ -10,11 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-LAST = "last_step_of_the_same_requests"  # attribute of vLLM's Scheduler: its last output, if a next step may reuse it
-_HELD = "held_until_it_ends"  # attribute of vLLM's Request: (token, ids, log-probs, rank) of each step held back
+LAST_SCHEDULE = "reusable_schedule"  # attribute of vLLM's Scheduler: its last output, if a next step may reuse it
+_HELD_TOKENS = "held_tokens"  # attribute of vLLM's Request: (token, ids, log-probs, rank) of each step held back
 
 
-def at_the_end(update_from_output: Callable) -> Callable:
+def defer_outputs(update_from_output: Callable) -> Callable:
     """Wrap Scheduler.update_from_output so that a request's tokens are all returned with its last one.
 
     vLLM makes an EngineCoreOutput and a dict of log-probs for each request in each step, although LLM.generate asks for
@@ -27,15 +27,15 @@ def at_the_end(update_from_output: Callable) -> Callable:
     @functools.wraps(update_from_output)
     def update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         running, made = self.running, model_runner_output
-        if _one_token_each(self, scheduler_output, made):
+        if _is_one_token_step(self, scheduler_output, made):
             rows: tuple[Any, Any, Any] = made.logprobs or (None, None, None)
             ids, log_probs, ranks = rows
             left = []
             for request in running:
                 index = made.req_id_to_index[request.request_id]
                 (token,) = made.sampled_token_ids[index]
-                held = _held(request)
-                if held is None or _ends(request, token, self.max_model_len):
+                held = _held_tokens(request)
+                if held is None or _ends_request(request, token, self.max_model_len):
                     left.append(request)
                     continue
                 request.append_output_token_ids(token)
@@ -44,12 +44,12 @@ def at_the_end(update_from_output: Callable) -> Callable:
             self.running = left
         else:
             left = running
-        by_id = {request.request_id: request for request in left if request.__dict__.get(_HELD)}
+        by_id = {request.request_id: request for request in left if request.__dict__.get(_HELD_TOKENS)}
         outputs = update_from_output(self, scheduler_output, made)
         for each in outputs.values():
             for output in each.outputs:
                 if (request := by_id.get(output.request_id)) is not None:
-                    _with_held(output, request.__dict__[_HELD])
+                    _prepend_held_tokens(output, request.__dict__[_HELD_TOKENS])
         if left is not running:
             ended = {id(request) for request in left} - {id(request) for request in self.running}
             self.running = [request for request in running if id(request) not in ended]
@@ -58,7 +58,7 @@ def at_the_end(update_from_output: Callable) -> Callable:
     return update
 
 
-def _one_token_each(scheduler: Any, scheduled: Any, made: Any) -> bool:
+def _is_one_token_step(scheduler: Any, scheduled: Any, made: Any) -> bool:
     running = scheduler.running
     return (
         not (scheduled.scheduled_new_reqs or scheduled.scheduled_spec_decode_tokens or made.prompt_logprobs_dict)
@@ -69,16 +69,18 @@ def _one_token_each(scheduler: Any, scheduled: Any, made: Any) -> bool:
     )
 
 
-def _held(request: Any) -> list[tuple] | None:
+def _held_tokens(request: Any) -> list[tuple] | None:
     """Return the tokens held back for a request, None where its output must be returned in each step."""
-    if _HELD not in request.__dict__:
+    if _HELD_TOKENS not in request.__dict__:
         params = request.sampling_params
         at_once = params.output_kind.name != "FINAL_ONLY" or params.detokenize or params.prompt_logprobs is not None
-        request.__dict__[_HELD] = None if at_once or request.use_structured_output or request.has_encoder_inputs else []
-    return request.__dict__[_HELD]
+        request.__dict__[_HELD_TOKENS] = (
+            None if at_once or request.use_structured_output or request.has_encoder_inputs else []
+        )
+    return request.__dict__[_HELD_TOKENS]
 
 
-def _ends(request: Any, token: int, max_model_len: int) -> bool:
+def _ends_request(request: Any, token: int, max_model_len: int) -> bool:
     """Return whether `vllm.v1.core.sched.utils.check_stop` would end the request with this token."""
     params = request.sampling_params
     return (
@@ -89,7 +91,7 @@ def _ends(request: Any, token: int, max_model_len: int) -> bool:
     )
 
 
-def _with_held(output: Any, held: list[tuple]) -> None:
+def _prepend_held_tokens(output: Any, held: list[tuple]) -> None:
     tokens, *rows = ([*column] for column in zip(*held, strict=True))
     held.clear()
     output.new_token_ids = [*tokens, *output.new_token_ids]
@@ -99,7 +101,7 @@ def _with_held(output: Any, held: list[tuple]) -> None:
         )
 
 
-def log_probs_at_once(update: Callable) -> Callable:
+def add_log_probs(update: Callable) -> Callable:
     """Wrap LogprobsProcessor._update_sample_logprobs: if only sampled tokens have log-probs, a plain loop adds them."""
     from vllm.sequence import Logprob
 
@@ -116,7 +118,7 @@ def log_probs_at_once(update: Callable) -> Callable:
     return update_all
 
 
-def same_as_before(schedule: Callable) -> Callable:
+def reuse_schedule(schedule: Callable) -> Callable:
     """Wrap Scheduler.schedule so that a step of the same requests reuses the last output with the new tokens.
 
     vLLM makes 15 calls for each request in each step. vLLM still schedules a step in which requests wait, have ended,
@@ -125,7 +127,7 @@ def same_as_before(schedule: Callable) -> Callable:
 
     @functools.wraps(schedule)
     def next_step(self: Any) -> Any:
-        last, running, cache = self.__dict__.get(LAST), self.running, self.kv_cache_manager
+        last, running, cache = self.__dict__.get(LAST_SCHEDULE), self.running, self.kv_cache_manager
         if (
             last is None
             or self.waiting
@@ -136,7 +138,7 @@ def same_as_before(schedule: Callable) -> Callable:
             or not all(r.num_tokens == r.num_computed_tokens + 1 < self.max_model_len for r in running)
         ):
             made = schedule(self)
-            self.__dict__[LAST] = made if _repeats(self, made) else None
+            self.__dict__[LAST_SCHEDULE] = made if _is_reusable(self, made) else None
             return made
         for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
             computed = request.num_computed_tokens
@@ -153,7 +155,7 @@ def same_as_before(schedule: Callable) -> Callable:
     return next_step
 
 
-def _repeats(scheduler: Any, made: Any) -> bool:
+def _is_reusable(scheduler: Any, made: Any) -> bool:
     """Return whether `made` schedules each running request, in their order, for one token, and nothing else."""
     cached = made.scheduled_cached_reqs
     return (

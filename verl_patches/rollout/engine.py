@@ -102,7 +102,7 @@ def refresh_absorbed_mla(load_weights: Callable) -> Callable:
     return load
 
 
-def dp_rank_of(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tuple[int, int]:
+def dp_rank_and_leader(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tuple[int, int]:
     """Return (DP rank, global rank of the first rank of its DP group) of global `rank`.
 
     `ranks_per_replica` is tp * pp. Groups hold the ranks of one instance with equal tp and pp coordinates.
@@ -125,7 +125,7 @@ def dp_ranks(parallel_config: Any) -> range:
     import torch.distributed as dist
 
     dp, replica = parallel_config.data_parallel_size, parallel_config.world_size
-    leader = dp_rank_of(dist.get_rank(), dist.get_world_size(), dp, replica)[1]
+    leader = dp_rank_and_leader(dist.get_rank(), dist.get_world_size(), dp, replica)[1]
     return range(leader, leader + dp * replica, replica)
 
 
@@ -152,7 +152,7 @@ def _set_dp_rank(parallel_config) -> None:
             "which need a port each; unset it where Ray was started"
         )
     rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
-    dp_rank, leader = dp_rank_of(rank, dist.get_world_size(), dp, replica)
+    dp_rank, leader = dp_rank_and_leader(rank, dist.get_world_size(), dp, replica)
     ip, port = _group_address(leader, rank)
     parallel_config.data_parallel_rank = parallel_config.data_parallel_rank_local = dp_rank
     parallel_config.data_parallel_master_ip, parallel_config.data_parallel_master_port = ip, port

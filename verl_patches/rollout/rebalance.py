@@ -1,12 +1,12 @@
 """Plan which running requests move between the data-parallel (DP) ranks of one vLLM instance, where that pays.
 
 All DP ranks of an instance decode in lock step, padded to one batch size, the "tier": the smallest graph batch size
-that holds the requests of the fullest rank. `plan` chooses a lower tier and moves requests from ranks above it (donors)
-to ranks below it (receivers). It is a pure function of numbers that every rank has gathered, so that all ranks compute
-the same plan.
+that holds the requests of the fullest rank. `plan_moves` chooses a lower tier and moves requests from ranks above it
+(donors) to ranks below it (receivers). It is a pure function of numbers that every rank has gathered, so that all ranks
+compute the same plan.
 
 It chooses, in this order:
-1. the smallest tier that can be reached and whose gain is above the cost of its moves (`Cost`);
+1. the smallest tier that can be reached and whose gain is above the cost of its moves (`MoveCost`);
 2. the fewest blocks moved: each donor gives exactly its excess, its shortest requests. A set of shorter requests also
    fits wherever a set of longer ones does, so that this choice excludes no tier;
 3. the lowest number of requests on the fullest receiver: requests end at random times, so the rank that has the most
@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-NONE, FIXED = 0, -1  # values in State.lengths: no request; a request that cannot move
+NO_REQUEST, FIXED_REQUEST = 0, -1  # values in InstanceState.lengths: no request; a request that cannot move
 # published seconds of a decode step by requests a rank: DeepSeek-V3 671B, DP128 TP2 EP256 on Atlas A3
 STEP_S = {1: 0.054, 2: 0.054, 4: 0.055, 8: 0.057, 16: 0.061, 32: 0.067, 64: 0.076}
 LINK_BYTES_S = 0.7 * 196e9  # from one die to another, at an assumed efficiency of 0.7
 
 
 @dataclass(frozen=True)
-class State:
+class InstanceState:
     """Hold the gathered numbers of all ranks of an instance.
 
     lengths: int [R, S], tokens in KV of each unfinished request; NONE or FIXED elsewhere. free_blocks: int [R].
@@ -43,7 +43,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Cost:
+class MoveCost:
     """Model the cost of moves and the gain of a lower tier (modelled, not measured here).
 
     block_bytes: bytes of one KV block over all layers. steps: decode steps for which a lower tier counts as gained:
@@ -65,7 +65,7 @@ class Cost:
 
 
 class RequestMove(NamedTuple):
-    """Name requests that one rank gives to another, by their places in the donor's row of State.lengths."""
+    """Name requests that one rank gives to another, by their places in the donor's row of InstanceState.lengths."""
 
     donor: int
     receiver: int
@@ -82,7 +82,7 @@ class MovePlan:
     blocks: int = 0
 
 
-class _Items(NamedTuple):
+class _MovingRequests(NamedTuple):
     """Hold the requests to move: donors (ascending), places in their rows, tokens."""
 
     donors: np.ndarray
@@ -95,12 +95,14 @@ def step_s(requests: int) -> float:
     return float(np.interp(requests, list(STEP_S), list(STEP_S.values())))
 
 
-def tier_of(requests: int, tiers: Sequence[int]) -> int:
+def find_tier(requests: int, tiers: Sequence[int]) -> int:
     """Return the smallest of `tiers` (ascending) that holds `requests`, or `requests` itself above the largest."""
     return next((tier for tier in tiers if tier >= requests), requests)
 
 
-def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: int, cost: Cost) -> MovePlan:
+def plan_moves(
+    state: InstanceState, tiers: Sequence[int], block_size: int, reserve_tokens: int, cost: MoveCost
+) -> MovePlan:
     """Return the moves of one exchange; the plan has none if no lower tier can be reached or pays.
 
     tiers: graph batch sizes. block_size: tokens of a KV block. reserve_tokens: tokens by which each request may grow
@@ -109,27 +111,27 @@ def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: in
     tiers = sorted(tiers)
     loads = np.count_nonzero(state.lengths, axis=1)
     most, total = int(loads.max(initial=0)), int(loads.sum())
-    before = tier_of(most, tiers)
+    before = find_tier(most, tiers)
     free = state.free_blocks - loads * -(-reserve_tokens // block_size)
     for tier in tiers:
         if tier >= before:
             break
         if total > tier * len(loads):
             continue
-        items = _shortest(state.lengths, np.maximum(loads - tier, 0))
+        items = _shortest_requests(state.lengths, np.maximum(loads - tier, 0))
         if items is None:
             continue
-        receivers = _place_level(-(-(items.tokens + reserve_tokens) // block_size), loads, free, tier)
+        receivers = _place_evenly(-(-(items.tokens + reserve_tokens) // block_size), loads, free, tier)
         if receivers is None:
             continue
         held: np.ndarray = -(-items.tokens // block_size)
         busiest = max(np.bincount(side, held).max() for side in (items.donors, receivers))
         if cost.gain_s(before, tier) > cost.moves_s(busiest):
-            return MovePlan(_moves(items, receivers), before, tier, int(held.sum()))
+            return MovePlan(_group_moves(items, receivers), before, tier, int(held.sum()))
     return MovePlan((), before, before)
 
 
-def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
+def _shortest_requests(lengths: np.ndarray, excess: np.ndarray) -> _MovingRequests | None:
     """Return each donor's excess as its shortest requests, None if a donor has too few that can move."""
     donors, width = np.flatnonzero(excess), lengths.shape[1]
     rows, count = lengths[donors], excess[donors]
@@ -139,10 +141,10 @@ def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
     keys = np.where(movable, rows * width + np.arange(width), np.iinfo(np.int64).max)
     keys.sort(axis=1)
     tokens, requests = np.divmod(keys[np.arange(width) < count[:, None]], width)
-    return _Items(np.repeat(donors, count), requests, tokens)
+    return _MovingRequests(np.repeat(donors, count), requests, tokens)
 
 
-def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: int) -> np.ndarray | None:
+def _place_evenly(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: int) -> np.ndarray | None:
     """Return each request's receiver so that the fullest receiver ends with as few as can be; None if they do not fit.
 
     A level is the number of requests up to which receivers are filled; the search is for the lowest one that works.
@@ -151,7 +153,7 @@ def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: i
     level = low = 1 + int(np.searchsorted(room, len(needs)))  # tried first, as it mostly fits
     high, placed = tier, None
     while low <= high:
-        placement = _place(needs, np.maximum(level - loads, 0), free)
+        placement = _place_requests(needs, np.maximum(level - loads, 0), free)
         if placement is None:
             low = level + 1  # a lower level leaves less room
         else:
@@ -160,16 +162,16 @@ def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: i
     return placed
 
 
-def _place(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray | None:
+def _place_requests(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray | None:
     """Return each request's receiver; `needs` are its blocks; rank r takes at most room[r] requests, free[r] blocks."""
     if (free >= room * needs.max()).all(where=room > 0):  # they fit in any order
         return np.repeat(np.arange(len(room)), room)[: len(needs)]
     order = np.argsort(-needs, kind="stable").tolist()
-    placed = _greedy(needs.tolist(), order, room.tolist(), free.tolist())
+    placed = _place_greedily(needs.tolist(), order, room.tolist(), free.tolist())
     return None if placed is None else np.array(placed)
 
 
-def _greedy(needs: list[int], order: list[int], room: list[int], free: list[int]) -> list[int] | None:
+def _place_greedily(needs: list[int], order: list[int], room: list[int], free: list[int]) -> list[int] | None:
     """Place the longest request first, each on the rank with the most free blocks; None where one does not fit."""
     heap = [(-blocks, rank, room[rank]) for rank, blocks in enumerate(free) if room[rank] and blocks > 0]
     heapq.heapify(heap)
@@ -185,7 +187,7 @@ def _greedy(needs: list[int], order: list[int], room: list[int], free: list[int]
     return placed
 
 
-def _moves(items: _Items, receivers: np.ndarray) -> tuple[RequestMove, ...]:
+def _group_moves(items: _MovingRequests, receivers: np.ndarray) -> tuple[RequestMove, ...]:
     """Return one move for each donor and receiver, in their order."""
     width = int(receivers.max()) + 1
     pairs = items.donors * width + receivers

@@ -28,11 +28,19 @@ import torch.distributed as dist
 
 from verl_patches.errors import ConfigError
 from verl_patches.reshard.rank_errors import RankError, catch_errors, raise_on_any_rank
-from verl_patches.rollout.decode_host import LAST
-from verl_patches.rollout.rebalance import FIXED, NONE, Cost, MovePlan, RequestMove, State, plan
-from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
+from verl_patches.rollout.decode_host import LAST_SCHEDULE
+from verl_patches.rollout.rebalance import (
+    FIXED_REQUEST,
+    NO_REQUEST,
+    InstanceState,
+    MoveCost,
+    MovePlan,
+    RequestMove,
+    plan_moves,
+)
+from verl_patches.rollout.rebalance_wire import MovedRequest, RequestTokens, pack_segment, unpack_segment
 
-_FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; all columns from _LENGTHS on are lengths
+_FAILED, _PREFILLS, _FREE, _FOREIGN, _LENGTHS = range(5)  # columns of a row; all columns from _LENGTHS on are lengths
 COUNTS = ("requests", "bytes", "seconds")
 
 
@@ -46,11 +54,11 @@ def step_with_rebalance(step: Callable) -> Callable:
     """Wrap LLMEngine.step so that an engine with a `rebalancer` exchanges requests before every N-th step."""
 
     @functools.wraps(step)
-    def step_of(self: Any) -> list[Any]:
+    def step_or_exchange(self: Any) -> list[Any]:
         rebalancer = self.__dict__.get("rebalancer")
         return step(self) if rebalancer is None else rebalancer.step(step)
 
-    return step_of
+    return step_or_exchange
 
 
 def unfinished_with_rebalance(has_unfinished_requests: Callable) -> Callable:
@@ -71,10 +79,10 @@ class Rebalancer:
     Raises ConfigError for an engine that it cannot work with.
     """
 
-    def __init__(self, engine: Any, every: int, cost: Cost | None = None):
+    def __init__(self, engine: Any, every: int, cost: MoveCost | None = None):
         from vllm.distributed.parallel_state import get_dp_group, get_ep_group
 
-        _check(engine)
+        _check_engine(engine)
         core, config = engine.engine_core.engine_core, engine.vllm_config
         self.engine, self.scheduler, self.every = engine, core.scheduler, every
         self.runner = core.model_executor.driver_worker.worker.model_runner
@@ -83,11 +91,12 @@ class Rebalancer:
         self.block_size, self.most = config.cache_config.block_size, config.scheduler_config.max_num_seqs
         graphs = self.runner.torchair_graph_enabled
         self.tiers = sorted(self.runner.torchair_graph_batch_sizes) if graphs else list(range(1, self.most + 1))
-        self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
-        self.guests: dict[str, Result] = {}  # local id of another rank's request -> its results not yet sent back
-        self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
+        self.cost = cost or MoveCost(sum(map(_block_bytes, self._kv_caches())), every)
+        # {local id of a request of another rank: its tokens that are not sent back yet}
+        self.foreign_tokens: dict[str, RequestTokens] = {}
+        self.steps, self.moved_count, self.only_returns, self.has_moved_requests = 0, 0, False, False
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
-        engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
+        engine.engine_core.get_output = self._take_foreign_outputs(engine.engine_core.get_output)
         engine.rebalancer = self
 
     # -- the engine's loop ---------------------------------------------------------------------------------------------
@@ -103,14 +112,14 @@ class Rebalancer:
             unfinished = self.engine.has_unfinished_requests_dp(holds)
         if unfinished:
             return True
-        self.returning = self.abroad  # equal on all ranks; the next `step` is then an exchange alone
-        return self.returning
+        self.only_returns = self.has_moved_requests  # equal on all ranks; the next `step` is then an exchange alone
+        return self.only_returns
 
     def step(self, upstream: Callable[[Any], list[Any]]) -> list[Any]:
         """Run one engine step, after an exchange where one is due, and return this rank's requests that have ended."""
         self.steps += 1
-        if self.returning:
-            self.returning = False
+        if self.only_returns:
+            self.only_returns = False
             return self._timed_exchange()
         outputs = []
         if self._is_exchange(self.steps):
@@ -133,14 +142,14 @@ class Rebalancer:
     def _holds_requests(self) -> bool:
         return self.scheduler.get_num_unfinished_requests() > 0
 
-    def _keep_guests(self, get_output: Callable) -> Callable:
+    def _take_foreign_outputs(self, get_output: Callable) -> Callable:
         @functools.wraps(get_output)
         def own_outputs() -> Any:
             outputs = get_output()
             for output in outputs.outputs:
-                if output.request_id in self.guests:
-                    self.guests[output.request_id].add(output)
-            outputs.outputs = [output for output in outputs.outputs if output.request_id not in self.guests]
+                if output.request_id in self.foreign_tokens:
+                    self.foreign_tokens[output.request_id].add(output)
+            outputs.outputs = [output for output in outputs.outputs if output.request_id not in self.foreign_tokens]
             return outputs
 
         return own_outputs
@@ -157,33 +166,37 @@ class Rebalancer:
     def _exchange(self) -> list[Any]:
         """Exchange requests (collective), and return the requests of this rank that have ended elsewhere."""
         rows = self._gather_rows()
-        made = self._plan(rows)
-        guests = bool(rows[:, _GUESTS].any())
-        self.abroad = guests or bool(made.moves)  # some may be away; if all are back, the last exchange finds nothing
-        if not self.abroad:
+        made = self._plan_moves(rows)
+        # true while requests may run on other ranks; once all have ended, one more exchange finds nothing
+        self.has_moved_requests = bool(rows[:, _FOREIGN].any()) or bool(made.moves)
+        if not self.has_moved_requests:
             return []
         segments: list[bytes] = []
-        self._agree(lambda: segments.extend(self._pack(made.moves)), "moving requests cannot be packed")
-        received: list[bytes] = self._exchange_bytes(segments)
+        self._run_or_raise(lambda: segments.extend(self._pack_segments(made.moves)), "moving requests cannot be packed")
+        received: list[bytes] = self._exchange_segments(segments)
         outputs: list[Any] = []
-        arrivals: list[tuple[Moved, Any]] = []
+        arrivals: list[tuple[MovedRequest, Any]] = []
         expected = [
             int(rows[m.donor, _LENGTHS + at]) for m in made.moves if m.receiver == self.rank for at in m.requests
         ]
-        self._agree(lambda: self._unpack(received, expected, outputs, arrivals), "moving requests cannot be received")
+        self._run_or_raise(
+            lambda: self._unpack_segments(received, expected, outputs, arrivals), "moving requests cannot be received"
+        )
         if made.moves:
             self._exchange_blocks(made.moves, arrivals)
-            self._agree(lambda: self._hand_over(made.moves, arrivals), "moved requests cannot be scheduled")
-            self.moved += sum(len(move.requests) for move in made.moves)
+            self._run_or_raise(
+                lambda: self._reschedule_requests(made.moves, arrivals), "moved requests cannot be scheduled"
+            )
+            self.moved_count += sum(len(move.requests) for move in made.moves)
         return outputs
 
-    def _agree(self, work: Callable[[], None], todo: str) -> None:
+    def _run_or_raise(self, work: Callable[[], None], todo: str) -> None:
         raise_on_any_rank(catch_errors(work), self.instance, "cpu", todo, RebalanceError)
 
     def _gather_rows(self) -> np.ndarray:
         """Return the rows of all DP ranks, [DP, columns]."""
         row = torch.zeros(_LENGTHS + self.most, dtype=torch.int64)
-        problems = catch_errors(lambda: self._fill(row.numpy()))
+        problems = catch_errors(lambda: self._fill_row(row.numpy()))
         row[_FAILED] = len(problems)
         gathered = [torch.empty_like(row) for _ in range(dist.get_world_size(self.instance))]
         dist.all_gather(gathered, row, group=self.instance)
@@ -198,47 +211,47 @@ class Rebalancer:
             )
         return rows[:, 0]
 
-    def _fill(self, row: np.ndarray) -> None:
+    def _fill_row(self, row: np.ndarray) -> None:
         requests = [*self.scheduler.running, *self.scheduler.waiting]
         waits = bool(self.scheduler.waiting)
         row[_PREFILLS] = waits or any(r.num_computed_tokens < r.num_tokens - 1 for r in requests)
         row[_FREE] = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        row[_GUESTS] = len(self.guests)
-        row[_LENGTHS:] = NONE
+        row[_FOREIGN] = len(self.foreign_tokens)
+        row[_LENGTHS:] = NO_REQUEST
         if not row[_PREFILLS]:  # with prefills nothing moves, and there may be more requests than columns
             row[_LENGTHS : _LENGTHS + len(requests)] = [
-                r.num_computed_tokens if _movable(r) else FIXED for r in requests
+                r.num_computed_tokens if _is_movable(r) else FIXED_REQUEST for r in requests
             ]
 
-    def _plan(self, rows: np.ndarray) -> MovePlan:
+    def _plan_moves(self, rows: np.ndarray) -> MovePlan:
         if rows[:, _PREFILLS].any():  # the prefills, not the tier, decide how long a step lasts
             return MovePlan((), 0, 0)
-        state = State(rows[:, _LENGTHS:], rows[:, _FREE])
-        return plan(state, self.tiers, self.block_size, self.every, self.cost)
+        state = InstanceState(rows[:, _LENGTHS:], rows[:, _FREE])
+        return plan_moves(state, self.tiers, self.block_size, self.every, self.cost)
 
-    def _pack(self, moves: Sequence[RequestMove]) -> list[bytes]:
+    def _pack_segments(self, moves: Sequence[RequestMove]) -> list[bytes]:
         """Return the segment for each DP rank: tokens generated here for its requests, and requests that move there."""
-        leaving = {move.receiver: self._running(move) for move in moves if move.donor == self.rank}
+        leaving = {move.receiver: self._requests_to_move(move) for move in moves if move.donor == self.rank}
         segments = []
         for rank in range(self.dp.world_size):
-            results = [result for result in self.guests.values() if result.origin == rank and result.tokens]
-            segments.append(pack(results, [self._moved(request) for request in leaving.get(rank, ())]))
-        self.guests = {
-            id: Result(result.id, result.origin, result.columns)
-            for id, result in self.guests.items()
+            results = [result for result in self.foreign_tokens.values() if result.origin == rank and result.tokens]
+            segments.append(pack_segment(results, [self._moved_request(request) for request in leaving.get(rank, ())]))
+        self.foreign_tokens = {
+            id: RequestTokens(result.id, result.origin, result.columns)
+            for id, result in self.foreign_tokens.items()
             if result.finish is None
         }
         return segments
 
-    def _running(self, move: RequestMove) -> list[Any]:
+    def _requests_to_move(self, move: RequestMove) -> list[Any]:
         return [self.scheduler.running[at] for at in move.requests]
 
-    def _moved(self, request: Any) -> Moved:
-        guest, state = self.guests.get(request.request_id), self.runner.requests[request.request_id]
+    def _moved_request(self, request: Any) -> MovedRequest:
+        foreign, state = self.foreign_tokens.get(request.request_id), self.runner.requests[request.request_id]
         generator = b"" if state.generator is None else state.generator.get_state().numpy().tobytes()
-        return Moved(
-            id=request.request_id if guest is None else guest.id,
-            origin=self.rank if guest is None else guest.origin,
+        return MovedRequest(
+            id=request.request_id if foreign is None else foreign.id,
+            origin=self.rank if foreign is None else foreign.origin,
             prompt=list(request.prompt_token_ids),
             output=list(request.output_token_ids),
             params=request.sampling_params,
@@ -248,7 +261,7 @@ class Rebalancer:
             cached=request.num_cached_tokens,
         )
 
-    def _exchange_bytes(self, segments: list[bytes]) -> list[bytes]:
+    def _exchange_segments(self, segments: list[bytes]) -> list[bytes]:
         """Return the segment from each DP rank."""
         sizes = torch.tensor([len(segment) for segment in segments], dtype=torch.int64)
         sizes_in = torch.empty_like(sizes)
@@ -258,11 +271,11 @@ class Rebalancer:
         dist.all_to_all_single(received, data, sizes_in.tolist(), sizes.tolist(), group=self.dp.cpu_group)
         return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
 
-    def _unpack(
-        self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[Moved, Any]]
+    def _unpack_segments(
+        self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[MovedRequest, Any]]
     ) -> None:
         """Give results to the output processor, and KV blocks to requests, which have `expected` tokens in KV."""
-        segments = [unpack(segment) for segment in received]
+        segments = [unpack_segment(segment) for segment in received]
         results = [result for of_segment, _ in segments for result in of_segment]
         moved = [each for _, of_segment in segments for each in of_segment]
         if [each.computed for each in moved] != expected:
@@ -271,13 +284,13 @@ class Rebalancer:
         processed = self.engine.output_processor.process_outputs([result.output() for result in results])
         outputs += processed.request_outputs
         for each in moved:
-            request = self._request_of(each)
+            request = self._make_request(each)
             if self.scheduler.kv_cache_manager.allocate_slots(request, each.computed, delay_cache_blocks=True) is None:
                 free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
                 raise RebalanceError(f"request {each.id} of {each.computed} tokens does not fit into {free} KV blocks")
             arrivals.append((each, request))
 
-    def _request_of(self, moved: Moved) -> Any:
+    def _make_request(self, moved: MovedRequest) -> Any:
         from vllm.v1.request import Request
 
         id = moved.id if moved.origin == self.rank else f"{moved.origin}:{moved.id}"
@@ -287,47 +300,47 @@ class Rebalancer:
 
     # -- KV blocks, scheduler and model runner -------------------------------------------------------------------------
 
-    def _caches(self) -> list[torch.Tensor]:
+    def _kv_caches(self) -> list[torch.Tensor]:
         """Return the KV cache's tensors [blocks, ...] of all layers."""
         return [
             each for cache in self.runner.kv_caches for each in (cache if isinstance(cache, (tuple, list)) else [cache])
         ]
 
-    def _blocks(self, request: Any, computed: int) -> list[int]:
+    def _kv_blocks(self, request: Any, computed: int) -> list[int]:
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return blocks[: -(-computed // self.block_size)]
 
-    def _exchange_blocks(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[Moved, Any]]) -> None:
+    def _exchange_blocks(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[MovedRequest, Any]]) -> None:
         """Exchange the KV blocks of `moves` in the order of their requests; arrivals are in the order of donors."""
         sent, received = [0] * self.dp.world_size, [0] * self.dp.world_size
         leaving, coming, arriving = [], [], iter(arrivals)
         for move in moves:  # in order of donors, then receivers
-            for request in self._running(move) if move.donor == self.rank else ():
-                blocks = self._blocks(request, request.num_computed_tokens)
+            for request in self._requests_to_move(move) if move.donor == self.rank else ():
+                blocks = self._kv_blocks(request, request.num_computed_tokens)
                 leaving += blocks
                 sent[move.receiver] += len(blocks)
             for moved, request in [next(arriving) for _ in move.requests] if move.receiver == self.rank else ():
-                blocks = self._blocks(request, moved.computed)
+                blocks = self._kv_blocks(request, moved.computed)
                 coming += blocks
                 received[move.donor] += len(blocks)
         device = self.runner.device
         leaving_at, coming_at = (torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (leaving, coming))
-        for cache in self._caches():
+        for cache in self._kv_caches():
             into = cache.new_empty((len(coming), *cache.shape[1:]))
             dist.all_to_all_single(into, cache[leaving_at], received, sent, group=self.dp.device_group)
             cache[coming_at] = into
             self._counts["bytes"] += len(leaving) * _block_bytes(cache)
 
-    def _hand_over(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[Moved, Any]]) -> None:
-        leaving = [request for move in moves if move.donor == self.rank for request in self._running(move)]
-        vars(self.scheduler).pop(LAST, None)
+    def _reschedule_requests(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[MovedRequest, Any]]) -> None:
+        leaving = [request for move in moves if move.donor == self.rank for request in self._requests_to_move(move)]
+        vars(self.scheduler).pop(LAST_SCHEDULE, None)
         if leaving:
-            self._remove(leaving)
+            self._remove_requests(leaving)
             self._counts["requests"] += len(leaving) if dist.get_rank(self.instance) % self.tp == 0 else 0
         for moved, request in arrivals:
-            self._insert(moved, request)
+            self._insert_request(moved, request)
 
-    def _remove(self, requests: Sequence[Any]) -> None:
+    def _remove_requests(self, requests: Sequence[Any]) -> None:
         """Remove requests from scheduler and model runner without a trace, and free their KV blocks."""
         from vllm.v1.request import RequestStatus
 
@@ -340,11 +353,11 @@ class Rebalancer:
             place = batch.remove_request(id)
             if place is not None:
                 places.append(place)
-            self.guests.pop(id, None)
+            self.foreign_tokens.pop(id, None)
         batch.condense(sorted(places, reverse=True))
         batch.refresh_sampling_metadata()
 
-    def _insert(self, moved: Moved, request: Any) -> None:
+    def _insert_request(self, moved: MovedRequest, request: Any) -> None:
         """Add a moved request as a running one; the model runner adds its state to its batch at the next step."""
         from vllm.v1.request import RequestStatus
         from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -370,14 +383,14 @@ class Rebalancer:
         self.scheduler.running.append(request)
         if moved.origin != self.rank:
             columns = 0 if moved.params.logprobs is None else moved.params.logprobs + 1
-            self.guests[id] = Result(moved.id, moved.origin, columns)
+            self.foreign_tokens[id] = RequestTokens(moved.id, moved.origin, columns)
 
 
 def _block_bytes(cache: torch.Tensor) -> int:
     return cache.nbytes // len(cache)  # not cache[0].nbytes: a sleeping engine has no cache[0]
 
 
-def _movable(request: Any) -> bool:
+def _is_movable(request: Any) -> bool:
     """Return whether another rank can continue a request: it decodes, and needs only its tokens, parameters and KV.
 
     Requests with stop strings stay: the output processor of their origin looks for the strings and would see the tokens
@@ -390,7 +403,7 @@ def _movable(request: Any) -> bool:
     return decodes and log_probs and not any(not_sent) and not request.spec_token_ids
 
 
-def _check(engine: Any) -> None:
+def _check_engine(engine: Any) -> None:
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
     if core is None:
         faults = ["it is not vLLM's V1 engine in this process"]

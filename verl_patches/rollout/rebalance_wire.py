@@ -13,7 +13,7 @@ import msgspec
 
 
 @dataclass
-class Result:
+class RequestTokens:
     """Hold the tokens that a rank has generated for a request of another rank since the last exchange.
 
     id: the request's id at rank `origin`. tokens [T]; log_prob_ids, log_probs [T, columns], ranks [T]: vLLM's
@@ -52,7 +52,7 @@ class Result:
 
 
 @dataclass
-class Moved:
+class MovedRequest:
     """Hold a moving request: all that another engine needs to continue it, except its KV blocks.
 
     origin: the DP rank that verl gave it to; id: its id there. computed: tokens in KV; output holds one more, which the
@@ -71,16 +71,16 @@ class Moved:
     cached: int
 
 
-def pack(results: Sequence[Result], requests: Sequence[Moved]) -> bytes:
+def pack_segment(results: Sequence[RequestTokens], requests: Sequence[MovedRequest]) -> bytes:
     """Return the segment for one receiver."""
     return msgspec.msgpack.encode((results, requests))
 
 
-def unpack(segment: bytes) -> tuple[list[Result], list[Moved]]:
+def unpack_segment(segment: bytes) -> tuple[list[RequestTokens], list[MovedRequest]]:
     """Return both lists of a segment; raises msgspec.DecodeError if it is not a segment of this version."""
     from vllm import SamplingParams
 
-    results, requests = msgspec.msgpack.decode(segment, type=tuple[list[Result], list[Moved]])
+    results, requests = msgspec.msgpack.decode(segment, type=tuple[list[RequestTokens], list[MovedRequest]])
     for request in requests:
         request.params = msgspec.convert(request.params, SamplingParams)
     return results, requests
