@@ -60,10 +60,10 @@ ROWS = (
     ("t.table", "TABLE", "entries"),
     ("t.added", "added", "louder"),
 )
-BEFORE = [row[0] for row in ROWS[:6]]
-PLAIN = {"f": 2, "user": 2, "g": 3, "plain": "plain", "prop": "prop", "deep": "deep", "table": {"a": 1}}
-PLAIN |= {"st": "s", "cl": "Thing", "child_cl": "Child", "child_st": "s", "added": False}
-OURS_IN = {
+ROWS_BEFORE_FLAKY = [row[0] for row in ROWS[:6]]
+UPSTREAM_VALUES = {"f": 2, "user": 2, "g": 3, "plain": "plain", "prop": "prop", "deep": "deep", "table": {"a": 1}}
+UPSTREAM_VALUES |= {"st": "s", "cl": "Thing", "child_cl": "Child", "child_st": "s", "added": False}
+PATCHED_VALUES = {
     "t.f": {},
     "t.over_f": {"f": "2!!", "user": "2!!"},
     "t.plain": {"plain": "plain!"},
@@ -163,8 +163,8 @@ class World:
         assert states == self.model_states(states), f"states {states}, expected {self.model_states(states)}"
         assert (f"{self.name}.base" in sys.modules) == self.base, "left imported" if not self.base else "not imported"
         if self.base:
-            active = [OURS_IN[name] for name in states if states[name] == "active"]
-            wanted = {**PLAIN, **{key: value for entries in active for key, value in entries.items()}}
+            active = [PATCHED_VALUES[name] for name in states if states[name] == "active"]
+            wanted = {**UPSTREAM_VALUES, **{key: value for entries in active for key, value in entries.items()}}
             if not self.user:
                 wanted.pop("user")
             assert self.seen() == wanted, f"a caller sees {self.seen()}, expected {wanted}"
@@ -175,7 +175,7 @@ class World:
         if not self.base:
             return {**dict.fromkeys(names, "waiting"), **({"t.flaky": "failed"} if self.failed_import else {})}
         if self.stuck:
-            return {n: "failed" if n == "t.flaky" else "active" if n in BEFORE else "waiting" for n in names}
+            return {n: "failed" if n == "t.flaky" else "active" if n in ROWS_BEFORE_FLAKY else "waiting" for n in names}
         return dict.fromkeys(names, "active")
 
     def seen(self):

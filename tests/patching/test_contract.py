@@ -91,13 +91,13 @@ def new():
     return spec("up.new", "extend", "Scale.new", "new")
 
 
-def look(tree, *rows, line="pypi", **more):
+def check_tree(tree, *rows, line="pypi", **more):
     report = contract.check_rows(rows, line, Sources({"up": tree}, installed=False, **more))
     return report, {f.name: f for f in report.findings}
 
 
 def finding(tree, row, **more):
-    return look(tree, row, **more)[1][row.id]
+    return check_tree(tree, row, **more)[1][row.id]
 
 
 def edit(tree, name, old, text):
@@ -107,7 +107,7 @@ def edit(tree, name, old, text):
 
 
 def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
-    report, found = look(tree, weigh(), read(), new())
+    report, found = check_tree(tree, weigh(), read(), new())
     assert report.exit_code == 0 and report.state == "fine", report.as_dict()
     assert found["up.weigh"].where == "up/tools.py:4" and found["up.read"].where == "up/tools.py:14"
     assert found["up.weigh"].found == "body as reviewed; 4 binding(s) complete"
@@ -127,7 +127,7 @@ def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
 def test_a_changed_body_is_named_with_row_file_and_line(tree, old, text, changed, where):
     """Change a token, or the header of a method's class; the other patch stays fine."""
     edit(tree, "up/tools.py", old, text)
-    report, found = look(tree, weigh(), read())
+    report, found = check_tree(tree, weigh(), read())
     assert report.exit_code == 1 and {found["up.weigh"].state, found["up.read"].state} == {"fine", "problem"}
     assert (found[changed].state, found[changed].where) == ("problem", where)
     assert f"explain {changed} " in found[changed].todo and f"fingerprint {changed} --write" in found[changed].todo

@@ -13,9 +13,9 @@ def test_a_row_goes_over_the_row_that_it_needs_whichever_hook_runs_first(play, r
         e = engine({rows})
         e.apply()
         import up.user
-        out = [proof(e), up.user.f(1)]
+        out = [verify_error(e), up.user.f(1)]
         e.revert(); out += [up.base.f(1), up.user.f(1)]
-        e.apply(); out += [proof(e), up.base.f(1)]
+        e.apply(); out += [verify_error(e), up.base.f(1)]
     """)
     assert out == [None, "1!?", 1, 1, None, "1!?"]
 
@@ -25,9 +25,9 @@ def test_modules_inside_a_stub_can_be_imported_and_others_cannot(play, provider,
     out = play(f"""
         import importlib
         e = engine(row("t.stub", "no_such", "stub", "{provider}")); e.apply()
-        out = [importlib.import_module("no_such.{inner}").answer, proof(e)]
+        out = [importlib.import_module("no_such.{inner}").answer, verify_error(e)]
         for other in ("no_such.answer", "no_such.other", "no_such.{inner}.answer"):
-            out.append(tried(lambda: importlib.import_module(other)).partition(":")[0])
+            out.append(catch_error(lambda: importlib.import_module(other)).partition(":")[0])
         e.revert()
         out.append([name for name in sys.modules if name.startswith("no_such")])
         engine(row("t.stub", "no_such", "stub", "standin_mod:answer")).apply()
@@ -42,7 +42,7 @@ def test_a_value_of_none_is_replaced_and_put_back(play):
     out = play("""
         e = engine(row("t.value", "up.base:NOTHING", "replace", "ours:VALUE")); e.apply()
         import up.base, ours
-        out = [up.base.NOTHING is ours.VALUE, proof(e)]
+        out = [up.base.NOTHING is ours.VALUE, verify_error(e)]
         e.revert(); out.append(up.base.NOTHING)
     """)
     assert out == [True, None, None]
@@ -52,8 +52,8 @@ def test_a_row_may_wait_in_other_processes_than_its_own_and_where_its_package_is
     out = play("""
         e = engine(row("t.f", processes=frozenset({"worker"}))); e.apply()
         packages = "up", "up.base", "up.b", "base"
-        out = [tried(lambda: e.verify("controller"))]
-        out += [tried(lambda name=name: e.verify("worker", (name,))) for name in packages]
+        out = [catch_error(lambda: e.verify("controller"))]
+        out += [catch_error(lambda name=name: e.verify("worker", (name,))) for name in packages]
     """)
     assert out[:3] == [None] * 3 and all("t.f is waiting" in error for error in out[3:])
 
@@ -70,7 +70,7 @@ def test_methods_go_over_upstreams_under_its_name_and_come_out_again(play, first
         {then}
         thing, upstream = up.base.Thing, up.base.Thing.__mro__[2]
         out = [thing().m(), thing.__module__, thing.__qualname__, pickle.loads(pickle.dumps(thing)) is thing]
-        out += [proof(e), list(states(e).values())]
+        out += [verify_error(e), list(states(e).values())]
         e.revert()
         out += [up.base.Thing is upstream, up.base.Thing().m()]
     """)
@@ -81,8 +81,8 @@ def test_a_feature_is_switched_off_by_itself_and_the_class_only_with_it(play):
     out = play("""
         e = engine(CLASS, FEATURE, text="-t.feature"); e.apply()
         import up.base
-        out = [up.base.Thing().m(), states(e)["t.feature"], proof(e)]
-        out.append(tried(lambda: engine(CLASS, FEATURE, text="-t.class")))
+        out = [up.base.Thing().m(), states(e)["t.feature"], verify_error(e)]
+        out.append(catch_error(lambda: engine(CLASS, FEATURE, text="-t.class")))
     """)
     assert out[:3] == ["m", "off", None] and "t.feature needs t.class" in out[3]
 
@@ -91,7 +91,7 @@ def test_an_override_of_another_method_is_failed_and_one_without_its_class_in_pl
     out = play("""
         def imported(*rows):
             e = engine(*rows); e.apply()
-            error = tried(lambda: __import__("up.base"))
+            error = catch_error(lambda: __import__("up.base"))
             e.revert()
             return error
         wrong = row("t.wrong", "up.base:Thing.m", "override", "ours:NotOver.m", needs=("t.class",))
@@ -100,7 +100,7 @@ def test_an_override_of_another_method_is_failed_and_one_without_its_class_in_pl
         out.append(imported(elsewhere, FEATURE))
         e = engine(elsewhere, FEATURE, text="drift=warn"); e.apply()
         import up.base
-        out.append(look(e)["t.feature"])
+        out.append(row_states(e)["t.feature"])
     """)
     assert "row t.wrong" in out[0] and "OurThing.m" in out[0]
     assert "row t.feature" in out[1] and "it needs t.class, which is waiting" in out[1]

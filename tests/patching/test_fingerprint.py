@@ -31,13 +31,13 @@ if os:
 
 @pytest.fixture
 def printed(tmp_path):
-    def of(text, place):
+    def print_fingerprint(text, place):
         (tmp_path / "mod.py").write_text(textwrap.dedent(text))
         fp._parse_file.cache_clear()
         fp._binding_paths.cache_clear()
         return fp.fingerprint(f"mod:{place}", tmp_path)
 
-    return of
+    return print_fingerprint
 
 
 # -- what counts -------------------------------------------------------------------------------------------------------

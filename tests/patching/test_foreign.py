@@ -11,11 +11,11 @@ def test_a_library_that_patches_after_us_is_reported_and_refused(play, how, word
     out = play(f"""
         import up.user, theirs
         e = engine(F, OVER); e.apply()
-        fine = proof(e)
+        fine = verify_error(e)
         theirs.put("up.base", "f", theirs.{how})
-        out = [fine, states(e)["t.over"], look(e)["t.f"], proof(e), [up.base.f(1), up.user.f(1)]]
+        out = [fine, states(e)["t.over"], row_states(e)["t.f"], verify_error(e), [up.base.f(1), up.user.f(1)]]
         e.revert()
-        out += [look(e)["t.over"], [up.base.f(1), up.user.f(1)]]
+        out += [row_states(e)["t.over"], [up.base.f(1), up.user.f(1)]]
     """)
     fine, upper, (state, reason), refusal, found, (after, why), left = out
     assert fine is None and upper == state == "overridden" and found == seen == left
@@ -29,7 +29,7 @@ def test_a_library_that_patched_before_us_is_wrapped(play):
         import up.user, theirs
         theirs.put("up.base", "f", theirs.wrapping)
         e = engine(F); e.apply()
-        out = [proof(e), up.base.f(1), up.user.f(1)]
+        out = [verify_error(e), up.base.f(1), up.user.f(1)]
         e.revert()
         out += [up.base.f(1), up.user.f(1)]
     """)
@@ -41,7 +41,7 @@ def test_an_entry_that_was_changed_is_named(play):
         import up.base
         e = engine(row("t.table", "up.base:TABLE", "register", "ours:entries")); e.apply()
         up.base.TABLE["b"] = len
-        out = [look(e)["t.table"]]
+        out = [row_states(e)["t.table"]]
         e.revert()
         out.append(up.base.TABLE["b"] is len)
     """)
@@ -53,11 +53,11 @@ def test_a_module_imported_anew_or_dropped_is_not_called_active(play):
         import up.base
         e = engine(row("t.m", "up.base:Thing.m")); e.apply()
         first = sys.modules.pop("up.base")
-        dropped = look(e)["t.m"]
+        dropped = row_states(e)["t.m"]
         import up.base
-        again = look(e)["t.m"]
+        again = row_states(e)["t.m"]
         sys.modules["up.base"] = first
-        out = [dropped, again, look(e)["t.m"][0]]
+        out = [dropped, again, row_states(e)["t.m"][0]]
     """)
     assert out[0] == ["overridden", "up.base was dropped from sys.modules after it was patched"]
     assert out[1][0] == "overridden" and "replaces ours" in out[1][1] and out[2] == "active"

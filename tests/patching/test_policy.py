@@ -9,10 +9,10 @@ def imported(play):
     return lambda policy, target="up.base:f", kind="wrap", drifted=(): play(f"""
         drift(*{drifted})
         e = engine(row("t.f", {target!r}, {kind!r}), row("t.g", "up.base:g"), text="drift={policy}"); e.apply()
-        first, second = tried(lambda: __import__("up.base")), tried(lambda: __import__("up.base"))
+        first, second = catch_error(lambda: __import__("up.base")), catch_error(lambda: __import__("up.base"))
         seen = [sys.modules["up.base"].f(1), sys.modules["up.base"].g(1)] if "up.base" in sys.modules else None
-        out = dict(first=first, second=second, states=states(e), reason=look(e)["t.f"][1], warnings=warned,
-                   proof=proof(e), seen=seen)
+        out = dict(first=first, second=second, states=states(e), reason=row_states(e)["t.f"][1], warnings=warned,
+                   proof=verify_error(e), seen=seen)
     """)
 
 
@@ -71,8 +71,8 @@ def test_a_provider_that_fails_always_stops(play, provider, words):
     out = play(f"""
         e = engine(row("t.f", provider={provider!r}), text="drift=warn")
         e.apply()
-        out = [tried(lambda: __import__("up.base")), tried(lambda: __import__("up.base")), states(e)["t.f"], proof(e)]
-        out.append("up.base" in sys.modules)
+        out = [catch_error(lambda: __import__("up.base")), catch_error(lambda: __import__("up.base"))]
+        out += [states(e)["t.f"], verify_error(e), "up.base" in sys.modules]
     """)
     first, second, state, refusal, is_imported = out
     assert words in first and second == first and not is_imported
@@ -90,7 +90,7 @@ def test_rows_that_need_one_that_was_left_out_are_left_out_in_any_order_of_impor
         e.apply(); e.apply()
         {order}
         def seen(): return [up.base.f(1), up.other.h(1), up.base.g(1), up.base.Thing().m()]
-        out = [states(e), look(e)["t.top"][1], seen(), proof(e)]
+        out = [states(e), row_states(e)["t.top"][1], seen(), verify_error(e)]
         e.apply(); e.revert()
         out += [seen(), states(e)]
     """)

@@ -64,7 +64,7 @@ def test_a_wrapper_is_seen_as_it_is_and_upstreams_own_under_that_of_another_libr
 def test_a_row_whose_provider_does_not_fit_is_unsupported(play, target, kind, provider, fault):
     out = play(f"""
         e = engine(row("t.f", {target!r}, {kind!r}, {provider!r})); e.apply()
-        out = [tried(lambda: __import__("up.base")), states(e)["t.f"]]
+        out = [catch_error(lambda: __import__("up.base")), states(e)["t.f"]]
     """)
     assert out[1] == ("unsupported" if fault else "active")
     assert (out[0] is None) if not fault else f"{provider} does not fit its target: " in out[0] and fault in out[0]

@@ -85,12 +85,12 @@ def write(folder, package, **files):
         (folder / package / f"{name}.py").write_text(textwrap.dedent(text))
 
 
-class _Keep(logging.Handler):
+class _RecordHandler(logging.Handler):
     def emit(self, record):
         warned.append(record.getMessage())
 
 
-logging.getLogger("verl_patches").addHandler(_Keep(logging.WARNING))
+logging.getLogger("verl_patches").addHandler(_RecordHandler(logging.WARNING))
 
 
 def row(id, target="up.base:f", kind="wrap", provider="ours:louder", **more):
@@ -114,7 +114,7 @@ def drift(*targets):
     fingerprint.reviewed_hash = lambda line, target: "0" * 16 if target in targets else None
 
 
-def look(e):
+def row_states(e):
     return {row["id"]: [row["state"], row["reason"]] for row in e.status()}
 
 
@@ -122,7 +122,7 @@ def states(e):
     return {row["id"]: row["state"] for row in e.status()}
 
 
-def tried(action):
+def catch_error(action):
     """Return the error that a call raises, as text; None without one."""
     try:
         action()
@@ -130,5 +130,5 @@ def tried(action):
         return f"{type(error).__name__}: {error}"
 
 
-def proof(e):
-    return tried(lambda: e.verify("worker"))
+def verify_error(e):
+    return catch_error(lambda: e.verify("worker"))

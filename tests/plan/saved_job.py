@@ -20,7 +20,7 @@ BUILDERS = {
 }
 
 
-class Kept:
+class SavedTensors:
     """Count bytes that autograd saves in counted functions: each storage once, without `weights` and earlier ones."""
 
     def __init__(self, weights):
@@ -117,7 +117,7 @@ def saved_by_layers(model: Path, tokens: list[int], published: bool, args) -> di
         chunks = get_model(provide, wrap_with_ddp=False)
         (made,) = unwrap_model(chunks)
         pairs = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]
-        kept = Kept([*made.parameters(), *made.buffers(), pairs])
+        kept = SavedTensors([*made.parameters(), *made.buffers(), pairs])
         for index, layer in enumerate(made.decoder.layers):
             layer.forward = kept.counting(index, layer.forward)
         ids = torch.randint(6, 500, (1, count), generator=torch.Generator().manual_seed(0))

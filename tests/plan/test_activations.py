@@ -97,20 +97,21 @@ def test_keys_change_the_activations():
     stage = 1
     kept = update_bytes(BIG, TRAIN, stage, 8, RUN)
 
-    def of(**changes):
+    def update_with(**changes):
         return update_bytes(BIG, TRAIN, stage, 8, replace(RUN, **changes))
 
-    nothing = of(recompute_layers=0)
+    nothing = update_with(recompute_layers=0)
     assert nothing["kept_activations"] > 20 * kept["kept_activations"]
     assert nothing["working_activations"] < kept["working_activations"]
-    assert of(micro_batches=2)["kept_activations"] * 7 == kept["kept_activations"] * 2  # stage 1 of 8 has 7 in flight
-    assert of(update_tokens=8192)["kept_activations"] == 2 * kept["kept_activations"]
-    together = of(recompute_layers=8, recompute_together=7)
+    two = update_with(micro_batches=2)
+    assert two["kept_activations"] * 7 == kept["kept_activations"] * 2  # stage 1 of 8 has 7 in flight
+    assert update_with(update_tokens=8192)["kept_activations"] == 2 * kept["kept_activations"]
+    together = update_with(recompute_layers=8, recompute_together=7)
     assert together["kept_activations"] * 7 == kept["kept_activations"]
     assert together["working_activations"] > 3 * kept["working_activations"]
-    assert of(imbalance=2.0)["working_activations"] > kept["working_activations"]
-    assert of(fused_expert_wgrad=True)["weight_gradient"] == 0
-    assert of(unpadded=True)["working_activations"] < kept["working_activations"]
+    assert update_with(imbalance=2.0)["working_activations"] > kept["working_activations"]
+    assert update_with(fused_expert_wgrad=True)["weight_gradient"] == 0
+    assert update_with(unpadded=True)["working_activations"] < kept["working_activations"]
 
 
 def test_logits_of_the_last_stage():

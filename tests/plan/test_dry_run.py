@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
 # what a plan does not need, and a machine without dies does not know
-NOT_HERE = {"model folder", "data", "host memory"}
-NOT_COMPARED = {"random_init": {"truth check"}, "true_weight": set()}  # balanced routing computes another model in vLLM
+MACHINE_CHECKS = {"model folder", "data", "host memory"}
+NOTE_CHECKS = {"random_init": {"truth check"}, "true_weight": set()}  # balanced routing computes another model in vLLM
 
 
 def dry_run(name, *arguments, cwd=None, env=None):
@@ -100,7 +100,7 @@ def test_the_configs_have_the_settings_of_the_published_run(name, random):
 def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans):
     for name, plan in plans.items():
         notes = {check["name"]: check["detail"] for check in plan["checks"] if check["note"]}
-        assert set(notes) == {"verl", *NOT_HERE, *NOT_COMPARED[name]}
+        assert set(notes) == {"verl", *MACHINE_CHECKS, *NOTE_CHECKS[name]}
         assert notes["verl"].startswith("a start is refused: composed over verl 0.4.0")
         assert "DeepSeek-V3-hf/config.json" in notes["model folder"] and "parquet" in notes["data"]
 
@@ -112,7 +112,7 @@ def test_over_the_lines_own_verl_nothing_is_left_to_refuse(name, pytestconfig):
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     checks = {check["name"]: check["detail"] for check in plan["checks"]}
-    assert {check["name"] for check in plan["checks"] if check["note"]} == NOT_HERE | NOT_COMPARED[name]
+    assert {check["name"] for check in plan["checks"] if check["note"]} == MACHINE_CHECKS | NOTE_CHECKS[name]
     assert f"verl {VERL}," in checks["verl"]
     assert checks["engine arguments"].startswith("none of ")
     assert "/Megatron-LM:" in plan["commands"][0]["command"] and "--upstream" in plan["commands"][2]["command"]

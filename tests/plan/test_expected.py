@@ -19,10 +19,10 @@ BIG = build_inventory(MODELS / "deepseekv3_671b.json")
 TINY = build_inventory(MODELS / "deepseekv3_tiny.json")
 IN_FP32 = build_inventory(replace(TINY.model, torch_dtype="float32"))
 TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
-ONE = rollout_layout(1, 128, 2)
+ROLLOUT = rollout_layout(1, 128, 2)
 HBM = 64 << 30
 SHARE = int(0.8 * HBM)
-DIE256 = Setting(BIG, TRAIN, ONE, vllm_bytes=SHARE)
+DIE256 = Setting(BIG, TRAIN, ROLLOUT, vllm_bytes=SHARE)
 SWAPPED = replace(DIE256, swap_pieces=16)
 CRITICS = set(CRITIC)
 

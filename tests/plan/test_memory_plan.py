@@ -32,15 +32,15 @@ pytestmark = pytest.mark.slow
 
 A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
 BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
-ON = ("reshard.direct", "memory.order")
-BY_VLLM = "recipe.rollout.ascend.vllm_sleep_mode=true"
+DIRECT_ROWS = ("reshard.direct", "memory.order")
+VLLM_SLEEP_MODE = "recipe.rollout.ascend.vllm_sleep_mode=true"
 ACTOR = "actor_rollout_ref.actor."
 
 
 @pytest.fixture(scope="module")
 def big():
     """Return the random-init configuration with a pass for old log-probs."""
-    return run_of(BIG)
+    return make_run(BIG)
 
 
 def undecided(name, *overrides, skip=False):
@@ -48,14 +48,14 @@ def undecided(name, *overrides, skip=False):
     return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], rows_of)
 
 
-def run_of(name, *overrides, rows=None, skip=False):
+def make_run(name, *overrides, rows=None, skip=False):
     """Return a run with its own rows on, or with these."""
     run = undecided(name, *overrides, skip=skip)
     return with_recompute(run if rows is None else replace(run, rows=frozenset(rows)))
 
 
-def plan(name, *overrides, rows=ON, skip=False):
-    return planned(run_of(name, *overrides, rows=rows, skip=skip))
+def plan(name, *overrides, rows=DIRECT_ROWS, skip=False):
+    return planned(make_run(name, *overrides, rows=rows, skip=skip))
 
 
 def planned(run):
@@ -76,9 +76,11 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
 
 def test_the_order_and_its_buffers_depend_on_the_rows_that_are_on():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    gathered, direct = (plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), ON))
+    gathered, direct = (
+        plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), DIRECT_ROWS)
+    )
     assert gathered["reshard_buffers"] != direct["reshard_buffers"]
-    own = plan(BIG, rows=(*ON, "memory.sleep_mode"))
+    own = plan(BIG, rows=(*DIRECT_ROWS, "memory.sleep_mode"))
     assert own["followed"] == "ours" and len(own["orders"]) == 2
 
 
@@ -96,7 +98,7 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
     assert host[1] == 2 * host[0] > 0 and loaded[1] - loaded[0] == scoring["reward_params"]
 
 
-def bytes_of(group, *overrides, **options):
+def group_size(group, *overrides, **options):
     """Return {phase: bytes of a memory group} in our order."""
     return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["orders"][0]["phases"]}
 
@@ -112,14 +114,14 @@ def bytes_of(group, *overrides, **options):
     ],
 )
 def test_keys_of_the_configuration_reach_the_bytes(override, group):
-    assert bytes_of(group, override) != bytes_of(group)
+    assert group_size(group, override) != group_size(group)
 
 
 def test_most_bytes_of_the_tensor_cache():
     """Use 512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 two or three times."""
 
     def cached(*overrides, skip=True):
-        return bytes_of("tensor_cache", "recipe.tensor_cache.enabled=true", *overrides, skip=skip)
+        return group_size("tensor_cache", "recipe.tensor_cache.enabled=true", *overrides, skip=skip)
 
     assert cached()["ref"] == 512 * 16 // 8 * 4 * (1024 + 3072 * 3) and "old_log_prob" not in cached()
     assert cached(skip=False)["ref"] == 512 * 16 // 8 * 4 * (1024 + 3072 * 4)
@@ -146,7 +148,7 @@ def test_what_is_beside_the_memory_groups():
     work = {"kept_activations", "working_activations"}
     assert work <= update.keys() and "logits" in phases["ref"] and "weight_gradient" not in update
     assert not work & (phases["reshard"].keys() | rollout.keys() | phases["reward"].keys())
-    apart = bytes_of("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=None)["update"]
+    apart = group_size("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=None)["update"]
     assert apart == 2 * 8 * 7168 * 2 * 2048  # 8 experts of a die in bf16
     assert round(planned["host"]["node_bytes"] / 1e9, 1) == 771.5 and planned["host"]["limit_bytes"] is None
     assert set(planned["host"]["bytes"]) == {"actor_params", "ref_params", "optimizer"}
@@ -156,7 +158,7 @@ def test_what_is_beside_the_memory_groups():
     assert stays["checkpoint"] == planned["host"]["bytes"]["actor_params"] and "actor_params" not in stays
 
 
-LEFT = A3_SEEN_BYTES - MARGIN_BYTES
+ROOM_BYTES = A3_SEEN_BYTES - MARGIN_BYTES
 
 
 def update_peak(run):
@@ -173,19 +175,19 @@ def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(n
     assert len(layers) == 8 and together == 1 and layers[-1] == 0 < max(layers) < 8
     critics = OmegaConf.select(chosen.verl, LAYERS_KEY.replace("actor_rollout_ref", "critic"))
     assert OmegaConf.select(chosen.verl, LAYERS_KEY) == critics
-    assert update_peak(chosen) <= LEFT
+    assert update_peak(chosen) <= ROOM_BYTES
     for stage, number in enumerate(layers):  # control: one layer less of any stage does not leave it
         if number:
             less = [*layers[:stage], number - 1, *layers[stage + 1 :]]
-            assert update_peak(changed_run(chosen, recompute_keys(less))) > LEFT
+            assert update_peak(changed_run(chosen, recompute_keys(less))) > ROOM_BYTES
 
 
 def test_a_fixed_number_stays_and_0_is_none():
-    eight, none = (run_of(BIG, f"{LAYERS_KEY}={number}", skip=True) for number in (8, 0))
+    eight, none = (make_run(BIG, f"{LAYERS_KEY}={number}", skip=True) for number in (8, 0))
     assert with_recompute(none) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
-    assert update_peak(none) > A3_SEEN_BYTES > LEFT > update_peak(eight)
+    assert update_peak(none) > A3_SEEN_BYTES > ROOM_BYTES > update_peak(eight)
     assert update_peak(none) == update_peak(changed_run(none, {CHECKPOINTING_KEY: False}))
-    off = run_of(BIG, f"{CHECKPOINTING_KEY}=false")
+    off = make_run(BIG, f"{CHECKPOINTING_KEY}=false")
     assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
     uniform = changed_run(eight, {LAYERS_KEY: 2, LAYERS_KEY.replace("num_layers", "method"): "uniform"})
     assert recomputation(uniform) == (61, 2)
@@ -194,28 +196,28 @@ def test_a_fixed_number_stays_and_0_is_none():
 def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
     """Plan its run of 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
     own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS_KEY}=0")
-    whole, short = (update_peak(run_of(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
+    whole, short = (update_peak(make_run(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
     monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
-    narrow = update_peak(run_of(BIG, *own, skip=True))
+    narrow = update_peak(make_run(BIG, *own, skip=True))
     assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [71.7, 61.4, 58.9]
     assert narrow < short < A3_SEEN_BYTES < whole
 
 
 def test_auto_with_a_critic_leaves_the_margin_in_both_updates():
-    chosen = run_of(BIG, "algorithm.adv_estimator=gae", "critic.model.path=a")
+    chosen = make_run(BIG, "algorithm.adv_estimator=gae", "critic.model.path=a")
     peaks = {phase["phase"]: phase["peak_bytes"] for phase in followed_peaks(chosen)["phases"]}
-    assert max(peaks["update"], peaks["update_critic"]) <= LEFT
-    assert sum(recomputation(chosen)[0]) >= sum(recomputation(run_of(BIG))[0])
+    assert max(peaks["update"], peaks["update_critic"]) <= ROOM_BYTES
+    assert sum(recomputation(chosen)[0]) >= sum(recomputation(make_run(BIG))[0])
 
 
 def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_needs_none():
     auto = f"++{LAYERS_KEY}=auto"
     with pytest.raises(ConfigError, match="num_layers is auto; expected a number: .* line a3 only"):
-        run_of(TINY, auto, f"{CHECKPOINTING_KEY}=true")
+        make_run(TINY, auto, f"{CHECKPOINTING_KEY}=true")
     key = LAYERS_KEY.replace("num_layers", "method")
     with pytest.raises(ConfigError, match=f"{key} is uniform; expected .* with {LAYERS_KEY}=auto"):
-        run_of(BIG, f"{key}=uniform")
-    assert recomputation(run_of(TINY, auto, f"{CHECKPOINTING_KEY}=true", "recipe.line=a3")) == (0, 1)
+        make_run(BIG, f"{key}=uniform")
+    assert recomputation(make_run(TINY, auto, f"{CHECKPOINTING_KEY}=true", "recipe.line=a3")) == (0, 1)
 
 
 def test_a_die_that_is_short_is_named_with_its_largest_terms(big):
@@ -233,4 +235,4 @@ def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(b
     monkeypatch.setattr(memory_plan_module, "DEVICE_FOLDER", tmp_path)
     assert host_limit(big) is None
     (tmp_path / "davinci0").touch()
-    assert host_limit(big) == psutil.virtual_memory().total and host_limit(run_of(TINY)) is None
+    assert host_limit(big) == psutil.virtual_memory().total and host_limit(make_run(TINY)) is None

@@ -22,7 +22,7 @@ BIG, TRUE_WEIGHT, NODE = "deepseekv3_256die_random_init", "deepseekv3_256die_tru
 PRESETS = {"16": (16, 8), "64": (64, 32), "128": (128, 61), "384": (384, 61)}  # name: dies, layers
 
 
-def plan_of(name, *overrides, workload=Workload()):  # noqa: B008 frozen
+def make_plan(name, *overrides, workload=Workload()):  # noqa: B008 frozen
     run = composed(name, overrides)
     return build_plan(run, RULES.checks(run), name, overrides, ROWS, workload)
 
@@ -30,7 +30,7 @@ def plan_of(name, *overrides, workload=Workload()):  # noqa: B008 frozen
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_pass_the_plan(name):
     dies, layers = PRESETS[name]
-    plan = plan_of(f"deepseekv3_{name}die")
+    plan = make_plan(f"deepseekv3_{name}die")
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
     assert len(plan["train"]["ranks"]) == dies and sum(map(len, plan["train"]["layers"])) == layers
     seconds = [phase["seconds"] for phase in plan["step"]["phases"]]
@@ -38,7 +38,7 @@ def test_presets_pass_the_plan(name):
 
 
 def test_a_plan_has_traffic_and_ports():
-    plan = plan_of(BIG)
+    plan = make_plan(BIG)
     sync = plan["traffic"]["weight_sync"]
     assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
     assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
@@ -46,8 +46,8 @@ def test_a_plan_has_traffic_and_ports():
     sent, columns = plan["traffic"]["dispatch_bytes"], plan["traffic"]["dispatch_columns"]
     assert sent == {stage: sum(columns[stage].values()) for stage in ("generate", "place", "update")}
     assert sum(sent.values()) == pytest.approx(512 * 16 * 3072 * 3, rel=0.01)  # responses of full length
-    assert sum(plan_of(TRUE_WEIGHT)["traffic"]["dispatch_bytes"].values()) < 0.03e9  # 995 tokens in the mean
-    whole = plan_of(BIG, "recipe.tensor_cache.enabled=false")["traffic"]
+    assert sum(make_plan(TRUE_WEIGHT)["traffic"]["dispatch_bytes"].values()) < 0.03e9  # 995 tokens in the mean
+    whole = make_plan(BIG, "recipe.tensor_cache.enabled=false")["traffic"]
     assert set(whole["dispatch_bytes"]) == {"ref", "update"} and whole["dispatch_columns"] == {}
 
 
@@ -61,26 +61,26 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=4",
     )
-    step = plan_of(BIG, *published)["step"]
+    step = make_plan(BIG, *published)["step"]
     seconds = {phase["phase"]: phase["seconds"] for phase in step["phases"]}
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
     assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
     assert step["total_s"] == pytest.approx(801.29, rel=0.05)
-    one_sync = plan_of(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # of 3 ms a decode step
+    one_sync = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # of 3 ms a decode step
     assert step["total_s"] - one_sync["total_s"] == pytest.approx(0.003 * 3072, rel=0.01)
-    less_host = plan_of(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
+    less_host = make_plan(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
     assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
         (1 - ENGINE_RATIO) * CONSTANTS.engine_step_s * 3072, rel=0.01
     )
 
 
-LONGER = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the cut
+LONGER_RESPONSES = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the cut
 
 
-@pytest.mark.parametrize(("name", "workload", "most_s"), [(BIG, Workload(), 740), (TRUE_WEIGHT, LONGER, 520)])
+@pytest.mark.parametrize(("name", "workload", "most_s"), [(BIG, Workload(), 740), (TRUE_WEIGHT, LONGER_RESPONSES, 520)])
 def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(name, workload, most_s):
     """Check the controls too: the bound rests on the assumed gain of the decode rows and on few recomputed layers."""
-    plan = plan_of(name, workload=workload)
+    plan = make_plan(name, workload=workload)
     step, memory = plan["step"], plan["memory"]
     assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.02)
     assert step["total_s"] <= most_s and step["assumed"]["engine_ratio"] == ENGINE_RATIO
@@ -89,14 +89,16 @@ def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(nam
     for phase in followed["phases"]:
         assert phase["peak_bytes"] == sum(phase["bytes"].values()) <= memory["hbm_bytes"] - MARGIN_BYTES
     for override in ("recipe.patches=[-rollout.steps_alike]", f"{LAYERS_KEY}=8"):
-        assert plan_of(name, override, workload=workload)["step"]["total_s"] > most_s
+        assert make_plan(name, override, workload=workload)["step"]["total_s"] > most_s
 
 
 def test_a_plan_says_where_less_than_the_margin_is_left():
     """Check the warning; the control: auto leaves the margin."""
     of = {}
     for name, number in (("less", "[1,1,2,1,0,0,0,0]"), ("auto", "auto")):
-        (of[name],) = (check for check in plan_of(BIG, f"{LAYERS_KEY}={number}")["checks"] if check["name"] == "memory")
+        (of[name],) = (
+            check for check in make_plan(BIG, f"{LAYERS_KEY}={number}")["checks"] if check["name"] == "memory"
+        )
     assert of["less"]["ok"] and of["less"]["note"] and "LESS THAN 5 GB" in of["less"]["detail"]
     assert of["auto"]["ok"] and not of["auto"]["note"] and "LESS" not in of["auto"]["detail"]
 
@@ -106,7 +108,7 @@ def test_a_plan_says_where_less_than_the_margin_is_left():
 
 def disk(name, *overrides, gb_s=10.0):
     return {
-        each["part"]: each for each in plan_of(name, *overrides, workload=Workload(disk_gb_s=gb_s))["disk"]["parts"]
+        each["part"]: each for each in make_plan(name, *overrides, workload=Workload(disk_gb_s=gb_s))["disk"]["parts"]
     }
 
 
@@ -146,12 +148,12 @@ def test_no_search_is_named_that_would_be_refused():
 
 
 def test_no_search_is_named_where_no_layout_would_help():
-    plan = plan_of(TRUE_WEIGHT, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7")
+    plan = make_plan(TRUE_WEIGHT, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7")
     assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change what it names")
 
 
 def test_the_verdict_says_where_host_memory_is_not_compared():
-    plan, short = plan_of(NODE), plan_of(NODE, "recipe.memory.host_gib=64")
+    plan, short = make_plan(NODE), make_plan(NODE, "recipe.memory.host_gib=64")
     assert plan["verdict"].startswith("fits: all ") and "HOST MEMORY NOT COMPARED" in plan["verdict"]
-    assert "NOT COMPARED" not in plan_of(NODE, "recipe.memory.host_gib=4096")["verdict"]
+    assert "NOT COMPARED" not in make_plan(NODE, "recipe.memory.host_gib=4096")["verdict"]
     assert [check["name"] for check in short["checks"] if not check["ok"]] == ["host memory"]

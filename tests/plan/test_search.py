@@ -23,7 +23,7 @@ ACTOR = "actor_rollout_ref.actor.megatron"
 A2 = ("recipe.hardware=800t_a2", "recipe.hccl.expansion_mode=HOST")
 
 
-def plan_of(name, *overrides):
+def make_plan(name, *overrides):
     run = composed(name, overrides)
     return build_plan(run, RULES.checks(run), name, overrides, ROWS)
 
@@ -43,9 +43,9 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
     found = listed(TRUE_WEIGHT, dies=256, top=4)
     assert len({(row["train"], row["rollout"]) for row in found}) == len(found) == 4
     seconds = [row["total_s"] for row in found]
-    assert seconds == sorted(seconds) and seconds[0] <= plan_of(TRUE_WEIGHT)["step"]["total_s"]
+    assert seconds == sorted(seconds) and seconds[0] <= make_plan(TRUE_WEIGHT)["step"]["total_s"]
     row = found[0]
-    plan, run = plan_of(TRUE_WEIGHT, *row["overrides"]), composed(TRUE_WEIGHT, row["overrides"])
+    plan, run = make_plan(TRUE_WEIGHT, *row["overrides"]), composed(TRUE_WEIGHT, row["overrides"])
     assert plan["ok"] and plan["step"]["phases"] == row["phases"] and plan["train"]["layout"] == row["train"]
     assert recomputation(run)[0] == row["recompute_layers"] and f"{GRAPHS_KEY}=[8,16,32,64,128]" in row["overrides"]
     assert row["peak_bytes"] <= plan["memory"]["hbm_bytes"]
@@ -62,11 +62,11 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
 def test_a_config_whose_own_layout_fails_is_searched_too(override, changes):
     """Search for configs whose override a plan refuses; with a listed layout the plan passes."""
     with pytest.raises(ConfigError):
-        assert not plan_of(TRUE_WEIGHT, override)["ok"]
+        assert not make_plan(TRUE_WEIGHT, override)["ok"]
         raise ConfigError("the plan has a check that failed")
     (row,) = listed(TRUE_WEIGHT, override, dies=256)
     assert any(each.startswith(changes) for each in row["overrides"]), row["overrides"]
-    assert plan_of(TRUE_WEIGHT, override, *row["overrides"])["ok"]
+    assert make_plan(TRUE_WEIGHT, override, *row["overrides"])["ok"]
 
 
 def test_a2_is_ordered_by_traffic_without_seconds_in_instances_that_its_exchange_of_experts_takes():
@@ -74,7 +74,7 @@ def test_a2_is_ordered_by_traffic_without_seconds_in_instances_that_its_exchange
     sent = [row["sent_bytes"] for row in rows]
     assert sent == sorted(sent) and all(row["total_s"] is row["phases"] is None for row in rows)
     assert rows[0]["rollout"].startswith("4 x (DP") and rows[0]["rollout"].endswith("EP64)")
-    plan = plan_of(TRUE_WEIGHT, *A2, *rows[0]["overrides"])
+    plan = make_plan(TRUE_WEIGHT, *A2, *rows[0]["overrides"])
     assert plan["ok"] and plan["step"] is None and sum(plan["traffic"]["sent"].values()) == sent[0]
     assert "trainer.nnodes=32" in rows[0]["overrides"] and "trainer.n_gpus_per_node=8" in rows[0]["overrides"]
 

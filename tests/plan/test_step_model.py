@@ -37,7 +37,7 @@ from verl_patches.plan.step_model import (
 )
 
 # the phases that each constant may move, and no others
-MOVES = {
+MOVED_PHASES = {
     "train_efficiency": {"ref", "update"},
     "decode_layer_s": {"rollout"},
     "engine_step_s": {"rollout"},
@@ -60,7 +60,7 @@ def test_every_published_row_is_predicted_within_5_percent_also_those_that_fix_n
     assert set(step_time(published_run(), CONSTANTS)) == set(PHASES)
     found = {row["row"]: row["error"] for row in calibration_errors()}
     assert len(found) == len(PUBLISHED_ROWS) and max(abs(error) for error in found.values()) < 0.05
-    assert sum(row.fixes is None for row in PUBLISHED_ROWS) >= 10 and set(MOVES) == {
+    assert sum(row.fixes is None for row in PUBLISHED_ROWS) >= 10 and set(MOVED_PHASES) == {
         field.name for field in fields(CONSTANTS)
     }
     wrong = replace(CONSTANTS, train_efficiency=0.25)  # the control
@@ -68,14 +68,14 @@ def test_every_published_row_is_predicted_within_5_percent_also_those_that_fix_n
     assert tokens_per_s_per_die(published_run(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
 
 
-@pytest.mark.parametrize("constant", MOVES)
+@pytest.mark.parametrize("constant", MOVED_PHASES)
 def test_each_constant_is_fixed_by_one_row_and_moves_its_own_phases_only(constant):
     (row,) = (row for row in PUBLISHED_ROWS if row.fixes == constant)
     wrong = replace(CONSTANTS, **{constant: 1.02 * getattr(CONSTANTS, constant)})
     assert row.predict(CONSTANTS) == pytest.approx(row.quoted_s, rel=2e-4)
     assert row.predict(wrong) != pytest.approx(row.quoted_s, rel=2e-4)  # the control
     before, after = step_time(published_run(), CONSTANTS), step_time(published_run(), wrong)
-    assert {phase for phase in PHASES if before[phase] != after[phase]} == MOVES[constant]
+    assert {phase for phase in PHASES if before[phase] != after[phase]} == MOVED_PHASES[constant]
 
 
 def test_the_modelled_bytes_are_the_quoted_ones():
@@ -180,7 +180,7 @@ def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
 # the tail
 
 
-TAIL = replace(
+TAIL_RUN = replace(
     published_run(),
     rollout=rollout_layout(2, 64, 2),
     lengths=Lengths(MEAN_PROMPT, 3072, 1000.0),
@@ -192,22 +192,25 @@ def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
     """Check drawn lengths of each replica's 64 responses; a step costs the graph of the fullest of 64 replicas."""
     draw, sigma = np.random.default_rng(1), np.log(1 + 0.55**2) ** 0.5
     lengths = np.minimum(np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal((64, 64))), 3072)
-    fixed = CONSTANTS.engine_step_s + TAIL.dp_syncs * step_model.DP_SYNC_S["hccl"]
+    fixed = CONSTANTS.engine_step_s + TAIL_RUN.dp_syncs * step_model.DP_SYNC_S["hccl"]
     seconds = 0.0
     for at in range(int(lengths.max())):
         most = int((lengths > at).sum(1).max())
-        tier = next(size for size in TAIL.graph_sizes if size >= most)
-        seconds += decode_s(TAIL, most, MEAN_PROMPT + at, tier, CONSTANTS) + fixed
-    modelled = rollout_s(TAIL, CONSTANTS)
-    prefill = rollout_s(replace(TAIL, lengths=Lengths(MEAN_PROMPT, 1)), CONSTANTS)
+        tier = next(size for size in TAIL_RUN.graph_sizes if size >= most)
+        seconds += decode_s(TAIL_RUN, most, MEAN_PROMPT + at, tier, CONSTANTS) + fixed
+    modelled = rollout_s(TAIL_RUN, CONSTANTS)
+    prefill = rollout_s(replace(TAIL_RUN, lengths=Lengths(MEAN_PROMPT, 1)), CONSTANTS)
     assert modelled - prefill == pytest.approx(seconds, rel=0.01)
 
 
 def test_rebalance_shortens_a_rollout_whose_responses_end_one_by_one_and_costs_its_exchanges_elsewhere():
-    rarely, never = (rollout_s(replace(TAIL, rebalance_every=every), CONSTANTS) for every in (32, None))
+    rarely, never = (rollout_s(replace(TAIL_RUN, rebalance_every=every), CONSTANTS) for every in (32, None))
     assert 0.9 * never < rarely < never
-    assert rollout_s(replace(TAIL, rebalance_every=1), CONSTANTS) > never  # an agreement before every step
-    for alone in (replace(TAIL, lengths=Lengths(MEAN_PROMPT, 3072)), replace(TAIL, rollout=rollout_layout(128, 1, 2))):
+    assert rollout_s(replace(TAIL_RUN, rebalance_every=1), CONSTANTS) > never  # an agreement before every step
+    for alone in (
+        replace(TAIL_RUN, lengths=Lengths(MEAN_PROMPT, 3072)),
+        replace(TAIL_RUN, rollout=rollout_layout(128, 1, 2)),
+    ):
         assert rollout_s(replace(alone, rebalance_every=32), CONSTANTS) >= rollout_s(
             alone, CONSTANTS
         )  # nothing to gain

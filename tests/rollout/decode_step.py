@@ -21,7 +21,7 @@ WORDS = 16  # width of the logits, small because a device's kernels cost the hos
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
-def engine_of(model: str, batch: int) -> Any:
+def build_engine(model: str, batch: int) -> Any:
     """Build the engine of the 256-die configurations: graphs, Ascend's scheduler of V1, torch's own pool."""
     import torch
     from vllm import LLM
@@ -105,7 +105,7 @@ def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | N
     import torch
 
     torch.set_num_threads(1)
-    llm = engine_of(model, batch)
+    llm = build_engine(model, batch)
     without_model(llm)
     decode(llm, batch, 8)
     steps, answers = {"before": [], "after": []}, []

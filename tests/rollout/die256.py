@@ -79,7 +79,7 @@ def largest_difference(responses: list[list[Response]], prompts: list[list[int]]
     return max(score(reference, ids, made)[0] for ids, made in zip(prompts, responses, strict=True))
 
 
-def batches_of(made: Any) -> list[tuple[int, int]]:
+def decode_batches(made: Any) -> list[tuple[int, int]]:
     """Return a list that gets (decodes, prefills) of each later batch."""
     builder = worker_of(made.inference_engine).model_runner.attn_metadata_builder
     return record(builder, "build", lambda metadata, *_, **__: (metadata.num_decodes, metadata.num_prefills))
@@ -161,7 +161,7 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
 
     config, made = start(model, TRUE_WEIGHT, overrides)
     load = count_rollout_load(worker_of(made.inference_engine).model_runner.model)
-    prompts, seen, engine = prompts_for(config), batches_of(made), made.inference_engine.llm_engine
+    prompts, seen, engine = prompts_for(config), decode_batches(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {
         "worst": [largest_difference(responses, prompts, model)],

@@ -17,10 +17,10 @@ from verl_patches.model.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
-LARGEST = 1e-5  # |dlogp| in fp32
+MAX_LOGP_ERROR = 1e-5  # |dlogp| in fp32
 GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}}
 WITH_RING, WHOLE_PROMPTS = {"chunked_prefill_for_mla": True}, {"ascend_scheduler_config": {"enabled": True}}
-ONES = [1, 9, 1, 30]  # fresh prompts in one batch, two of them of one token
+ONE_TOKEN_PROMPTS = [1, 9, 1, 30]  # fresh prompts in one batch, two of them of one token
 CASES = [
     {"model": "256 experts", "options": {"max_num_batched_tokens": 64, "additional_config": GRAPHS | WITH_RING},
      "checks": {"ring": {}, "ring, cached": {}}},
@@ -29,9 +29,9 @@ CASES = [
         "sampled, upstream": {"before": "sampled", "tokens": 0, "without": ["rollout.ascend_top_k_top_p"]},
         "mixed": {},
         "mixed, upstream": {"without": ["rollout.ascend_decode_kv"], "lengths": [6, 18, 4, 141, 65]},
-        "ones": {"lengths": ONES},
+        "ones": {"lengths": ONE_TOKEN_PROMPTS},
         "only ones": {"lengths": [1, 1, 1]},
-        "ones, upstream": {"lengths": [length + 1 if length > 1 else 1 for length in ONES],
+        "ones, upstream": {"lengths": [length + 1 if length > 1 else 1 for length in ONE_TOKEN_PROMPTS],
                            "without": ["rollout.ascend_decode_kv"]}}},
     {"model": "16 experts", "options": {"max_num_batched_tokens": 512, "enforce_eager": True}, "checks": {
         "groups": {}, "groups, upstream": {"without": ["rollout.ascend_expert_groups"]}}},
@@ -74,7 +74,7 @@ def found(models, run):
 
 @pytest.mark.parametrize("name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "whole", "slept"])
 def test_log_probs_are_those_of_transformers(found, name):
-    assert found[name]["worst"] < LARGEST and found[name]["same"], found[name]
+    assert found[name]["worst"] < MAX_LOGP_ERROR and found[name]["same"], found[name]
 
 
 @pytest.mark.parametrize("name", ["mixed, upstream", "groups, upstream", "whole, cached"])
@@ -90,7 +90,7 @@ def test_prompts_of_one_token_among_fresh_prompts_have_too_many_slots_upstream(f
 def test_level_2_sleep_keeps_buffers_and_refuses_requests_before_a_sync(found):
     slept, upstream = found["slept"], found["slept, upstream"]
     assert slept["asleep"] == {"weights": 44, "buffers": 4}  # all of them, poisoned
-    assert slept["worst"] < LARGEST and slept["same"]
+    assert slept["worst"] < MAX_LOGP_ERROR and slept["same"]
     assert "no weight sync has written them" in slept["error"]
     assert upstream["buffers"] == 4 and upstream["worst"] == float("inf")  # NaN
 
@@ -133,7 +133,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     found = run(
         "tests.rollout.die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0"
     )
-    assert len(found["worst"]) == 4 and max(found["worst"]) < LARGEST, found
+    assert len(found["worst"]) == 4 and max(found["worst"]) < MAX_LOGP_ERROR, found
     assert found["graphs"] == [8, 16, 32, 64]
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
     assert found["moved"] == []
@@ -178,6 +178,6 @@ def test_each_switch_off_alone_gives_the_same_responses(models, run):
             expected |= {key: found["read"][name][key] for key in ("graph_batch_sizes", "vllm_sleep_mode")}
         assert found["read"][name] == expected, name
     differences = {name: difference(found["none"], found[name]) for name in SWITCHES}
-    assert {name: each for name, each in differences.items() if not each[0] or each[1] > LARGEST} == {}
+    assert {name: each for name, each in differences.items() if not each[0] or each[1] > MAX_LOGP_ERROR} == {}
     same, largest = difference(found["none"], found["balanced routing"])  # the control
     assert not same and largest > 0.01

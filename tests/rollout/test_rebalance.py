@@ -15,7 +15,7 @@ ROW = st.lists(st.sampled_from([FIXED_REQUEST, 1, 3, 4, 5, 9, 14]), max_size=4)
 INSTANCES = st.lists(st.tuples(ROW, st.sampled_from([0, 60])), min_size=2, max_size=3)  # free blocks: none or enough
 
 
-def state_of(lengths, free_blocks):
+def make_state(lengths, free_blocks):
     """Return a State of lists of unequal lengths."""
     width = max(map(len, lengths), default=0)
     rows = [[*row, *[NO_REQUEST] * (width - len(row))] for row in lengths]
@@ -24,7 +24,7 @@ def state_of(lengths, free_blocks):
     )
 
 
-def blocks_of(tokens, reserve=0):
+def count_blocks(tokens, reserve=0):
     return -(-(tokens + reserve) // BLOCK)
 
 
@@ -37,12 +37,12 @@ def outcome(lengths, free, targets, loads):
     if donors & receivers:
         return None
     after, moved = list(loads), 0
-    left = [blocks - load * blocks_of(RESERVE) for blocks, load in zip(free, loads, strict=True)]
+    left = [blocks - load * count_blocks(RESERVE) for blocks, load in zip(free, loads, strict=True)]
     for (rank, request), receiver in targets.items():
         tokens = lengths[rank][request]
         after[rank], after[receiver] = after[rank] - 1, after[receiver] + 1
-        left[receiver] -= blocks_of(tokens, RESERVE)
-        moved += blocks_of(tokens)
+        left[receiver] -= count_blocks(tokens, RESERVE)
+        moved += count_blocks(tokens)
     if any(left[receiver] < 0 for receiver in receivers):
         return None
     return find_tier(max(after), TIERS), moved, max((after[r] for r in receivers), default=0)
@@ -71,7 +71,7 @@ def test_no_plan_is_better(instance):
 
 
 def outcome_of_plan(lengths, free):
-    made = plan_moves(state_of(lengths, free), TIERS, BLOCK, RESERVE, FREE_OF_COST)
+    made = plan_moves(make_state(lengths, free), TIERS, BLOCK, RESERVE, FREE_OF_COST)
     targets = {(move.donor, request): move.receiver for move in made.moves for request in move.requests}
     assert len(targets) == sum(len(move.requests) for move in made.moves)  # none moves twice
     assert all(lengths[rank][request] > 0 for rank, request in targets)
@@ -84,11 +84,11 @@ def outcome_of_plan(lengths, free):
 def test_scarce_blocks_and_seats_are_not_exceeded(free, lowered):
     """Fit requests of 3, 3, 2, 2 blocks into 5 and 5 free ones, not into 5 and 4; tier 4 has 3 seats a rank."""
     lengths = [[8, 8, 4, 4, *[FIXED_REQUEST] * 4], [FIXED_REQUEST], [FIXED_REQUEST]]
-    made = plan_moves(state_of(lengths, free), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST)
+    made = plan_moves(make_state(lengths, free), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST)
     assert made.after == (4 if lowered else 16) and bool(made.moves) is lowered
     for move in made.moves:
         assert len(move.requests) <= 3
-        assert sum(blocks_of(lengths[0][at], RESERVE) for at in move.requests) <= free[move.receiver] - 1
+        assert sum(count_blocks(lengths[0][at], RESERVE) for at in move.requests) <= free[move.receiver] - 1
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.2, 2.0))
@@ -99,7 +99,7 @@ def test_every_plan_of_256_ranks_is_within_limits(seed, spread):
     lengths = lengths.astype(np.int64)
     free = draw.integers(0, 900, 256)
     made = plan_moves(
-        state_of(lengths.tolist(), free.tolist()), [1, 2, 4, 8, 16, 32, 64], 128, 32, MoveCost(9_000_000, 32)
+        make_state(lengths.tolist(), free.tolist()), [1, 2, 4, 8, 16, 32, 64], 128, 32, MoveCost(9_000_000, 32)
     )
     loads, left = np.count_nonzero(lengths, axis=1), free - np.count_nonzero(lengths, axis=1)
     moved = set()
@@ -130,5 +130,5 @@ UNEVEN = [[100] * 40, [100] * 8]
 )
 def test_nothing_moves_where_it_does_not_fit_or_pay(change, after):
     given_ = {"lengths": UNEVEN, "free": [900, 900], "tiers": [8, 16, 32, 64], "cost": MoveCost(9_000_000, 32)} | change
-    made = plan_moves(state_of(given_["lengths"], given_["free"]), given_["tiers"], 128, 32, given_["cost"])
+    made = plan_moves(make_state(given_["lengths"], given_["free"]), given_["tiers"], 128, 32, given_["cost"])
     assert made.after == after and bool(made.moves) == (after != 64)

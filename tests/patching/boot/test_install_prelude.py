@@ -79,7 +79,7 @@ def test_verl_is_found_without_importing_it_and_one_that_is_not_there_is_refused
 
 # -- the .pth file -----------------------------------------------------------------------------------------------------
 
-SAY = "import sys; print(__name__, 'verl_patches.prelude_patch' in sys.modules)\n"
+PRINT_STATE = "import sys; print(__name__, 'verl_patches.prelude_patch' in sys.modules)\n"
 CPU = "line=pypi,platform=cpu"
 
 
@@ -91,7 +91,7 @@ class Python:
         for module in ("verl/__init__", "verl/deep/__init__", "verl/deep/low", "megatron/core/__init__", "vllm"):
             file = self.upstream / f"{module}.py"  # megatron: a namespace package, as the real one
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(SAY)
+            file.write_text(PRINT_STATE)
         self.workers = self.upstream / "verl" / WORKER_FILE
         self.workers.parent.mkdir()
         self.workers.write_text(WORKER)
