@@ -196,10 +196,10 @@ def test_the_proof_fails_without_a_row_and_names_it(starts, row):
 def test_a_row_that_waits_though_its_module_is_there_is_a_fault(starts):
     """Change the findings as controls: a patch past its hook, and a module that by the list is never imported."""
     found = json.loads(json.dumps(starts.found["worker"]))
-    found["rows"]["memory.ledger"] = ["waiting", "its module was imported past our hook"]
+    found["rows"]["memory.ledger"] = ["waiting", "its module was imported without our hook"]
     found["targets"].append("verl.utils.tracking")
     assert faults("worker", found) == [
         "row memory.ledger at verl.workers.megatron_workers:ActorRolloutRefWorker.init_model is waiting "
-        "(its module was imported past our hook)",
+        "(its module was imported without our hook)",
         "worker imports verl.utils.tracking, which NEVER_IMPORTED lists",
     ]

@@ -95,6 +95,6 @@ def test_rows_that_need_one_that_was_left_out_are_left_out_in_any_order_of_impor
         out += [seen(), states(e)]
     """)
     states = {**dict.fromkeys(("t.low", "t.mid", "t.over", "t.top"), "unsupported"), "t.else": "active"}
-    assert out[:2] == [states, "it needs t.over, which is unsupported and was not applied"]
+    assert out[:2] == [states, "it needs row t.over, which is unsupported and was not applied"]
     assert out[2:4] == [[1, 1, 1, "m!"], None]
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}

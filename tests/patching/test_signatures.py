@@ -20,7 +20,7 @@ def made(parameters, module="up.base"):
         ("a, b", "a", "too many positional"),
         ("a, b=1", "a, b", "missing"),
         ("a, b", "a, c=1", "unexpected keyword"),
-        ("a, b", "b, a", "by place, but b, a by name"),
+        ("a, b", "b, a", "in the order b, a; expected the target's order a, b"),
         ("a, *, k=1", "a, *, k", "missing"),
         ("a, *rest", "a", "too many positional"),
         ("a: absent", "a, /", "'a'"),
@@ -54,8 +54,8 @@ def test_a_wrapper_is_seen_as_it_is_and_upstreams_own_under_that_of_another_libr
 @pytest.mark.parametrize(
     ("target", "kind", "provider", "fault"),
     [
-        ("up.base:f", "wrap", "ours:narrow", "refuses a call that the target takes: missing"),
-        ("up.base:Thing", "subclass", "ours:Narrow", "m refuses a call that the target takes: missing"),
+        ("up.base:f", "wrap", "ours:narrow", "refuses a call that the target accepts: missing"),
+        ("up.base:Thing", "subclass", "ours:Narrow", "m refuses a call that the target accepts: missing"),
         ("up.base:Thing", "subclass", "ours:OurThing", ""),
         ("up.base:Thing.cl", "wrap", "ours:louder", ""),
         ("up.base:Thing.prop", "wrap", "ours:louder", ""),

@@ -15,20 +15,20 @@ B, C = row("a.b"), row("a.c")
 FAULTY = (
     # a row by itself
     ([B, B], "is used 2 times"),
-    ([row("A b")], "id must"),
+    ([row("A b")], "id: expected"),
     ([row("a.b", kind="steal")], "'steal'"),
     ([row("a.b", target="a b:c")], "'a b:c'"),
-    ([row("a.b", target="a.b")], "target without ':'"),
+    ([row("a.b", target="a.b")], "expected stub for a target"),
     ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
     ([replace(B, why="")], "why and exit"),
     ([row("a.b", bindings=("up.user:f@a4",))], "'a4'"),
     ([row("a.b", bindings=("up.user:f@a3",), lines=PYPI_ONLY)], "line 'a3'"),
     # needs
-    ([replace(FEATURE, needs=())], "must name the subclass row"),
-    ([row("a.b", needs=("x.y",))], "'x.y', which is no row"),
+    ([replace(FEATURE, needs=())], "must list the subclass row"),
+    ([row("a.b", needs=("x.y",))], "needs lists 'x.y'"),
     ([row("a.b", needs=("a.b",))], "cycle: a.b -> a.b"),
     ([row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))], "a.b -> a.d -> a.c -> a.b"),
-    ([B, row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "can need no row"),
+    ([B, row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "empty bindings and needs"),
     # rows on one place, whose order is not known
     ([B, C], "both on up.base:f"),
     ([B, row("a.c", kind="replace", needs=("a.b",))], "must be a wrap"),

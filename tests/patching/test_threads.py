@@ -20,4 +20,4 @@ def test_installing_under_the_lock_would_hang(play_world):
 
 def test_without_waiting_for_a_running_import_it_would_be_missed(play_world):
     done = play_world(WORLD, "late-naive")
-    assert done.rc != 0 and "t.f is waiting" in done.err and "imported past our hook" in done.err
+    assert done.rc != 0 and "t.f is waiting" in done.err and "imported without our hook" in done.err

@@ -28,7 +28,7 @@ PACKAGES = {
     "pypi": ("verl", "megatron", "vllm"),
     "a3": ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend"),
 }
-_RETARGET_TODO = "find its new place and set the row's target"
+_RETARGET_TODO = "find where upstream has it now, and change the row's target"
 
 
 def installed_root(package: str) -> Path | None:
@@ -89,7 +89,7 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
         parse_error = tuple(f"{file.module}: {file.parse_error}" for file in files if file.parse_error)
         text = f"{len(files)} Python files"
         if parse_error:
-            text += f", {len(parse_error)} of them cannot be parsed: what they import from rows' targets is not known"
+            text += f", {len(parse_error)} of them cannot be parsed, so their imports of rows' targets were not checked"
         yield Finding(f"package {name}", "note" if parse_error else "fine", str(root), found=text, details=parse_error)
     for spec in present:
         yield RowCheck(spec, line, sources, imported, tree).finding()
@@ -155,8 +155,8 @@ class RowCheck:
         is_outside = self.root is None and not self.sources.installed
         if spec.is_module_stub:
             if fp.source_file(split_place(spec.provider)[0]) is None:
-                yield Part("problem", f"our module {split_place(spec.provider)[0]} is not there")
-            yield Part("fine", "replaces a whole module where that is missing")
+                yield Part("problem", f"our stub module {split_place(spec.provider)[0]} does not exist")
+            yield Part("fine", "stub of a module; used only where the package is not installed")
             return
         if self.file is None and is_outside and importlib.util.find_spec(self.top) is None:
             yield Part("note", f"not checked: {self.top} is neither in this tree nor in this interpreter")
@@ -170,7 +170,7 @@ class RowCheck:
             self.definitions = fp.definitions(spec.target, self.root)
         except SyntaxError as error:
             place = f"{_relative_path(self.file, spec.target_module)}:{error.lineno}"
-            yield Part("problem", f"this Python cannot read {place}: {error.msg}")
+            yield Part("problem", f"this Python cannot parse {place}: {error.msg}")
             return
         if is_outside:
             yield Part("fine", f"{self.top} {here} of this interpreter was checked")
@@ -217,7 +217,7 @@ class RowCheck:
         switches = f"line={self.line},platform={min(self.spec.platforms)}"
         explain = f"python -m verl_patches explain {self.spec.id} --switches {switches} --upstream DIR"
         todo = f"review the change (`{explain}` prints it), then `{review}`"
-        return Part("problem", f"the body is {found}, not the reviewed one", todo)
+        return Part("problem", f"the hash of its body is {found}, not the reviewed one", todo)
 
     def _missing_target(self, file: Path) -> Part:
         qualname = split_place(self.spec.target)[1]
@@ -231,7 +231,7 @@ class RowCheck:
 
     def _compare_version(self, pinned: str | None, here: str) -> Part:
         """Compare the package's version instead, as the target has no Python source (and had none when reviewed)."""
-        text = "no Python text of its own (an imported name, compiled or inherited)"
+        text = "no Python source of its own (an imported name, compiled or inherited)"
         version = f"{text}: identified by the version of {self.top}, {here} here"
         if self.top in self.sources.verified:
             return Part("fine", f"{text}: identified by {self.sources.verified[self.top]}")

@@ -44,10 +44,10 @@ from verl_patches.patching.spec import PatchSpec, split_place, validate
 from verl_patches.patching.switches import Switches, nearest_text
 
 _ADVICE = {
-    "waiting": "waiting: its module was not imported here, or not under the prelude; let the prelude run first.",
-    "reverted": "reverted: revert() was called and apply() was not called after it.",
-    "overridden": "overridden: another library changed this place after us. Import it before the prelude runs, so that "
-    "our row goes over its change, or switch off that change, or our row (-id).",
+    "waiting": "waiting: the target's module was not imported here, or before the prelude; import the prelude first.",
+    "reverted": "reverted: call apply() after revert().",
+    "overridden": "overridden: another library replaced the target after our patch. Import it before the prelude, so "
+    "that our patch wraps its change, or disable its change, or switch our row off (-row.id).",
 }
 
 
@@ -162,7 +162,9 @@ class Engine:
         for need in (self._rows[name] for name in spec.needs):
             needs_class = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
             if need.state == "unsupported" or (needs_class and not need.in_place):
-                return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was not applied")
+                return Prepared(
+                    "unsupported", f"it needs row {need.spec.id}, which is {need.state} and was not applied"
+                )
         return None
 
     def _revert_dependents(self, left: Row) -> None:
@@ -213,7 +215,7 @@ class Engine:
                 covered = row.replacement_text(row.installed, self._open_bindings) if row.in_place else ""
                 row.uninstall()
                 row.hook = row.module = None
-                row.state, row.reason = "reverted", f"{covered}, and was left there" if covered else ""
+                row.state, row.reason = "reverted", f"{covered}; it was left there" if covered else ""
 
     # -- status and verification --------------------------------------------------------------------------------------
 
@@ -231,15 +233,15 @@ class Engine:
         now = sys.modules.get(name)
         if row.spec.is_module_stub and row.state == "active" and (provided := hooks.import_source(name)) != "ours":
             if provided:
-                return "off", f"a package {name} is installed and is used"
-            return "overridden", f"{name} is a module that is neither ours nor that of an installed package"
+                return "off", f"the installed package {name} is used instead of our stub"
+            return "overridden", f"sys.modules has a module {name} that is neither our stub nor an installed package"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
-            return row.state, "its module was imported past our hook; apply() again" if missed else row.reason
+            return row.state, "its module was imported without our hook; call apply() again" if missed else row.reason
         if now is not row.module and hooks.is_armed(name):
-            return "waiting", "its module was not left imported, because patching it failed"
+            return "waiting", "its module was removed from sys.modules, because patching it failed"
         if now is None:
-            return "overridden", f"{name} was dropped from sys.modules after it was patched"
+            return "overridden", f"{name} was removed from sys.modules after it was patched"
         covered = row.replacement_text(self._uppermost(row.spec.target, row.installed), self._open_bindings)
         return ("overridden", covered) if covered else (row.state, row.reason)
 
@@ -277,7 +279,7 @@ class Engine:
         if bad:
             advice = [text for state, text in _ADVICE.items() if state in states]
             raise PatchError(
-                f"{len(bad)} row(s) meant for this {process} process are not active:\n  " + "\n  ".join((*bad, *advice))
+                f"{len(bad)} patch row(s) are not active in this {process} process:\n  " + "\n  ".join((*bad, *advice))
             )
 
     def explain(self, name: str) -> dict[str, Any]:
@@ -347,7 +349,7 @@ def current_engine() -> Engine:
     """Return the engine that the prelude started in this process; PatchError where the prelude has not run."""
     if process_engine.value is None:
         raise PatchError(
-            "the prelude has not run in this process: `from verl_patches import prelude_patch` must come "
-            "first (run `python -m verl_patches install-prelude`, or start through our own entry point)"
+            "the prelude has not run in this process: expected `from verl_patches import prelude_patch` before imports "
+            "of upstream; run `python -m verl_patches install-prelude`, or start by `python -m verl_patches train`"
         )
     return process_engine.value

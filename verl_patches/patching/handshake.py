@@ -27,9 +27,9 @@ def gather_proofs(group: Any) -> list[dict[str, Any]]:
 
     if not hasattr(group, "prove_patches"):
         raise PatchError(
-            "the worker group has no prove_patches, so the patches of its workers are unknown: row "
-            "update.recipe_worker is off here, or the workers are of another class than verl's "
-            "ActorRolloutRefWorker"
+            "the worker group has no method prove_patches, so the patches of its workers are unknown; expected workers "
+            "of verl's ActorRolloutRefWorker with row update.recipe_worker: remove -update.recipe_worker from "
+            "recipe.patches, or use verl's worker class"
         )
     proofs, answers = [], group.prove_patches()  # references, so that one worker's error does not hide the others
     for rank, answer in enumerate(answers):
@@ -39,7 +39,7 @@ def gather_proofs(group: Any) -> list[dict[str, Any]]:
             where, _, text = str(error).partition("\n")
             # the worker has no engine or no method
             unpatched = isinstance(error, PatchError) or _NO_METHOD_ERROR.search(str(error))
-            reason = NO_PRELUDE_TEXT if unpatched else f"its proof failed:\n{text or where}"
+            reason = NO_PRELUDE_TEXT if unpatched else f"it could not report its patches:\n{text or where}"
             proofs.append({"rank": rank, "where": where, "status": [], "error": reason})
     return proofs
 

@@ -158,7 +158,7 @@ def _find_module(provider: str, name: str) -> ModuleType | None:
     try:
         obj = importlib.import_module(module)
     except ImportError as error:
-        raise HookError(f"{module}, which stands in for {name}, cannot be imported: {error}") from error
+        raise HookError(f"our module {module}, the stub for {name}, cannot be imported: {error}") from error
     for step in filter(None, path.split(".")):
         obj = vars(obj).get(step)
         if not isinstance(obj, ModuleType):
@@ -179,7 +179,7 @@ class _AliasLoader:
     def exec_module(self, module):
         provided = _find_module(self.provider, module.__name__)
         if provided is None:
-            raise HookError(f"{self.provider}, which stands in for {module.__name__}, is no module")
+            raise HookError(f"{self.provider}, the stub for {module.__name__}: expected a module there, found none")
         shown = {k: v for k, v in vars(provided).items() if not k.startswith("__") or k in _COPIED_NAMES}
         vars(module).update({"__version__": "0", **shown, "__path__": []})
 

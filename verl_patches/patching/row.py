@@ -60,9 +60,9 @@ def find_slot(place: str, module: ModuleType | None = None) -> Slot:
     for step in path:
         holder = _read_attribute(holder, step)
         if holder is MISSING:
-            raise ResolveError(f"{name} has no {step!r} on the way to {qualname!r}")
+            raise ResolveError(f"{name} has no {step!r}, a part of {qualname!r}")
     if not hasattr(holder, "__dict__"):
-        raise ResolveError(f"{describe(holder)} has no attributes of its own, so {qualname!r} cannot be replaced")
+        raise ResolveError(f"{describe(holder)} has no __dict__, so {qualname!r} cannot be replaced")
     return Slot(holder, attribute, vars(holder).get(attribute, MISSING), _read_attribute(holder, attribute))
 
 
@@ -214,13 +214,13 @@ class Row:
         """
         if self.registry is not None:
             key = next((k for k, (_, ours) in self.entries.items() if self.registry.get(k) is not ours), MISSING)
-            return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
+            return "" if key is MISSING else f"entry {key!r} is now {describe(self.registry.get(key, MISSING))}"
         for place in (self.spec.target, *(name for name in self.spec.bindings if name not in open_bindings)):
             found = read_place(place)
             if found is expected or (found is MISSING and place != self.spec.target) or self._is_under(found, expected):
                 continue
-            how = "wraps ours" if wraps(found, expected) else "replaces ours"
-            return f"{describe(found)} is at {place} now and {how}"
+            effect = "wraps ours" if wraps(found, expected) else "replaces ours"
+            return f"{place} is now {describe(found)}, which {effect}"
         return ""
 
     def _is_under(self, found: Any, expected: Any) -> bool:
@@ -240,7 +240,7 @@ def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prep
         if (place.found is MISSING) != (spec.kind == "extend"):
             raise ResolveError(f"{spec.target} {'does not exist' if place.found is MISSING else 'exists already'}")
         if spec.kind == "register" and not hasattr(place.found, "update"):
-            raise ResolveError(f"{spec.target} is {describe(place.found)}, which takes no entries")
+            raise ResolveError(f"{spec.target} is {describe(place.found)}, which takes no entries (it has no update())")
     except Exception as error:
         return Prepared("unsupported", _error_text(error), error=error)
     try:
@@ -279,7 +279,7 @@ def _drift_text(spec: PatchSpec, line: str) -> str:
     if found == known:
         return ""
     file = fingerprint.source_file(spec.target_module)
-    return f"its body is not the reviewed one: expected {known}, found {found} in {file}"
+    return f"its source is not the reviewed one: expected {known}, found {found} in {file}"
 
 
 def _make_replacement(spec: PatchSpec, original: Any) -> Any:
@@ -287,7 +287,7 @@ def _make_replacement(spec: PatchSpec, original: Any) -> Any:
     provided = load_provider(spec.provider)
     if spec.kind == "override":
         if unwrap(original) is not unwrap(provided):
-            raise TypeError(f"expected {spec.provider} there, found {describe(original)}")
+            raise TypeError(f"expected {spec.provider} at the target, found {describe(original)}")
         return provided
     if spec.kind == "subclass":
         return make_subclass(original, provided)
@@ -315,13 +315,13 @@ def refusal_text(spec: PatchSpec, prepared: Prepared, line: str) -> str:
     if prepared.state == "failed":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
-            f"{prepared.reason}. That is a fault of this recipe; to run without it {off}"
+            f"{prepared.reason}. This is an error in verl_patches; to run without the row, {off}"
         )
     policy = "or set drift=warn in VERL_PATCHES (apply it where possible)"
     if prepared.state == "unsupported":
         return (
-            f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "
-            f"{prepared.reason}. Install the pinned version, {off}, {policy}"
+            f"row {spec.id}: cannot {spec.kind} {spec.target} of the installed upstream: {prepared.reason}. "
+            f"Install the pinned version, {off}, {policy}"
         )
     return (
         f"row {spec.id}: {spec.target} has drifted: {prepared.reason}. Install the pinned version, or review the "
@@ -343,7 +343,7 @@ def log_outcome(spec: PatchSpec, prepared: Prepared, in_place: bool) -> None:
             prepared.state,
             spec.target,
             prepared.reason,
-            "applied all the same (drift=warn)" if in_place else "not applied",
+            "applied anyway (drift=warn)" if in_place else "not applied",
         )
 
 

@@ -56,9 +56,10 @@ def _call_faults(target: Signature, replacement: Signature, bound: bool) -> list
         try:
             arguments = replacement.bind(*(p.name for p in places), **{p.name: p.name for p in names}).arguments
         except TypeError as error:
-            faults.append(f"refuses a call that the target takes: {error}")
+            faults.append(f"refuses a call that the target accepts: {error}")
         else:
             taken.append({name: value for name, value in arguments.items() if isinstance(value, str)})
     if not faults and taken[0] != taken[1]:
-        faults.append(f"takes {', '.join(taken[0])} by place, but {', '.join(taken[1])} by name")
+        order = ", ".join(p.name for p in by_place)
+        faults.append(f"has its parameters in the order {', '.join(taken[0])}; expected the target's order {order}")
     return list(dict.fromkeys(faults))

@@ -18,7 +18,7 @@ EMULATED_PLATFORMS = {"npu_emulated": "npu"}  # an emulating platform has the ro
 PLATFORMS = ("npu", "cpu", *EMULATED_PLATFORMS)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn")
-NO_SKIP_TEXT = "drift=skip is no policy: use warn, or switch the row off by -row.id"
+NO_SKIP_TEXT = "drift=skip is not a policy: use warn, or switch the row off by -row.id"
 
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?\Z")
@@ -99,7 +99,8 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
         rows = {spec.id: spec.on_line(line) for spec in specs if line in spec.lines}
         faults += _need_cycles(rows) or _place_faults(rows)
     if faults:
-        raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(dict.fromkeys(faults)))
+        text = "\n  ".join(dict.fromkeys(faults))
+        raise ConfigError(f"the patch catalogue is invalid, so no row was applied:\n  {text}")
     return by_id
 
 
@@ -109,25 +110,25 @@ def _row_faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     is_module, holders = spec.is_module_stub, [by_id[need] for need in spec.needs if need in by_id]
     without_class = spec.kind == "override" and all(holder.kind != "subclass" for holder in holders)
     wrong = {
-        "id must look like stage.verb, lower case": not _ID.match(spec.id),
+        "id: expected lower-case words joined by dots, such as stage.verb": not _ID.match(spec.id),
         f"kind is {spec.kind!r}, expected one of {', '.join(KINDS)}": spec.kind not in KINDS,
         f"role is {spec.role!r}, expected one of {', '.join(ROLES)}": spec.role not in ROLES,
-        "a row of role feature must name its feature": spec.role == "feature" and not spec.feature,
-        **{f"{place!r} is not of the form module:qualname": not _PLACE.match(place) for place in places},
-        "a target without ':' is a module: kind must be stub": is_module and spec.kind != "stub",
-        "a module stub has no bindings and can need no row": is_module and bool(bindings or spec.needs),
-        f"provider {spec.provider!r} must be module:qualname": not is_module and ":" not in spec.provider,
+        "role is feature, but `feature` is empty; name the feature": spec.role == "feature" and not spec.feature,
+        **{f"{place!r}: expected module:qualname": not _PLACE.match(place) for place in places},
+        f"kind is {spec.kind}; expected stub for a target that is a module": is_module and spec.kind != "stub",
+        "a module stub must have empty bindings and needs": is_module and bool(bindings or spec.needs),
+        f"provider is {spec.provider!r}; expected module:qualname": not is_module and ":" not in spec.provider,
         "why and exit must not be empty": not (spec.why and spec.exit),
-        "a registered entry has no bindings": spec.kind == "register" and bool(bindings),
-        "an override must name the subclass row that it is a method of in needs": without_class,
-        **{f"needs names {other!r}, which is no row": other not in by_id for other in spec.needs},
+        "kind register has bindings; expected none": spec.kind == "register" and bool(bindings),
+        "kind override: `needs` must list the subclass row of the class that has the method": without_class,
+        **{f"needs lists {other!r}; the catalogue has no such row": other not in by_id for other in spec.needs},
     }
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
         given = getattr(spec, field)
         is_wrong = not given or not given <= {*allowed}
-        wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = is_wrong
+        wrong[f"{field} is {sorted(given)}, expected one or more of {', '.join(allowed)}"] = is_wrong
     for place, at, only in bindings:
-        wrong[f"{place!r} is for line {only!r}, which the row is not for"] = bool(at) and only not in spec.lines
+        wrong[f"binding {place}@{only}: the row is not on line {only!r}"] = bool(at) and only not in spec.lines
     return [fault for fault, is_wrong in wrong.items() if is_wrong]
 
 
@@ -148,7 +149,9 @@ def _place_faults(rows: dict[str, PatchSpec]) -> list[str]:
         if is_inside or (inner.target == outer.target and inner.id < outer.id):
             fault = _order_fault(rows, outer, inner)
         elif outer.target in inner.bindings and outer.kind != "register":
-            fault = f"row {inner.id!r}: its binding {outer.target} is the target of row {outer.id!r}; patch one"
+            fault = (
+                f"row {inner.id!r}: its binding {outer.target} is the target of row {outer.id!r}; remove the binding"
+            )
         if fault and outer.all_platforms & inner.all_platforms:
             faults.append(fault)
     return faults
@@ -168,10 +171,12 @@ def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec)
     upper = _upper_row(rows, outer, inner)
     if upper is None or (upper.kind != "wrap" and (is_same or upper is outer)):
         return (
-            f"{both}: the one that goes over the other must be a wrap and name it in needs, or be restricted to "
-            "different lines or platforms"
+            f"{both}: the one that is applied last must be a wrap and list the other in needs; or give them different "
+            "lines or platforms"
         )
-    return f"{both}: they must list the same bindings" if is_same and {*outer.bindings} != {*inner.bindings} else ""
+    if is_same and {*outer.bindings} != {*inner.bindings}:
+        return f"{both}: they must list the same bindings"
+    return ""
 
 
 def _upper_row(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:

@@ -71,8 +71,8 @@ class Switches:
         for name in self.rows or ():
             if name not in specs:
                 raise ConfigError(
-                    f"{PATCHES_VAR} names the row {name}, which the catalogue here does not have"
-                    f"{nearest_text(name, specs)}: the launcher has another version; install the same on every node"
+                    f"{PATCHES_VAR}: the catalogue of this process has no row {name}{nearest_text(name, specs)}. "
+                    "The launcher has another version of verl_patches; install the same one on every node"
                 )
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):

@@ -69,16 +69,16 @@ def _run_prelude() -> None:
         import socket
 
         raise ConfigError(
-            f"{PATCHES_VAR} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}), so it would "
-            "not be patched as the process is that started it. Start the driver with a Python in which `python -m "
-            "verl_patches install-prelude` was run, and import verl there before ray.init, or set the variable for "
-            "`ray start` on every node"
+            f"{PATCHES_VAR} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}); expected the "
+            "value of its driver, so that both have the same patches. Run `python -m verl_patches install-prelude` in "
+            "the driver's Python and import verl there before ray.init, or set the variable for `ray start` on every "
+            "node"
         )
     try:
         importlib.import_module(PRELUDE)
     except ImportError as error:  # upstream would swallow an ImportError and go on
         raise ConfigError(
-            f"the prelude cannot be imported, and upstream must not run without it: {error}. Put verl_patches and what "
+            f"{PRELUDE} cannot be imported, and upstream must not run without it: {error}. Put verl_patches and what "
             "it needs on this process's PYTHONPATH, or remove the .pth file: python -m verl_patches install-prelude "
             "--undo"
         ) from error

@@ -21,8 +21,8 @@ from verl_patches.shared_files import replacing, write_whole, writing
 PRELUDE_LINE = "from verl_patches import prelude_patch  # noqa: F401"
 WORKER_FILE = Path("workers") / "megatron_workers.py"
 LINE_NUMBER_NOTE = (
-    f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{WORKER_FILE} "
-    "are one line further down"
+    f"FILE:LINE refers to the unmodified pinned sources; in a verl/{WORKER_FILE} with the prelude line, line numbers "
+    "below that line are one higher"
 )
 PTH_NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
@@ -125,7 +125,7 @@ def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
         word in text for word in ("\nimport ", "\nclass ActorRolloutRefWorker")
     ):
         raise ConfigError(
-            f"{file}: expected verl's Megatron worker module with the one line `{PRELUDE_LINE}` or without, found "
+            f"{file}: expected verl's Megatron worker module with at most one line `{PRELUDE_LINE}`, found "
             f"{f'the lines {ours}' if ours else 'another module'}; restore the file from upstream, then run this again"
         )
     return file, text.split("\n")
