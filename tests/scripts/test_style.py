@@ -6,14 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_style
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
-# a capital or a quoted name at the beginning, no preposition, question word or error, and an end
-SENTENCE = re.compile(
-    r"(?!(?:Of|What|Whose|Whether|Where|With|As|By|In|On|From|To|\w*Error|Row provider)\b)[A-Z`].*[.:]`?$"
-)
 
 
 def sources(*folders: str) -> list[Path]:
@@ -60,21 +57,29 @@ def test_files_and_functions_stay_small():
     assert long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)  # the check can fail
 
 
-def fragments(text: str) -> list[str]:
-    """Return the first sentences of docstrings that do not begin as one, or do not end."""
-    defined = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    documents = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, defined)]
-    firsts = [" ".join(document.split("\n\n")[0].split()) for document in documents if document]
-    return [first for first in firsts if not SENTENCE.match(first)]
-
-
-def test_docstrings_begin_with_a_sentence():
-    found = {
-        str(file.relative_to(ROOT)): wrong for file in sources("verl_patches") if (wrong := fragments(file.read_text()))
-    }
+def test_sentences_names_and_citations_keep_the_rules():
+    names = check_style.all_files()
+    assert len(names) > 500
+    found = {name: wrong for name in names if (wrong := check_style.faults(name, (ROOT / name).read_text()))}
     assert not found
-    for first in ("Of a step.", "ConfigError where it is not.", "{name: bytes} of a rank.", "Return it"):  # the control
-        assert fragments(f'def f():\n    """{first}"""')
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('def f():\n    """Of a step."""', "docstring"),
+        ('def f():\n    """ConfigError where it is not."""', "docstring"),
+        ('def f():\n    """{name: bytes} of a rank."""', "docstring"),
+        ('def f():\n    """Return it"""', "docstring"),
+        ("def _layers_of(model): ...", "name"),
+        ("# see config.py" + ":695", "citation"),
+        ("# (config.py, " + ":94)", "citation"),
+        ("# Whose a checkpoint is: see below.", "phrase"),
+        ("raise ValueError('bytes of all files, but of what is removed')", "phrase"),
+    ],
+)
+def test_a_broken_rule_is_found(text, rule):
+    assert [fault.rule for fault in check_style.faults("verl_patches/a.py", text)] == [rule]
 
 
 def test_nothing_names_the_machine_it_was_written_on():
