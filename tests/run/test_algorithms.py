@@ -73,4 +73,7 @@ def test_graphs_hold_a_validation_which_may_have_more_responses_than_a_step():
     key = "recipe.rollout.ascend.graph_batch_sizes=[32]"
     small = ["data.train_batch_size=256", f"{PPO}_mini_batch_size=256"]  # 32 responses a replica, 64 at once
     assert failed_checks(max_num_seqs_checks, LARGE, *small, key) == {}
-    assert "64 responses" in failed_checks(max_num_seqs_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]
+    assert (
+        "64 responses"
+        in failed_checks(max_num_seqs_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]
+    )

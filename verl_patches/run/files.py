@@ -68,7 +68,9 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation
-    fault = f"{path}: expected the sizes of recipe.model_shape {run.recipe.model_shape}: {size_differences(held, model)}"
+    fault = (
+        f"{path}: expected the sizes of recipe.model_shape {run.recipe.model_shape}: {size_differences(held, model)}"
+    )
     yield either("model shape", held == model, "same model", fault)
     if run.reads_weights:
         yield _weights_check(run, path.parent)
