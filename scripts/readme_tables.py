@@ -32,7 +32,7 @@ from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
 from verl_patches.recipe import Recipe, Reward  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
-from verl_patches.values import types_of, value_words  # noqa: E402
+from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
@@ -112,7 +112,9 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
 
     Raises ValueError for a key without a description and for a description without a key.
     """
-    sections = {name: kind for name, kind in types_of(schema).items() if isinstance(kind, type) and is_dataclass(kind)}
+    sections = {
+        name: kind for name, kind in field_types(schema).items() if isinstance(kind, type) and is_dataclass(kind)
+    }
     own = [item for item in fields(schema) if item.name not in sections]
     head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema) or "")
     text = [f"## `{prefix}`", "", head, ""]
@@ -155,7 +157,7 @@ def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
         default = "required" if item.default_factory is MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
-    values = value_words(types_of(schema)[item.name])
+    values = allowed_values_text(field_types(schema)[item.name])
     values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
     value, text = (cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
     return value, text

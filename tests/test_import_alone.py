@@ -8,14 +8,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_patches import import_alone
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.import_alone import fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse_switches
 from verl_patches.recipe import Recipe, Watch
-from verl_patches.spec import give_run, run_of
+from verl_patches.spec import run_from_config, write_run
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ MODEL = ROOT / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or th
 
 def engine_of(text):
     switches = parse_switches(text)
-    return Engine(rows_of(switches.platform), switches)
+    return Engine(platform_rows(switches.platform), switches)
 
 
 NPU = engine_of("line=a3,platform=npu")
@@ -46,7 +46,7 @@ def config(of_rollout="bfloat16", **recipe):
 
 def filled(**options):
     result = config(**options)
-    give_run(result, fill_recipe(result, CPU).text())
+    write_run(result, fill_recipe(result, CPU).text())
     return result
 
 
@@ -56,7 +56,7 @@ def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     decided |= {"dtype": "bf16", "output_root": str(ROOT / "outputs")}
     decided["watch"] = {**vars(Watch()), "action": "off"}  # only the launcher's driver reads heartbeats
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
-    run, of_workers = run_of(result), run_of(result.actor_rollout_ref)
+    run, of_workers = run_from_config(result), run_from_config(result.actor_rollout_ref)
     assert "memory.ledger" not in run.rows and "memory.order" in run.rows and run.train.world_size == 8
     assert (of_workers.recipe, of_workers.rows, of_workers.train) == (run.recipe, run.rows, run.train)
 

@@ -95,7 +95,9 @@ def test_one_line_loads_the_emulation():
 
 
 def test_no_run_on_a_device_imports_the_emulation(run_python):
-    code = "import sys, verl_patches.catalog as c\nc.rows_of({!r})\nprint('verl_patches.emulation' in sys.modules)"
+    code = (
+        "import sys, verl_patches.catalog as c\nc.platform_rows({!r})\nprint('verl_patches.emulation' in sys.modules)"
+    )
     for platform, loaded in (("npu", "False"), ("cpu", "True")):
         assert run_python(code.format(platform)).check().out.split()[-1] == loaded
 

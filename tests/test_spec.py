@@ -14,7 +14,7 @@ from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import GRAPHS_KEY, SEATS_KEY, as_overrides, rollout_keys, train_keys
 from verl_patches.run.resolve import CONFIGS_DIR, changed_run
-from verl_patches.spec import RunSpec, run_of
+from verl_patches.spec import RunSpec, run_from_config
 
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
@@ -34,7 +34,7 @@ WITHOUT_RUN = {
 )
 def test_a_worker_reads_the_facts_of_the_controller_from_its_section(name, algo):
     run = composed(name, [f"algo={algo}", "recipe.patches=[-reshard.*]"])
-    here, worker = run_of(config_of(run)), run_of(section_of(run))
+    here, worker = run_from_config(config_of(run)), run_from_config(section_of(run))
     for read in (here, worker):
         unlike = {field.name for field in fields(RunSpec) if getattr(read, field.name) != getattr(run, field.name)}
         assert unlike <= OF_CONTROLLER
@@ -45,7 +45,7 @@ def test_a_worker_reads_the_facts_of_the_controller_from_its_section(name, algo)
 def test_a_section_without_the_facts_is_refused():
     section = OmegaConf.create(OmegaConf.to_container(composed(TINY).verl.actor_rollout_ref))
     with pytest.raises(ConfigError, match="has no key 'run'; expected the facts of the run"):
-        run_of(section)
+        run_from_config(section)
 
 
 def test_a_run_cannot_be_changed():

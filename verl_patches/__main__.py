@@ -12,7 +12,7 @@ try:
     import typer
 
     from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, run, weights
-    from verl_patches.errors import ConfigError, RecipeError, interrupted
+    from verl_patches.errors import ConfigError, RecipeError, interruption_text
     from verl_patches.processes import on_end_signals
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
@@ -64,7 +64,7 @@ def main() -> None:
         app()
     except SystemExit:
         if received:
-            print(f"verl_patches: {interrupted(received[0])}", file=sys.stderr)
+            print(f"verl_patches: {interruption_text(received[0])}", file=sys.stderr)
         raise
     except ConfigError as error:
         print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)

@@ -24,10 +24,10 @@ _REGISTRY = "verl.models.mcore.registry"
 _VOCAB_PARALLEL = "verl.utils.megatron.tensor_parallel"
 _PYPI, _A3 = frozenset({"pypi"}), frozenset({"a3"})
 _CONTROLLER, _WORKER, _ALL = frozenset({"controller"}), frozenset({"worker"}), frozenset(PROCESSES)
-_NEVER = "none: it is what this recipe adds to verl"
+_NO_EXIT = "none: it is what this recipe adds to verl"
 _NEWER_MEGATRON = "the pins move to a megatron-core that has it (0.12 has)"
 _VERL_HAS_IT = "verl has a DeepSeek-V3 on MindSpeed-LLM"
-_HOLD_PACKED = (
+_PACKED_PARAMS_HOLDERS = (
     "verl.models.mcore.util", "megatron.core.models.gpt.gpt_model",
     "megatron.core.transformer.custom_layers.transformer_engine", "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.transformer_block", "mindspeed.core.models.gpt.gpt_model",
@@ -38,7 +38,7 @@ _HOLD_PACKED = (
     "mindspeed_llm.tasks.posttrain.trl_ppo.actor_model",
 )  # fmt: skip
 
-_HOLD_GROUPS = (
+_GROUP_INIT_HOLDERS = (
     "vllm.distributed:init_model_parallel_group",
     "vllm.spec_decode.smaller_tp_proposer_worker:init_model_parallel_group",
     "verl.third_party.vllm.vllm_v_0_5_4.parallel_state:init_model_parallel_group",
@@ -47,7 +47,7 @@ _HOLD_GROUPS = (
 
 
 def _row(
-    id: str, kind: str, target: str, provider: str, why: str, exit: str = _NEVER, processes=_WORKER, **more: Any
+    id: str, kind: str, target: str, provider: str, why: str, exit: str = _NO_EXIT, processes=_WORKER, **more: Any
 ) -> PatchSpec:
     """Return a row for workers unless `processes` is given; a row that names a feature has the role "feature"."""
     role = "feature" if "feature" in more else "correctness"
@@ -135,7 +135,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "CANN demands a communicator for MC2 on which no other operator runs; vllm-ascend gives MC2 in decode "
             "that of vLLM's EP group, on which vllm_ascend.ops.fused_moe.fused_experts_with_all2all runs prefills.",
             exit="vllm-ascend PRs 1711 (get_mc2_group) and 1831 (several instances) are in the pin, as in v0.9.1rc2",
-            bindings=_HOLD_GROUPS),
+            bindings=_GROUP_INIT_HOLDERS),
     _ascend("rollout.ascend_mc2_name", "wrap", "vllm_ascend.ops.fused_moe:AscendUnquantizedFusedMoEMethod.__init__",
             "verl_patches.platform.npu.groups:use_mc2_group",
             "The only place from which MC2's ops get the name of their communicator, in graphs too; the methods of "
@@ -146,7 +146,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "vLLM makes its device groups without options (vllm.distributed.parallel_state.GroupCoordinator.__init__), "
             "so that each holds two buffers of HCCL_BUFFSIZE, which the experts' exchange sizes; "
             "recipe.hccl.small_groups_mib is for the others, among them the EP group where MC2 has its own.",
-            exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
+            exit="vLLM takes options of groups", bindings=_GROUP_INIT_HOLDERS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.step.replay.expert_load:count_experts",
@@ -249,7 +249,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.packed_fields", "wrap", "megatron.core.packed_seq_params:PackedSeqParams",
         f"{_MINDSPEED}.compat:add_padded_lengths",
         "verl.models.mcore.util.preprocess_packed_seqs gives it lengths with padding; core_r0.8.0 has no such fields",
-        exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED)),
+        exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _PACKED_PARAMS_HOLDERS)),
     *(_a3(f"model.etp_{name}", "extend", f"megatron.core.parallel_state:get_expert_tensor_parallel_{name}",
           f"{_MINDSPEED}.compat:expert_tensor_parallel_{name}",
           "verl calls it (verl.workers.sharding_manager.megatron_vllm); core_r0.8.0 has no such groups",
@@ -575,7 +575,7 @@ FUNCTIONAL: tuple[PatchSpec, ...] = (
     *CHECKPOINT,
 )  # fmt: skip
 
-NO_BUILD: tuple[PatchSpec, ...] = tuple(
+PACKAGE_STUBS: tuple[PatchSpec, ...] = tuple(
     _row(f"platform.{module.replace('.', '_')}", "stub", module, "verl_patches.platform.flash_attn",
          "verl.workers.critic.dp_critic imports flash_attn.bert_padding wherever megatron_workers is imported "
          "(verl.workers.actor.dp_actor too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
@@ -584,10 +584,10 @@ NO_BUILD: tuple[PatchSpec, ...] = tuple(
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
 
-ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD)
+ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *PACKAGE_STUBS)
 
 
-def rows_of(platform: str) -> tuple[PatchSpec, ...]:
+def platform_rows(platform: str) -> tuple[PatchSpec, ...]:
     """Return the rows that a run on `platform` may have: this table, and without a device those that emulate one."""
     room = emulation(platform)
     return ROWS if room is None else (*ROWS, *room.ROWS)
@@ -595,4 +595,4 @@ def rows_of(platform: str) -> tuple[PatchSpec, ...]:
 
 def all_rows() -> tuple[PatchSpec, ...]:
     """Return the rows of all platforms, for code that reads upstream's source: drift, fingerprints."""
-    return rows_of(NO_DEVICE[0])
+    return platform_rows(NO_DEVICE[0])

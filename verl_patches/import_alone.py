@@ -23,22 +23,22 @@ from verl_patches.run.compose import output_root, write_reward_models
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
-from verl_patches.spec import RUN, RunSpec, give_run
+from verl_patches.spec import RUN, RunSpec, write_run
 from verl_patches.trainer.ray_start import unless_start_fails
 from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
 
 log = logging.getLogger(__name__)
 
-NOT_HERE = (
+NO_LAUNCHER_WARNING = (
     "verl_patches: started without its launcher (python -m verl_patches train): environment variables, model folder "
     "and memory plan are not checked, nothing watches memory and time, {record}"
 )
-_BY_LAUNCHER = (
+_LAUNCHER_KEYS = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
     "model_shape num_hidden_layers watch restart start"
 ).split()
-_FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
+_FIXED_ROUTE_VARIABLE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
 
 
 def recipe_by_default(original: Callable) -> Callable:
@@ -51,10 +51,10 @@ def recipe_by_default(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.get(RUN) is None:
-            self.recipe_held = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
-            run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.recipe_held)
-            give_run(config, run.text())
-            log.warning(NOT_HERE.format(record=_record(run)))
+            self.held_locks = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
+            run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.held_locks)
+            write_run(config, run.text())
+            log.warning(NO_LAUNCHER_WARNING.format(record=_record_text(run)))
             self.modified_sources = refuse_modified(run)
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
@@ -65,7 +65,7 @@ def recipe_by_default(original: Callable) -> Callable:
     return __init__
 
 
-def _record(run: RunSpec) -> str:
+def _record_text(run: RunSpec) -> str:
     if run.start.name is None:
         return "and no record is written (+recipe.run=NAME writes one)"
     return f"the record is in {run.folder}"
@@ -89,7 +89,7 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
         write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
-    checks = (check for rule in RULES.sizes if rule in RULES.alone for check in rule(run))
+    checks = (check for rule in RULES.sizes if rule in RULES.launcherless for check in rule(run))
     faults = [*_npu_faults(run), *(check.detail for check in checks if not check.ok)]
     if faults:
         raise ConfigError("\n  ".join(faults))
@@ -111,7 +111,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
             faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
     acts = "only the launcher (python -m verl_patches train) acts on it; remove it, or use the launcher"
-    selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _BY_LAUNCHER}
+    selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _LAUNCHER_KEYS}
     faults += [f"recipe.{key} is given, but {acts}" for key, value in selected.items() if value is not None]
     if faults:
         raise ConfigError("\n  ".join(faults))
@@ -135,12 +135,12 @@ def _npu_faults(run: RunSpec) -> list[str]:
             f"trainer.device is {run.verl.trainer.device}; expected npu, as {PATCHES_VAR} says platform=npu: verl "
             "would wait for GPUs that Ray does not have; set trainer.device=npu"
         )
-    balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
+    balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE_VARIABLE)
     wanted = "1" if balanced else "0"
     if route != wanted:
         faults.append(
-            f"{_FIXED_ROUTE} is {route} in the environment of the trainer; expected {wanted}, as "
-            f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE}={wanted} before "
+            f"{_FIXED_ROUTE_VARIABLE} is {route} in the environment of the trainer; expected {wanted}, as "
+            f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE_VARIABLE}={wanted} before "
             "`ray start` on every node, or change the key"
         )
     return faults

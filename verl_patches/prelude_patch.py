@@ -4,7 +4,7 @@ It should come before the first import of upstream; rows on a module that is bei
 import of that module has ended. Importing it again, in any way, changes nothing.
 """
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import start_engine
 from verl_patches.patching.hooks import after_import
@@ -14,7 +14,7 @@ from verl_patches.trainer.worker_settings import prepare_from_controller
 
 _switches = switches_from_environment()
 require(_switches.platform)
-_rows = rows_of(_switches.platform)
+_rows = platform_rows(_switches.platform)
 engine = start_engine(_rows, _switches)
 if not any(_switches.line in row.lines for row in _rows):
     raise ConfigError(

@@ -30,17 +30,17 @@ from verl_patches.values import (
     RayAddress,
     Share,
     Text,
-    types_of,
+    field_types,
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 HCCL_PORTS = 16 + 128  # of a node: 16 from HCCL_IF_BASE_PORT on, the others are HCCL_HOST_SOCKET_PORT_RANGE
 
-ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
-PROFILED = tuple(phase for phase in MEMORY_PHASES if phase not in ON_CONTROLLER)
+CONTROLLER_PHASES = ("reward", "advantage")  # phases in which workers do nothing
+PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROLLER_PHASES)
 
 
-def one_of(*words: str, note: str = "") -> Any:
+def choices(*words: str, note: str = "") -> Any:
     """Return the constraint of a text that is one of `words`, for `Annotated[str, one_of(...)]`; errors add `note`."""
     expected = f"one of {', '.join(words)}"
     return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
@@ -91,9 +91,9 @@ class Train:
     """
 
     layers_per_stage: list[Count] | None = None
-    expert_split: Annotated[str, one_of("etp", "tp_extend_ep")] = "etp"
+    expert_split: Annotated[str, choices("etp", "tp_extend_ep")] = "etp"
     skip_old_log_prob: bool = False
-    importance_ratio: Annotated[str, one_of("token", "sequence")] = "token"
+    importance_ratio: Annotated[str, choices("token", "sequence")] = "token"
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
@@ -156,7 +156,7 @@ class RolloutAscend:
     multistream_moe: bool = False
     view_optimize: bool = True
     kv_nz: bool = False
-    scheduler: Annotated[str, one_of("v1", "ascend")] = "v1"
+    scheduler: Annotated[str, choices("v1", "ascend")] = "v1"
     chunked_prefill_for_mla: bool = False
     prefix_caching: bool = True
     vllm_sleep_mode: bool = False
@@ -209,7 +209,7 @@ class Reshard:
     """
 
     bucket_bytes: Count = 512 << 20
-    verify: Annotated[str, one_of("off", "first", "every")] = "first"
+    verify: Annotated[str, choices("off", "first", "every")] = "first"
 
 
 @dataclass
@@ -225,9 +225,9 @@ class RolloutCorrection:
     decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
-    rollout_is: Annotated[str, one_of("token", "sequence")] | None = None
+    rollout_is: Annotated[str, choices("token", "sequence")] | None = None
     rollout_is_threshold: Positive = 2.0
-    rollout_rs: Annotated[str, one_of("seq_sum_k1", "seq_mean_k1")] | None = None
+    rollout_rs: Annotated[str, choices("seq_sum_k1", "seq_mean_k1")] | None = None
     rollout_rs_threshold: str | None = None
 
 
@@ -268,7 +268,7 @@ class Memory:
     """
 
     host_gib: Count | None = None
-    ledger: Annotated[str, one_of("off", "report", "strict")] = "report"
+    ledger: Annotated[str, choices("off", "report", "strict")] = "report"
 
 
 @dataclass
@@ -283,7 +283,7 @@ class LogprobCheck:
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
-    action: Annotated[str, one_of("stop", "report", "off")] = "stop"
+    action: Annotated[str, choices("stop", "report", "off")] = "stop"
     every: Count | None = None
     sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
@@ -307,7 +307,7 @@ class Hccl:
     interface: str | None = None
     buffer_mib: Count | None = None
     small_groups_mib: Count | None = 64
-    expansion_mode: Annotated[str, one_of("AIV", "AI_CPU", "HOST")] = "AIV"
+    expansion_mode: Annotated[str, choices("AIV", "AI_CPU", "HOST")] = "AIV"
     base_port: _HcclPort = 61000
 
 
@@ -341,7 +341,7 @@ class Profile:
 
     steps: list[Count] | None = None
     ranks: list[Natural] = field(default_factory=lambda: [0])
-    phases: list[Annotated[str, one_of(*PROFILED)]] | None = None
+    phases: list[Annotated[str, choices(*PROFILED_PHASES)]] | None = None
     stacks: bool = False
     peak_tflops: Positive | None = None
 
@@ -358,7 +358,7 @@ class Watch:
     Independently of these, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 
-    action: Annotated[str, one_of("stop", "report", "off")] = "stop"
+    action: Annotated[str, choices("stop", "report", "off")] = "stop"
     first_s: Positive = 1800.0
     least_s: Positive = 900.0
     factor: Factor = 5.0
@@ -378,7 +378,7 @@ class Alarms:
     length_collapse and dlogp_drift are not raised.
     """
 
-    action: Annotated[str, one_of("warn", "stop")] = "warn"
+    action: Annotated[str, choices("warn", "stop")] = "warn"
     expert_load: Positive | None = 16.0
     length_share: Share | None = 0.25
     at_limit: Share | None = None
@@ -410,7 +410,7 @@ class Objective:
     desirable_weight, undesirable_weight: weight of rows with label true, and of the others, for kto.
     """
 
-    name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
+    name: Annotated[str, choices("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     desirable_weight: NotNegative = 1.0
@@ -450,12 +450,12 @@ class Recipe:
 
     run: Name | None = "run"
     output_root: Text | None = None
-    line: Annotated[str, one_of(*LINES)] = "a3"
-    platform: Annotated[str, one_of(*PLATFORMS)] = "npu"
-    hardware: Annotated[str, one_of(*HARDWARE)] = "a3"
+    line: Annotated[str, choices(*LINES)] = "a3"
+    platform: Annotated[str, choices(*PLATFORMS)] = "npu"
+    hardware: Annotated[str, choices(*HARDWARE)] = "a3"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, one_of(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
-    dtype: Annotated[str, one_of(*VLLM_DTYPES)] = "bf16"
+    drift: Annotated[str, choices(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
+    dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
     ray_port: Port | None = None
@@ -502,7 +502,7 @@ class Key(NamedTuple):
 
 def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Key]]:
     """Yield (dotted key, Key) of every leaf of the section, in order."""
-    types = types_of(schema)
+    types = field_types(schema)
     for item in fields(schema):
         name, kind = f"{prefix}.{item.name}", types[item.name]
         if isinstance(kind, type) and is_dataclass(kind):
@@ -516,7 +516,7 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
 
 FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # default and largest score of a wrong answer in the right form
 CPU_LIMIT_S = 1.0  # limit of a comparison of two answers
-TAKES = {  # keys that an entry may have beside name and weight
+REWARD_KEYS = {  # keys that an entry may have beside name and weight
     "maths": ("format_weight", "cpu_limit_s"),
     "by_source": ("format_weight", "cpu_limit_s"),
     "learnable": (),
@@ -547,7 +547,7 @@ class Reward:
     kwargs: keyword arguments of python's function.
     """
 
-    name: Annotated[str, one_of(*TAKES)]
+    name: Annotated[str, choices(*REWARD_KEYS)]
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     format_weight: Annotated[float, Field(ge=0, le=MAX_FORMAT_WEIGHT)] = FORMAT_WEIGHT
     cpu_limit_s: Positive = CPU_LIMIT_S
@@ -556,7 +556,7 @@ class Reward:
     function: Text = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def buffer_of(self, longest: int) -> int:
+    def penalty_tokens(self, longest: int) -> int:
         """Return the tokens over which the penalty of `length` falls, for responses of at most `longest` tokens."""
         return self.buffer_tokens or max(longest // 5, 1)
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.ranks import HANG_S
-from verl_patches.errors import interrupted
+from verl_patches.errors import interruption_text
 from verl_patches.run.environment import REPOSITORY
 
 
@@ -57,6 +57,6 @@ def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, nu
     os.killpg(process.pid, number)
     assert process.wait(HANG_S) == 128 + number
     last = output.read_text().splitlines()[-1]
-    assert last == f"verl_patches: {interrupted(number)}"
+    assert last == f"verl_patches: {interruption_text(number)}"
     assert "failed" not in output.read_text() and "Traceback" not in output.read_text()
     assert psutil.wait_procs(children, timeout=HANG_S)[1] == []

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.cli.live import live
-from verl_patches.errors import ConfigError, interrupted
+from verl_patches.errors import ConfigError, interruption_text
 from verl_patches.run.record.report import figures
 from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import write_json
@@ -90,7 +90,11 @@ def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
 
 @pytest.mark.parametrize(
     ("reason", "state", "code"),
-    [("ok", "ended", 0), ("WorkerDiedError: rank 3", "failed", 1), (interrupted(signal.SIGINT), "interrupted", 1)],
+    [
+        ("ok", "ended", 0),
+        ("WorkerDiedError: rank 3", "failed", 1),
+        (interruption_text(signal.SIGINT), "interrupted", 1),
+    ],
 )
 @pytest.mark.parametrize("watch", [False, True])
 def test_the_command_says_how_a_run_ended(folder, reason, state, code, watch):

@@ -17,7 +17,7 @@ import pytest
 
 from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY
 from tests.ranks import HANG_S
-from verl_patches.errors import interrupted
+from verl_patches.errors import interruption_text
 from verl_patches.launch import launcher
 from verl_patches.run.environment import REPOSITORY
 
@@ -174,7 +174,7 @@ def test_signals_to_the_launcher(run_python, tmp_path, number, code):
         psutil.Process(int((folder / "child.pid").read_text())).kill()  # this test's own, ignores SIGTERM
         shutil.rmtree((folder / "temp").read_text(), ignore_errors=True)  # the next launcher's start removes it too
     else:
-        assert json.loads((folder / "summary.json").read_text())["exit"] == interrupted(number)
+        assert json.loads((folder / "summary.json").read_text())["exit"] == interruption_text(number)
         assert not is_running(folder)
     assert not is_running(folder, "driver.pid")
 
@@ -200,7 +200,7 @@ def test_a_run_whose_terminal_closes_is_ended_with_its_reason(tmp_path):
         time.sleep(0.1)
     os.close(ours)
     assert process.wait(HANG_S) == 129
-    assert json.loads((tmp_path / "t/0001" / "summary.json").read_text())["exit"] == interrupted(signal.SIGHUP)
+    assert json.loads((tmp_path / "t/0001" / "summary.json").read_text())["exit"] == interruption_text(signal.SIGHUP)
     assert not is_running(tmp_path / "t/0001") and not is_running(tmp_path / "t/0001", "driver.pid")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_patches.processes import name_of
+from verl_patches.processes import process_name
 from verl_patches.weights.run_folders import chain_of, chain_of_start, read_start, starts_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def look(process, listeners, folders):
         with contextlib.suppress(psutil.Error, OSError):
             for found in each.net_connections("inet"):
                 if found.status == psutil.CONN_LISTEN:
-                    listeners[f"{found.laddr.ip} {found.laddr.port}"] = name_of(each)
+                    listeners[f"{found.laddr.ip} {found.laddr.port}"] = process_name(each)
             for found in each.net_connections("unix") if each.name() == "raylet" else ():
                 if found.laddr.endswith("/sockets/raylet"):
                     for path in Path(found.laddr).parents[:4]:

@@ -18,9 +18,12 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from tests.ranks import HANG_S
-from verl_patches.catalog import NO_BUILD, all_rows  # NO_BUILD: off where flash_attn is installed, or never imported
+from verl_patches.catalog import (  # PACKAGE_STUBS: off where flash_attn is installed, or never imported
+    PACKAGE_STUBS,
+    all_rows,
+)
 from verl_patches.cli.live import live
-from verl_patches.errors import interrupted
+from verl_patches.errors import interruption_text
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.report import figures
 from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
@@ -64,7 +67,7 @@ def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, s
     run, processes = start(), set()
     assert_weights_arrive(run)
     of_run = set(json.loads((run.folder / "facts.json").read_text())["rows"])
-    of_line = {r.id: r for r in all_rows() if line in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
+    of_line = {r.id: r for r in all_rows() if line in r.lines and "cpu" in r.platforms and r not in PACKAGE_STUBS}
     assert {name for name, r in of_line.items() if not r.feature} <= of_run
     wanted = {name: r for name, r in of_line.items() if name in of_run}
     of_others = {r.id for r in all_rows() if r.id not in of_run}
@@ -193,8 +196,8 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
             os.killpg(launcher.pid, signal.SIGINT)
             output, _ = launcher.communicate(timeout=HANG_S)
         assert launcher.returncode == 130 and bystander.poll() is None
-        assert reason_of(tmp_path, processes) == interrupted(signal.SIGINT)
-        assert f"the run was {interrupted(signal.SIGINT)}" in output and "failed" not in output
+        assert reason_of(tmp_path, processes) == interruption_text(signal.SIGINT)
+        assert f"the run was {interruption_text(signal.SIGINT)}" in output and "failed" not in output
         assert live((tmp_path / "r" / "latest").resolve())["state"] == "interrupted"
     finally:
         bystander.kill()

@@ -17,7 +17,7 @@ from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import switches_from_environment
 from verl_patches.run.compose import compose
-from verl_patches.spec import Trees, run_of
+from verl_patches.spec import Trees, run_from_config
 
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
@@ -75,7 +75,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 
 def rows():
     """Return the patches of this line that a rank without verl's loop needs."""
-    shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
+    shared = [row for row in (*catalog.PACKAGE_STUBS, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
     shared += [
         row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER
     ]
@@ -124,7 +124,7 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     for name, case in cases.items():
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
-            words = command_line_arguments(engine_settings(case["config"], run_of(case["config"]).recipe, case["hf"]))
+            words = command_line_arguments(engine_settings(case["config"], run_from_config(case["config"]).recipe, case["hf"]))
             args = start._parse_arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
         except ConfigError as error:

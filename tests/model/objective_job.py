@@ -13,7 +13,7 @@ from tests.model.megatron_model import start_parallel
 from tests.model.parity import FROM, SAMPLES
 from tests.model.value_job import samples
 from tests.runs import composed, section_of
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.advantages import METRIC_PREFIX, ROLE, FixedData
 from verl_patches.worker.context import context
@@ -42,7 +42,7 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
     uids, found = [f"p{row // 2}" for row in range(SAMPLES)], {}
     for name in ("sft", "dpo"):
         worker.actor.config.use_kl_loss = name == "dpo"
-        batch, settings = dict(tensors), replace(run_of(section).recipe.objective, name=name)
+        batch, settings = dict(tensors), replace(run_from_config(section).recipe.objective, name=name)
         (fixed := FixedData(settings)).add_advantages(batch, uids)
         data = DataProto.from_dict(batch)
         data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.runs import composed, section_of
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import REQUIRED_VALUES
 from verl_patches.model.mindspeed.arguments import (
@@ -36,7 +36,7 @@ def _words(run) -> list[str]:
 
 
 def _tiny(*overrides: str):
-    return compose("deepseekv3_tiny_cpu", ["trainer.n_gpus_per_node=4", *overrides], rows_of)
+    return compose("deepseekv3_tiny_cpu", ["trainer.n_gpus_per_node=4", *overrides], platform_rows)
 
 
 @pytest.fixture(scope="module")

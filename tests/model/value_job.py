@@ -20,7 +20,7 @@ from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_for_run
 from verl_patches.reshard.parameters import named_weights
 from verl_patches.rewards.parts import reward_parts
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.weights.manifest import Manifest, rank_files
 from verl_patches.weights.writer import complete_as
 from verl_patches.worker.checkpoint import WorkerCheckpoint
@@ -33,9 +33,7 @@ def start_critic(section: DictConfig):
     from verl.workers.megatron_workers import CriticWorker
 
     here = context()
-    here.schedule, here.unmoved_groups = schedule_for_run(
-        run_of(section), section, unified_memory=True
-    )  # as the actor's worker
+    here.schedule, here.unmoved_groups = schedule_for_run(run_from_config(section), section, unified_memory=True)  # as the actor's worker
     here.scheduler = here.ledger = reference_weights.value = None
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
     names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")
@@ -59,7 +57,7 @@ def reward_scores(section: DictConfig, tensors: dict, folders: list[Path]) -> di
     reward |= {"forward_max_token_len_per_gpu": 0, "model": own["model"] | {"input_tokenizer": own["model"]["path"]}}
     entries = [{"name": "reward_model", "path": str(path)} for path in folders]
     reward["run"] = replace(
-        run_of(section), rewards=reward_parts(OmegaConf.create({"recipe": {"rewards": entries}}))
+        run_from_config(section), rewards=reward_parts(OmegaConf.create({"recipe": {"rewards": entries}}))
     ).text()
     worker = RewardModelWorker(OmegaConf.create(reward))
     here = context()
@@ -132,7 +130,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         for chunk in worker.critic_module:
             chunk.module.output_layer.score.bias.sequence_parallel = False
     found = {"drawn": [], "lr": worker.critic_optimizer.param_groups[0]["lr"]}
-    if not spoilt and run_of(section).line == "pypi":
+    if not spoilt and run_from_config(section).line == "pypi":
         found["copied"] = copied_from_the_critic(folder / "model")
     if not section.actor.megatron.param_offload:  # with offload nothing is on the device between the phases
         found["drawn"] = [t.clone() for t in score_head(worker)]
@@ -151,7 +149,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         return found
     found["scored"] = reward_scores(section, tensors, [folder / "reward_0", folder / "reward_1"])
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
-    checkpoint = found["checkpoint"] = folder / f"critic_{run_of(section).line}"
+    checkpoint = found["checkpoint"] = folder / f"critic_{run_from_config(section).line}"
     if not checkpoint.exists():
         dist.barrier()
         save(worker, checkpoint, section)

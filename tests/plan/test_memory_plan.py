@@ -6,7 +6,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import memory_rows
 from verl_patches.errors import ConfigError
 from verl_patches.plan import activations
@@ -45,7 +45,7 @@ def big():
 
 def undecided(name, *overrides, skip=False):
     """Return a run as it is composed, with the word `auto` where the configuration has it."""
-    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], rows_of)
+    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], platform_rows)
 
 
 def make_run(name, *overrides, rows=None, skip=False):
@@ -168,7 +168,7 @@ def update_peak(run):
 
 @pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
 def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
-    run = compose(name, (), rows_of)
+    run = compose(name, (), platform_rows)
     assert OmegaConf.select(run.verl, LAYERS_KEY) == "auto"
     chosen = with_recompute(run)
     layers, together = recomputation(chosen)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.runs import composed
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.plan.expected import group_bytes
 from verl_patches.plan.memory_plan import run_memory
@@ -16,7 +16,7 @@ TP, SHARE = "actor_rollout_ref.rollout.tensor_model_parallel_size", "actor_rollo
 
 
 def instance(config):
-    return resolve(instance_config(config), rows_of(config.recipe.platform))
+    return resolve(instance_config(config), platform_rows(config.recipe.platform))
 
 
 def faults(*overrides):

@@ -38,8 +38,11 @@ def test_the_penalty_is_zero_up_to_the_buffer_then_linear_and_minus_one_at_full_
 
 
 def test_the_default_buffer_is_that_of_dapo():
-    assert Reward("length").buffer_of(20_480) == 4_096 and Reward("length", buffer_tokens=7).buffer_of(20_480) == 7
-    assert Reward("length").buffer_of(3) == 1
+    assert (
+        Reward("length").penalty_tokens(20_480) == 4_096
+        and Reward("length", buffer_tokens=7).penalty_tokens(20_480) == 7
+    )
+    assert Reward("length").penalty_tokens(3) == 1
 
 
 @pytest.mark.parametrize(

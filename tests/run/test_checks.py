@@ -16,7 +16,7 @@ from verl_patches import rules
 from verl_patches.errors import require
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
-from verl_patches.rules import RULES, SIZES
+from verl_patches.rules import RULES, SIZE_RULES
 from verl_patches.run.files import folder_checks, with_required_files
 from verl_patches.run.resolve import CONFIGS_DIR, ROLLOUT_LAYOUT, TRAIN_LAYOUT, LayoutError
 from verl_patches.weights.convert import convert
@@ -179,7 +179,7 @@ def test_what_is_close_to_a_refusal_passes(rule, name, overrides):
 
 
 def test_every_rule_of_sizes_has_a_run_that_it_refuses():
-    assert {rule for rule, *_ in REFUSED} == set(SIZES)
+    assert {rule for rule, *_ in REFUSED} == set(SIZE_RULES)
 
 
 @pytest.mark.parametrize("name", [TINY, LARGE, RANDOM])

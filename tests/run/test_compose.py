@@ -231,9 +231,9 @@ import sys, pkgutil, importlib
 for room in ("run", "launch", "cli", "upstream"):
     for module in pkgutil.iter_modules(importlib.import_module(f"verl_patches.{room}").__path__):
         importlib.import_module(f"verl_patches.{room}.{module.name}")
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.run.compose import compose
-compose("deepseekv3_256die_true_weight", (), rows_of)
+compose("deepseekv3_256die_true_weight", (), platform_rows)
 print([name for name in ("torch", "verl", "ray", "vllm", "megatron", "transformers") if name in sys.modules])
 """
     assert run_python(code).check().out.strip() == "[]"

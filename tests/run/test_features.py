@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.patching.world import row
 from verl_patches.__main__ import app
-from verl_patches.catalog import ROWS, all_rows, rows_of
+from verl_patches.catalog import ROWS, all_rows, platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
@@ -42,7 +42,7 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def grpo():
-    return compose(GRPO, [], rows_of)
+    return compose(GRPO, [], platform_rows)
 
 
 @pytest.mark.parametrize(("updates", "features"), CHANGES, ids=[next(iter(updates)) for updates, _ in CHANGES])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.rules import SIZES
+from verl_patches.rules import SIZE_RULES
 from verl_patches.run import files
 from verl_patches.spec import Trees
 
@@ -99,7 +99,7 @@ def test_what_this_machine_lacks_is_a_note(tmp_path):
 def test_this_process_imports_no_hook_and_a_search_runs_none(tmp_path):
     (tmp_path / "r.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('x')\ndef score(): ...\n")
     run = composed(TINY, [NO_PARTS, f"{PATH}={tmp_path}/r.py", f"{NAME}=score"])
-    for rule in SIZES:  # the rules that a layout search applies
+    for rule in SIZE_RULES:  # the rules that a layout search applies
         list(rule(run))
     assert not (tmp_path / "ran").exists()
     for _ in range(2):

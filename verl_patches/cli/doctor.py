@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
@@ -41,7 +41,7 @@ def doctor_command(
     """
     words = words or []
     name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default(), words)
-    run = with_recompute(compose(name, overrides, rows_of, trees_of(upstream)))
+    run = with_recompute(compose(name, overrides, platform_rows, trees_of(upstream)))
     node = Node(run, head=head)
     if this_node or node.nodes == 1 and run.recipe.ray_address is None:
         report, nodes = doctor.this_node(node)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.errors import ConfigError, RecipeError
@@ -200,7 +200,7 @@ def _start(
 ) -> Model:
     """Return the model, in a process with the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
-    model = find_model(given, output_root(), config_name, overrides or [], trees, rows_of, newest)
+    model = find_model(given, output_root(), config_name, overrides or [], trees, platform_rows, newest)
     check_switches(model.run)
     restart_in_environment(model.run)
     say(f"settings: {model.settings}", err=True)

@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from verl_patches.cli.output import console, grid, print_json
-from verl_patches.errors import INTERRUPTED
+from verl_patches.errors import INTERRUPTION_PREFIX
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off_ids, switched_off_text
 from verl_patches.run.compose import output_root
@@ -104,7 +104,7 @@ def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
     later = [start for start in starts_in(home) if start.name > folder.resolve().name]
     locked = not later and is_locked(home / LOCK)  # by the launcher; None where no launcher made a lock
     if ended != "running":
-        return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
+        return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTION_PREFIX) else "failed"
     if locked is False:
         return "lost"
     return "running" if doing else "starting"

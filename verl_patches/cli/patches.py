@@ -37,7 +37,7 @@ RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: s
 def engine_of(switches: str | None) -> Engine:
     """Return an engine over the rows of a platform with these switches (default VERL_PATCHES); nothing is applied."""
     taken = switches_here(switches)
-    return Engine(catalog.rows_of(taken.platform), taken)
+    return Engine(catalog.platform_rows(taken.platform), taken)
 
 
 def switches_here(switches: str | None) -> Switches:

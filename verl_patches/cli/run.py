@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import Json, print_json, say, show_plan, table
-from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
+from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, require
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
@@ -176,7 +176,7 @@ def _require_startable(run: RunSpec) -> str:
     run_folder.require_start(run)
     _end_unless(RULES.checks(run))
     _refuse_without_effect(run)
-    return switched_off_text(run.switches.switched_off(rows_of(run.platform)))
+    return switched_off_text(run.switches.switched_off(platform_rows(run.platform)))
 
 
 def plan_command(
@@ -219,7 +219,7 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 
     Raise ConfigError for a switch of a row that another row needs, or for other switches in the shell.
     """
-    run = compose(config_name, overrides, rows_of, trees)
+    run = compose(config_name, overrides, platform_rows, trees)
     check_switches(run)
     return with_recompute(run)
 
@@ -227,7 +227,7 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 def check_switches(run: RunSpec) -> None:
     """Refuse a switch that switches off a row that another row needs, and other switches in the shell."""
     in_shell = os.environ.get(PATCHES_VAR)
-    Engine(rows_of(run.platform), run.process_switches)
+    Engine(platform_rows(run.platform), run.process_switches)
     # a command that restarted itself has rows in the variable
     if in_shell and replace(parse_switches(in_shell), rows=None) != run.switches:
         raise ConfigError(
@@ -243,7 +243,7 @@ def report_plan(
     try:
         run = composed(config_name, overrides, trees)
         require_trees(run)
-        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows_of(run.platform), workload)
+        plan = build_plan(run, RULES.checks(run), config_name, overrides, platform_rows(run.platform), workload)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
     if as_json:
@@ -274,7 +274,7 @@ def search_layouts(
     config_name: str, overrides: Sequence[str], trees: Trees, dies: int | None, workload: Workload, top: int
 ) -> dict[str, Any]:
     """Return {config, dies, modelled, layouts}: the best layouts for a configuration, whose own may be invalid."""
-    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)], rows_of, trees)
+    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)], platform_rows, trees)
     check_switches(run)
     if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
@@ -407,7 +407,7 @@ def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
-        ended = "was" if outcome.reason.startswith(INTERRUPTED) else f"failed after {outcome.wall_s:.0f} s:"
+        ended = "was" if outcome.reason.startswith(INTERRUPTION_PREFIX) else f"failed after {outcome.wall_s:.0f} s:"
         text = f"verl_patches: the run {ended} {outcome.reason}\n{logs}"
         text += f"\n  {off}" if off else ""
         typer.echo(printable(text, keep="\n\t"), err=True)

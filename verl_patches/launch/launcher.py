@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError, RecipeError, interrupted
+from verl_patches.errors import ConfigError, RecipeError, interruption_text
 from verl_patches.launch.restart import Restarts
 from verl_patches.plan.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
@@ -175,7 +175,7 @@ def _supervise(
             descendants.shared.record(alive)
             next_memory = max(now, next_memory) + MEMORY_S
         if signals:
-            code, reason = 128 + signals[0], interrupted(signals[0])
+            code, reason = 128 + signals[0], interruption_text(signals[0])
             break
         if timeouts.wall_s is not None and now - started > timeouts.wall_s:
             code, reason = TIMED_OUT, f"still running after {timeouts.wall_s:g} s (recipe.timeouts.wall_s)"

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.platform import NO_DEVICE
-from verl_patches.processes import taken_by
+from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
 from verl_patches.run.environment import worker_environment
 from verl_patches.spec import A3, RUN, RunSpec
@@ -92,7 +92,7 @@ def require_nodes(run: RunSpec) -> None:
     Either no Ray answers, or too few of its nodes have the devices, or recipe.ray_port is taken on this machine.
     """
     port = run.recipe.ray_port
-    if port is not None and (holder := taken_by(port, ("127.0.0.1", ""))):
+    if port is not None and (holder := port_holder(port, ("127.0.0.1", ""))):
         raise ConfigError(
             f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
             "port, or null for any free one"

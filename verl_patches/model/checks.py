@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import Check, ConfigError, divides, either, fault_of
+from verl_patches.errors import Check, ConfigError, config_error_text, divides, either
 from verl_patches.layout.inventory import ModelShape, first_layers, read_model_shape, size_differences
 from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.layout.parallel import ParallelLayout
@@ -67,7 +67,7 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
     train, model = run.train, run.model
     yield Check("train layout", True, str(train))
     actor, layers, heads = run.verl.actor_rollout_ref.actor.megatron, model.num_hidden_layers, model.num_attention_heads
-    fault = fault_of(train.chunk_layers, layers)
+    fault = config_error_text(train.chunk_layers, layers)
     if run.line == A3 and not fault:
         fault = _stage_fault(train, model)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")

@@ -103,7 +103,7 @@ def step_input(
     train, train_batch, n = run.train, data.train_batch_size, rollout.n
     lengths = _run_lengths(run, workload)
     length = lengths.prompt + lengths.mean_of_longest()
-    graphs = (run.graph_sizes or (run.seats,)) if run.graphs else ()
+    graphs = (run.graph_sizes or (run.max_num_seqs,)) if run.graphs else ()
     micro = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or micro is None:
         micro = max(1, int(actor.ppo_max_token_len_per_gpu * train.cp // length))
@@ -130,7 +130,7 @@ def step_input(
         tensor_cache=recipe.tensor_cache.enabled,
         copies=1 if "dispatch.put_once" in rows else train.tp * train.pp,
         max_prompt_length=data.max_prompt_length,
-        seats=run.seats,
+        seats=run.max_num_seqs,
         graph_sizes=graphs,
         engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,

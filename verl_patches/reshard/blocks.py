@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from verl_patches.errors import Check, ConfigError, fault_of
+from verl_patches.errors import Check, ConfigError, config_error_text
 from verl_patches.layout.inventory import Inventory, ModelShape, Parameter, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, tensor_shards
@@ -202,5 +202,5 @@ def _run_blocks(
 def sync_checks(run: RunSpec) -> Iterator[Check]:
     """Check that the direct weight sync, where it is on, can serve these layouts with these buckets."""
     if run.samples and "reshard.direct" in run.rows:
-        fault = fault_of(run_blocks, run)
+        fault = config_error_text(run_blocks, run)
         yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")

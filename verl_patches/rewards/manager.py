@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from verl import DataProto
 
-from verl_patches.errors import RecipeError, place_in
-from verl_patches.recipe import TAKES, Part
+from verl_patches.errors import RecipeError, traceback_location
+from verl_patches.recipe import REWARD_KEYS, Part
 from verl_patches.rewards import by_source, learnable, maths
 from verl_patches.rewards.parts import REWARD_PREFIX, RM_SCORES, length_penalty, reward_parts
 
@@ -131,14 +131,14 @@ def _results(
 
 def part_error(part: Part, error: Exception, place: str) -> RewardError:
     """Return a part's error, with the last line of the user's file that led to it, in another process too."""
-    line = place_in("".join(traceback.format_exception(error)), part.entry.path)
+    line = traceback_location("".join(traceback.format_exception(error)), part.entry.path)
     return RewardError(f"{part}, {place}: {line}{type(error).__name__}: {error}")
 
 
 def load_parts(original: Callable) -> Callable:
     """Wrap verl's load_reward_manager: return a RewardManager with the parts of the configuration.
 
-    The parts do not come from `run_of`: without the launcher its facts are written when the trainer is made
+    The parts do not come from `run_from_config`: without the launcher its facts are written when the trainer is made
     (import_alone.py), and verl 0.4.0's main loads rewards before that.
     """
 
@@ -159,7 +159,7 @@ def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) 
     if entry.name == "reward_model":
         return None
     if entry.name == "length":
-        return lambda keywords, tokens: length_penalty(tokens, longest, entry.buffer_of(longest))
+        return lambda keywords, tokens: length_penalty(tokens, longest, entry.penalty_tokens(longest))
     if entry.name == "python":
         named = {"path": entry.path, "name": entry.function, "reward_kwargs": entry.kwargs}
         try:
@@ -169,5 +169,5 @@ def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) 
     elif entry.name == "data_source":
         function = verls_manager().compute_score
     else:
-        function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in TAKES[entry.name]}
+        function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in REWARD_KEYS[entry.name]}
     return lambda keywords, tokens: function(**keywords, **options)

@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.recipe import TAKES, Part, Reward
-from verl_patches.values import types_of, unknown_key, value_faults
+from verl_patches.recipe import REWARD_KEYS, Part, Reward
+from verl_patches.values import field_types, unknown_key, value_faults
 
 SHORT_FORM = "custom_reward_function"
 # REWARD_PREFIX + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
@@ -60,11 +60,11 @@ def _plain_value(config: DictConfig, key: str) -> Any:
 
 def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
     """Return the faults of one entry: its name, a value, or a key that its name does not take."""
-    types = {f"{where}.{key}": kind for key, kind in types_of(Reward).items()}
+    types = {f"{where}.{key}": kind for key, kind in field_types(Reward).items()}
     faults = value_faults(types, {f"{where}.{key}": value for key, value in {"name": None, **entry}.items()})
     if any(fault.startswith(f"{where}.name ") for fault in faults):
         return faults
-    known = dict.fromkeys(("name", "weight", *TAKES[entry["name"]]))
+    known = dict.fromkeys(("name", "weight", *REWARD_KEYS[entry["name"]]))
     hint = f"{entry['name']} takes {', '.join(known)}"
     faults += [f"{where}: {unknown_key(key, known, hint)}" for key in entry if key not in known]
     files = {"python": "the Python file that defines the function"}

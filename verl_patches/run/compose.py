@@ -59,10 +59,10 @@ def compose(
 ) -> RunSpec:
     """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
 
-    platform_rows: returns the catalogue's rows on a platform; `RunSpec.rows` are those on. trees: checkouts that
-    the run imports; verl's config is that of `trees.verl`, or of the installed verl, which is located but not imported.
-    Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that contradicts
-    itself, and LayoutError where a layout cannot be built.
+    platform_rows: returns the catalogue's rows on a platform; `RunSpec.rows` are those on. trees: checkouts
+    that the run imports; verl's config is that of `trees.verl`, or of the installed verl, which is located but not
+    imported. Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that
+    contradicts itself, and LayoutError where a layout cannot be built.
     """
     config = compose_config(config_name, overrides, verl_path=trees.verl)
     platform = config.recipe.platform

@@ -62,7 +62,7 @@ def _expert_exchange(run: RunSpec) -> tuple[int, int, int]:
     tp = run.rollout.tp
     ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
     local = experts // ep + experts % ep  # the last rank also has the remainder
-    batch = max(run.seats, *run.graph_sizes, 0)  # decode batches are padded to a graph's size
+    batch = max(run.max_num_seqs, *run.graph_sizes, 0)  # decode batches are padded to a graph's size
     return ep, local, math.ceil(batch / tp)
 
 

@@ -42,7 +42,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.shared_files import sync
-from verl_patches.spec import RUN, RunSpec, run_of
+from verl_patches.spec import RUN, RunSpec, run_from_config
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.manifest import (
@@ -88,7 +88,7 @@ class Checkpoints:
         """Take `say`: say(text) shows a line; say(text, step) also records `step` as the one that is resumed from."""
         config = trainer.config
         self._say, self.trainer, self.config = say, trainer, config
-        self.run = run_of(config)
+        self.run = run_from_config(config)
         self.chain = chain_in(self.run)
         self.folder = self.chain.links[-1].folder
         self.trains_actor = self.run.trains_actor  # if False, only the critic is saved
@@ -367,7 +367,13 @@ def chain_in(run: RunSpec) -> Chain:
 def settings_of(config: Any) -> dict[str, Any]:
     """Return {digest, patches, settings}, which a resumed run is compared with; digest covers settings and patches."""
     resolved = OmegaConf.to_container(config, resolve=True)
-    names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if run_of(config).has_critic else [])]
+    names = [
+        "recipe",
+        "actor_rollout_ref",
+        "algorithm",
+        "data",
+        *(["critic"] if run_from_config(config).has_critic else []),
+    ]
     sections = {name: resolved[name] for name in names}
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
     mirrored = (f"actor_rollout_ref.{RUN}", f"critic.{RUN}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl_patches.errors import Check, either
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.memory.schedule import ROLLOUT_PHASES
-from verl_patches.recipe import PROFILED
+from verl_patches.recipe import PROFILED_PHASES
 from verl_patches.spec import RunSpec
 
 
@@ -66,7 +66,7 @@ def profile_checks(run: RunSpec) -> Iterator[Check]:
     faults = list(_profile_faults(run))
     yield from (Check("profile", False, fault) for fault in faults)
     if not faults:
-        phases = ", ".join(section.phases or [phase for phase in PROFILED if phase not in _without(run)])
+        phases = ", ".join(section.phases or [phase for phase in PROFILED_PHASES if phase not in _without(run)])
         yield Check("profile", True, f"steps {list(section.steps)}, ranks {list(section.ranks)}: {phases}")
 
 

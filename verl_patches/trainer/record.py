@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_patches.shared_files import write_whole, writing
+from verl_patches.shared_files import disk_errors, write_whole
 
 log = logging.getLogger(__name__)
 STEP = "~ step "  # prefix of a step's stage in progress.log; other stages belong to the start
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically; raise RecipeError if the disk is full."""
-    with writing(path, _FREE_SOME):
+    with disk_errors(path, _FREE_SOME):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(data, indent=1) + "\n")
 
@@ -62,7 +62,7 @@ class Progress:
             if text.startswith(("| ", "- ")):
                 log.warning("verl_patches: %s", text[2:])
             return
-        with writing(self.path, _FREE_SOME), self.path.open("a") as file:
+        with disk_errors(self.path, _FREE_SOME), self.path.open("a") as file:
             file.write(text + "\n")
 
 
@@ -110,7 +110,7 @@ class Summary:
         if self.metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
-            with writing(self.metrics, _FREE_SOME), self.metrics.open("a") as file:
+            with disk_errors(self.metrics, _FREE_SOME), self.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def write(self) -> None:

@@ -28,7 +28,7 @@ from verl_patches.patching.handshake import (
     unreviewed_rows,
 )
 from verl_patches.platform import emulation
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.step.log_probs import logprob_check, rollout_correction
 from verl_patches.step.log_probs.ratio_settings import parse_correction
 from verl_patches.step.objectives.advantages import FixedData, current_fixed_data
@@ -55,7 +55,7 @@ class Run:
     """Wrap one RayPPOTrainer.fit()."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.run = trainer, run_of(trainer.config)
+        self.trainer, self.run = trainer, run_from_config(trainer.config)
         self.recipe, self.folder = self.run.recipe, self.run.folder if self.run.start.name else None
         self.not_compared = logprob_check.unchecked_reason(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)

@@ -30,7 +30,7 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import REWARD_PREFIX, part_means
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
 from verl_patches.step.batches.keep_groups import KeepGroupsLoader
@@ -133,7 +133,7 @@ class RecipeWorkerGroup:
         actor: RecipeWorkerGroup | None = None,
         profile_to: Path | None = None,
     ):
-        run = run_of(trainer.config)
+        run = run_from_config(trainer.config)
         recipe = run.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
         self._calls = WorkerCalls(group)

@@ -26,7 +26,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.reshard.parameters import NAMES_BY_LIBRARY
 from verl_patches.reshard.train_tensors import parameter_contents, train_tensors_from_native
-from verl_patches.shared_files import PARTIAL, free_bytes, sync, writing
+from verl_patches.shared_files import PARTIAL, disk_errors, free_bytes, sync
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import file_problems, header_of
 from verl_patches.weights.megatron import FILE, ITERATION, read_rank_file
@@ -251,13 +251,13 @@ def write_rank(
             reader.copy(held.region, held.tensor)
     keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]
     state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1, **more}
-    with writing(path, AGAIN):
+    with disk_errors(path, AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as file:
         try:
             torch.save(state, file.partial)
         except RuntimeError as error:  # torch's zip writer raises it when a write fails
-            with writing(path, AGAIN):
+            with disk_errors(path, AGAIN):
                 raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
         file.finish()
     sync(path.parent)

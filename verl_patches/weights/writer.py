@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import RecipeError
-from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole, writing
+from verl_patches.shared_files import PARTIAL, disk_errors, lock_file, sync, write_whole
 from verl_patches.weights.manifest import (
     DIGITS,
     ENTRIES,
@@ -33,7 +33,7 @@ AGAIN = "Free space and run the same command again: finished files are kept"
 
 def write_text(path: Path, text: str | bytes, durable: bool = True) -> None:
     """Write a file by `write_whole`; a full disk raises RecipeError that names the file."""
-    with writing(path, AGAIN):
+    with disk_errors(path, AGAIN):
         write_whole(path, text, durable)
 
 
@@ -48,7 +48,7 @@ class NewFile:
         self.path, self.partial, self._finished = path, path.with_name(path.name + PARTIAL), False
 
     def __enter__(self) -> NewFile:
-        with writing(self.path, AGAIN):
+        with disk_errors(self.path, AGAIN):
             try:
                 self._file = lock_file(self.partial)
             except BlockingIOError:
@@ -59,13 +59,13 @@ class NewFile:
     def write(self, data: Any) -> None:
         """Append the bytes of any contiguous buffer."""
         view = memoryview(data).cast("B")
-        with writing(self.path, AGAIN):
+        with disk_errors(self.path, AGAIN):
             while view:
                 view = view[self._file.write(view) :]
 
     def finish(self) -> None:
         """Make the bytes durable and give the file its name."""
-        with writing(self.path, AGAIN):
+        with disk_errors(self.path, AGAIN):
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True

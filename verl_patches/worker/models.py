@@ -28,7 +28,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, region_view
 from verl_patches.reshard.train_tensors import inventory_and_library, model_layout, train_tensors
-from verl_patches.spec import RUN, run_of
+from verl_patches.spec import RUN, run_from_config
 from verl_patches.weights.load import WAIT_S, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
@@ -54,7 +54,7 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
 
         wait_s, layout = WAIT_S, None
         if config.get(RUN) is not None:
-            run = run_of(config)
+            run = run_from_config(config)
             wait_s, layout = run.recipe.timeouts.load_s, _with_layers(run.train, model_config.num_hidden_layers)
         return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 

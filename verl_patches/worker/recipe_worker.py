@@ -44,7 +44,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, emulation
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
 from verl_patches.step.batches.exchange import is_metrics_rank
@@ -75,7 +75,7 @@ class RecipeWorker(TrainingWorker):
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
 
     def __init__(self, config: Any, role: str) -> None:
-        self.run = run_of(config)
+        self.run = run_from_config(config)
         if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")

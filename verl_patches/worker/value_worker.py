@@ -25,7 +25,7 @@ from verl_patches.memory.schedule import ACTOR, CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.step.batches.micro_batches import MiniBatchCounts, Stage, in_stage
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.worker import Upstream
@@ -49,7 +49,7 @@ class RecipeCriticWorker(TrainingWorker):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
-        self.run = run_of(config)
+        self.run = run_from_config(config)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         if self.memory.scheduled:  # then verl's own calls must not move memory
             self._is_offload_param = self._is_offload_optimizer = False
@@ -113,7 +113,7 @@ class RecipeRewardModelWorker(Upstream):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
-        self.run = run_of(config)
+        self.run = run_from_config(config)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         self.reward_models: list[Any] = []
         with open_dict(config):  # verl does not know HF's ...ForSequenceClassification

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.runs import composed
 from tests.weights.cases import read_folder, write_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.cli import inference
 from verl_patches.cli.inference import _settings
 from verl_patches.errors import ConfigError
@@ -44,7 +44,7 @@ def run(tmp_path, tiny_model):
 
 
 def find(given, root, *overrides, config=None, **which):
-    return find_model(given, root, config, overrides, Trees(), rows_of, **which)
+    return find_model(given, root, config, overrides, Trees(), platform_rows, **which)
 
 
 def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a_file(run, tiny_model):

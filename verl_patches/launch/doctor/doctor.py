@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median_high
 from typing import Any
 
-from verl_patches.errors import ConfigError, fault_of
+from verl_patches.errors import ConfigError, config_error_text
 from verl_patches.launch import ray_cluster
 from verl_patches.launch.doctor import npu_checks
 from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, NotRunError, Result
@@ -36,7 +36,7 @@ Examined = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, inte
 def this_node(node: Node) -> Examined:
     """Make the checks of this node alone."""
     findings = tuple(finding for row in NODE_ROWS for finding in row.findings(node, npu=node.npu))
-    interface = None if fault_of(lambda: node.interface) or node.interface is None else node.interface[0]
+    interface = None if config_error_text(lambda: node.interface) or node.interface is None else node.interface[0]
     known = {"address": socket.gethostname(), "interface": interface}
     return Report(COMMAND, node.run.line, findings), [known]
 
@@ -101,7 +101,7 @@ def _joined(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
 
 
 def _number(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    fault = fault_of(ray_cluster.check_nodes, node.run, answer["nodes"])
+    fault = config_error_text(ray_cluster.check_nodes, node.run, answer["nodes"])
     yield Result(fault is None, fault or f"{len(answer['nodes'])} nodes")
     for place, one in _by_place(answer).items():
         if _report(one) is None:

@@ -22,13 +22,13 @@ from typing import Any
 
 import psutil
 
-from verl_patches.errors import fault_of
+from verl_patches.errors import config_error_text
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
-from verl_patches.processes import taken_by
+from verl_patches.processes import port_holder
 from verl_patches.run import hccl
 from verl_patches.run.files import DiskNeed, disk_detail, disk_fault, disk_needs
 from verl_patches.shared_files import disk_folder
@@ -275,8 +275,8 @@ def _interface(node: Node) -> Iterator[Result]:
         return
     name, why = node.interface
     own = {part: of for of in SOCKETS for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
-    faults = (fault_of(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
-    fault = next(filter(None, faults), None) or fault_of(require_interface, name, why)
+    faults = (config_error_text(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
+    fault = next(filter(None, faults), None) or config_error_text(require_interface, name, why)
     if fault:
         yield Result(False, fault)
         return
@@ -291,7 +291,7 @@ def _ports(node: Node) -> Iterator[Result]:
     ports = hccl.check_ports(node.run)
     yield Result(ports.ok, ports.detail, name="HCCL, range")
     first, last = hccl.node_ports(node.run)["all"]
-    taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
+    taken = [port for port in range(first, last + 1) if port_holder(port, ("127.0.0.1", ""))]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
     todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."
     yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")

@@ -21,7 +21,7 @@ import psutil
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.platform.npu.machine import preload, start_notes
-from verl_patches.processes import taken_by
+from verl_patches.processes import port_holder
 from verl_patches.run.ray_nodes import CALL_S, ask_nodes
 
 LOOPBACK = ("127.0.0.1", "127.0.1.1")  # /etc/hosts gives them to a machine's own name, the second on Debian and Ubuntu
@@ -124,7 +124,7 @@ def _towards(other: str, port: int) -> str:
 
 def require_free_ports(address: str, services: Mapping[int, str]) -> None:
     """Refuse ports that are taken, and name the service and the process of each."""
-    holders = {port: taken_by(port, ("0.0.0.0", address)) for port in services}
+    holders = {port: port_holder(port, ("0.0.0.0", address)) for port in services}
     taken = [f"port {port} ({services[port]}) is taken by {holder}" for port, holder in holders.items() if holder]
     if taken:
         raise ConfigError(f"{'; '.join(taken)}. End that process, or give other ports (ports.gcs, ports.first)")

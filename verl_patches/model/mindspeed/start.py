@@ -38,7 +38,7 @@ from verl_patches.platform import as_npu
 from verl_patches.platform.npu import VISIBLE, check_visible_die
 from verl_patches.platform.npu.cores import bind
 from verl_patches.platform.npu.groups import small_groups_mib
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def prepare(section: Any) -> None:
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
             "call verl_patches.model.mindspeed.start.prepare(section) first in the process"
         )
-    words, compile_of_torch = command_line_arguments(engine_settings(section, run_of(section).recipe)), torch.compile
+    words, compile_of_torch = command_line_arguments(engine_settings(section, run_from_config(section).recipe)), torch.compile
     with _replaced_argv(words), _redirect_prints("MindSpeed-LLM's adaptor"):
         importlib.import_module("mindspeed_llm")
     adaptor_applied.value, torch.compile = True, compile_of_torch
@@ -78,7 +78,7 @@ def start(section: Any) -> Namespace:
     of MindSpeed replaced one of ours.
     """
     prepare(section)
-    recipe = run_of(section).recipe
+    recipe = run_from_config(section).recipe
     words = command_line_arguments(engine_settings(section, recipe, read_hf_config(section)))
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from verl_patches.errors import Check, ConfigError, RecipeError, either
 from verl_patches.run.record.curves import JUDGED_METRICS, LOSSES_OF_POLICY, Curves
-from verl_patches.shared_files import write_whole, writing
+from verl_patches.shared_files import disk_errors, write_whole
 
 FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
 LIMITS = {"loss": 0.02, "reward": 0.04}
@@ -158,6 +158,6 @@ def write_baseline(path: Path, curves: Curves) -> None:
             if not math.isfinite(value):
                 raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
             rows.setdefault(step, {"step": step})[curves.names[metric]] = value
-    with writing(path, "Free some, or name another file"):
+    with disk_errors(path, "Free some, or name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.values import load
+from verl_patches.values import loading_errors
 from verl_patches.weights.run_folders import chain_of, find_start, read_start, start_in, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
@@ -69,7 +69,7 @@ def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = 
     text in one of them. Of several values of a step the last counts.
     """
     found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as in the source
-    with load(f"{given}: expected a run or a file that can be read"):
+    with loading_errors(f"{given}: expected a run or a file that can be read"):
         kind, rows = _read_source(given, root)
         for number, (step, pairs) in enumerate(rows, 1):
             for name, value in pairs:

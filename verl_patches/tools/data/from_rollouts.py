@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.recipe import one_of
+from verl_patches.recipe import choices
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
@@ -32,7 +32,7 @@ from verl_patches.step.replay.recording import recording_in
 from verl_patches.tools.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.tools.data.output import MANIFEST, TRAIN, whole_folder, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
-from verl_patches.values import Count, NotNegative, load, read_yaml, size_text, types_of, value_faults
+from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +50,13 @@ class Choice:
     margin: the least difference of a pair's rewards, which are never equal.
     """
 
-    kind: Annotated[str, one_of(*COLUMNS)] = "best"
+    kind: Annotated[str, choices(*COLUMNS)] = "best"
     best: Count = 1
     threshold: FiniteFloat | None = None
     margin: NotNegative = 0.0
 
     def __post_init__(self):
-        if faults := value_faults(types_of(Choice), asdict(self)):
+        if faults := value_faults(field_types(Choice), asdict(self)):
             raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
         if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
             raise ConfigError(
@@ -78,7 +78,7 @@ def from_rollouts(
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.
     """
-    with load(f"{run}: expected a run, with {CONFIG_FILE} and {FACTS_FILE}"):
+    with loading_errors(f"{run}: expected a run, with {CONFIG_FILE} and {FACTS_FILE}"):
         try:
             spec = read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
         except ValidationError:
@@ -146,7 +146,7 @@ def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, 
     head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # tokens that a cut keeps of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:
-        with load(f"{file}: expected the run's data as it was; put it there again"):
+        with loading_errors(f"{file}: expected the run's data as it was; put it there again"):
             for _, row in read_rows(Path(file)):
                 prompt = row[data.prompt_key]
                 ids = prompt_tokens(tokenizer, prompt)
@@ -174,7 +174,7 @@ def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float,
 def _load(path: Path, *names: str) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
-    with load(f"{path}: expected a recording with {', '.join(names)}; run it again"):
+    with loading_errors(f"{path}: expected a recording with {', '.join(names)}; run it again"):
         tensors = load_file(path)
         return [tensors[name] for name in names]
 

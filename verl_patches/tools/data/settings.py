@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
-from verl_patches.recipe import one_of
+from verl_patches.recipe import choices
 from verl_patches.tools.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
-from verl_patches.values import Count, Seed, Share, Text, parse_yaml, read_yaml, types_of, unknown_key, value_faults
+from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
 REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
@@ -23,7 +23,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     input: Text | Annotated[list[Text], Field(min_length=1)]
-    handler_name: Annotated[str, one_of(*HANDLERS)]
+    handler_name: Annotated[str, choices(*HANDLERS)]
     output_prefix: Text
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
     tokenizer_name_or_path: Text | None = None
@@ -39,7 +39,7 @@ class Settings(BaseModel):
     shuffle: bool = True
     seed: Seed = 0
     test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
-    refuse_above: dict[Annotated[str, one_of(*REASONS)], Share] = {}
+    refuse_above: dict[Annotated[str, choices(*REASONS)], Share] = {}
 
     @property
     def inputs(self) -> list[str]:
@@ -69,7 +69,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
         values[key] = text if key == "prompt_type" else next(iter(parse_yaml(text, key)), None)
     if output is not None:
         values["output_prefix"] = str(output)
-    types, hint = {key: types_of(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
+    types, hint = {key: field_types(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
     faults = [unknown_key(str(key), types, hint) for key in values if key not in types]
     faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
     if faults := faults + value_faults(types, values):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.values import is_secret_value, load, printable
+from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
     from verl_patches.tools.data.settings import Settings
@@ -37,7 +37,7 @@ def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:
     for number, given in enumerate(settings.inputs):
         if is_secret_value(given):
             raise ConfigError("input: an address holds a secret; credentials are read from the environment alone")
-        with load(f"input {given}: expected files or a dataset that can be read"):
+        with loading_errors(f"input {given}: expected files or a dataset that can be read"):
             path = Path(given)
             if _URL.match(given):
                 yield from map(_file, _download(given, scratch / f"input{number}"))
@@ -85,7 +85,7 @@ def _dataset(given: str, split: str, local: bool) -> Source:
     facts = {"name": given, "split": split, "rows": len(found), "version": str(found.version or "")}
 
     def rows() -> Rows:
-        with load(f"input {given}: expected rows that can be read"):
+        with loading_errors(f"input {given}: expected rows that can be read"):
             yield from _numbered(found.with_format("arrow").iter(_BATCH_ROWS))
 
     return Source(printable(Path(given).name), rows, facts)
@@ -110,7 +110,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
 
     Raise ConfigError for a file that cannot be read.
     """
-    with load(f"{path}: expected a file that can be read"):
+    with loading_errors(f"{path}: expected a file that can be read"):
         if path.suffix == ".parquet":
             yield from _parquet(path, columns)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
@@ -170,7 +170,7 @@ def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool
     """Return the tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run its own code."""
     from transformers import AutoTokenizer
 
-    with load(f"{place}: expected {expected}"):
+    with loading_errors(f"{place}: expected {expected}"):
         return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
 
 

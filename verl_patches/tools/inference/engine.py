@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from verl_patches.errors import RecipeError
 from verl_patches.spec import RunSpec
-from verl_patches.values import load
+from verl_patches.values import loading_errors
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 
@@ -64,7 +64,7 @@ def _tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[s
 
 def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
     """Return vLLM's SamplingParams of these names; raise ConfigError for values that vLLM refuses."""
-    with load("sampling: expected values that vLLM takes"):
+    with loading_errors("sampling: expected values that vLLM takes"):
         return SamplingParams(**sampling)
 
 

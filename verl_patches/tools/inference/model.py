@@ -26,9 +26,9 @@ from verl_patches.run.engine_options import ROLLOUT_KEY, check_engine_options, r
 from verl_patches.run.environment import CONFIG_FILE, environment_variables, process_environment
 from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
-from verl_patches.spec import OF_VALUES, RunSpec, Trees
+from verl_patches.spec import VALUE_OBJECTIVES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
-from verl_patches.values import load, read_yaml
+from verl_patches.values import loading_errors, read_yaml
 from verl_patches.weights.manifest import SAVED, has_manifest
 from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, start_in
 from verl_patches.weights.source import Source, open_source
@@ -49,7 +49,7 @@ def find_model(
     config_name: str | None,
     overrides: Sequence[str],
     trees: Trees,
-    rows_of: RowProvider,
+    platform_rows: RowProvider,
     newest: bool = False,
 ) -> Model:
     """Return the weights of a folder, or the checkpoints (with `newest` only that) of a run or a start.
@@ -73,12 +73,12 @@ def find_model(
     name = config_name or CONFIG_NAME
     config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
     objective, platform = config.recipe.objective.name, config.recipe.platform
-    if run and objective in OF_VALUES:
+    if run and objective in VALUE_OBJECTIVES:
         raise ConfigError(
             f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
-    spec = resolve(instance_config(config), rows_of(platform), override_keys(overrides), for_platform(platform, trees))
+    spec = resolve(instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees))
     if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
@@ -105,7 +105,9 @@ def find_model(
 
 def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
     """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
-    with load(f"{run / CONFIG_FILE} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
+    with loading_errors(
+        f"{run / CONFIG_FILE} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"
+    ):
         config = OmegaConf.create(read_yaml(run / CONFIG_FILE))
         OmegaConf.set_struct(config, True)
         config.merge_with_dotlist(list(overrides))

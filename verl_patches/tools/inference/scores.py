@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.spec import RunSpec, give_run
+from verl_patches.spec import RunSpec, write_run
 from verl_patches.tools.data.sources import file_facts
 from verl_patches.trainer.validation import pass_at_k
-from verl_patches.values import load
+from verl_patches.values import loading_errors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def scored_by(run: RunSpec) -> tuple[list[Any], list[str]]:
             f"recipe.rewards: expected a part that eval can run, found {found}; "
             "give 'recipe.rewards=[{name: maths}]' and data.val_files with gold answers"
         )
-    with load("recipe.rewards: expected Python files that can be read"):
+    with loading_errors("recipe.rewards: expected Python files that can be read"):
         files = [file_facts(Path(part.path)) for part in parts if part.entry.name == "python"]
     return [*(asdict(part.entry) for part in parts), *files], models
 
@@ -59,7 +59,7 @@ def scorer(
 
     verl = run.verl.copy()
     OmegaConf.set_readonly(verl, False)
-    give_run(verl, run.text())
+    write_run(verl, run.text())
     manager, longest = load_reward_manager(verl, tokenizer, num_examine=1), run.verl.data.max_response_length
 
     def score(row: Mapping[str, Any], responses: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
