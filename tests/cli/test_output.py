@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from verl_patches.cli import output
-from verl_patches.cli.output import say_command, table
+from verl_patches.cli.output import print_command, print_table
 
 NAMES = ("id", "kind", "target", "why")
 TARGET = "verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__"
@@ -13,7 +13,7 @@ ROWS = [("reshard.direct", "override", TARGET, "it moves 1.3 TB of weights"), ("
 
 
 def test_a_pipe_gets_a_table_of_plain_lines_that_is_no_wider_than_its_width(capsys):
-    table("rows", NAMES, [*ROWS, ("y", "", TARGET * 3, "words " * 40)], red=[0])
+    print_table("rows", NAMES, [*ROWS, ("y", "", TARGET * 3, "words " * 40)], red=[0])
     title, head, *lines = capsys.readouterr().out.splitlines()
     assert title == "rows" and head.split() == list(NAMES)
     assert max(map(len, lines)) <= output.PIPE_COLUMNS and [line for line in lines if line != line.rstrip()] == []
@@ -25,7 +25,7 @@ def test_a_pipe_gets_a_table_of_plain_lines_that_is_no_wider_than_its_width(caps
 def test_a_command_can_be_pasted(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     words = ["python", "-c", "import sys; print(sys.argv[1:])", "a=[1,2]", "it's", 'say "x"', "k" * 50]
-    say_command(shlex.join(words))
+    print_command(shlex.join(words))
     text = capsys.readouterr().out
     done = subprocess.run(["bash", "-c", text.replace("python", sys.executable, 1)], capture_output=True, text=True)
     assert done.stdout == f"{words[3:]}\n" and text.count(" \\\n") > 1, (text, done.stderr)

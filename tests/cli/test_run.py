@@ -95,13 +95,13 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))
     outcome = launcher.Outcome(code, reason, tmp_path, 12.3, {"total": 3 << 30})
     with pytest.raises(typer.Exit) as ended:
-        run._report(outcome, composed(TINY), as_json=False)
+        run._report_outcome(outcome, composed(TINY), as_json=False)
     printed = capsys.readouterr()
     assert ended.value.exit_code == (code if code > 128 else min(code, 1))  # 128 + n: ended by signal n
     assert ("ok in 12 s, peak memory 3.0 GiB" in printed.out) is (code == 0)
     assert (f"{reason}\n  log: {tmp_path / 'driver.log'}" in printed.err) is (code != 0)
     with pytest.raises(typer.Exit):
-        run._report(outcome, composed(TINY), as_json=True)
+        run._report_outcome(outcome, composed(TINY), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
 
 
@@ -114,7 +114,9 @@ def said(tmp_path, capsys):
         given += ["trainer.save_freq=2", "trainer.total_training_steps=9"]
         with pytest.raises(typer.Exit):
             folder = tmp_path / "r" / starts_in(tmp_path / "r")[-1].name
-            run._report(launcher.Outcome(code, reason, folder, 2.0), composed(TINY, [*given, *overrides]), False)
+            run._report_outcome(
+                launcher.Outcome(code, reason, folder, 2.0), composed(TINY, [*given, *overrides]), False
+            )
         return capsys.readouterr().err
 
     return report

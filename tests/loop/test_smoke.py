@@ -22,7 +22,7 @@ from verl_patches.catalog import (  # PACKAGE_STUBS: off where flash_attn is ins
     PACKAGE_STUBS,
     all_rows,
 )
-from verl_patches.cli.live import live
+from verl_patches.cli.live import live_facts
 from verl_patches.errors import interruption_text
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.report import figures
@@ -198,6 +198,6 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
         assert launcher.returncode == 130 and bystander.poll() is None
         assert reason_of(tmp_path, processes) == interruption_text(signal.SIGINT)
         assert f"the run was {interruption_text(signal.SIGINT)}" in output and "failed" not in output
-        assert live((tmp_path / "r" / "latest").resolve())["state"] == "interrupted"
+        assert live_facts((tmp_path / "r" / "latest").resolve())["state"] == "interrupted"
     finally:
         bystander.kill()

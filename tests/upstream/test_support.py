@@ -6,7 +6,7 @@ import pytest
 
 from tests.runs import composed
 from tests.symbols import symbol_source
-from verl_patches.cli.run import _refuse_without_effect
+from verl_patches.cli.run import _refuse_planned_keys
 from verl_patches.errors import ConfigError
 from verl_patches.plan.memory_plan import LAYERS_KEY
 from verl_patches.recipe import recipe_keys
@@ -100,10 +100,10 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
     shown = list(support_checks(run))
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        _refuse_without_effect(run)
+        _refuse_planned_keys(run)
     there = composed(LARGE, [f"{LAYERS_KEY}=4"])
     assert there.line == "a3" and refused_keys(there) == []
-    _refuse_without_effect(there)
+    _refuse_planned_keys(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():

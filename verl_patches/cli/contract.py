@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.output import Json, leave_with, print_json, say, table
-from verl_patches.cli.patches import Switch, engine_of, switches_here
+from verl_patches.cli.output import Json, exit_with_report, print_json, print_table, print_text
+from verl_patches.cli.patches import SwitchesOption, build_engine, current_switches
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
@@ -46,17 +46,17 @@ def check_command(
     """
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
-    leave_with(run_check(upstream, line, only or ()), as_json, fine=False)
+    exit_with_report(run_check(upstream, line, only or ()), as_json, fine=False)
 
 
 def explain_command(
     row_id: str,
-    switches: Switch = None,
+    switches: SwitchesOption = None,
     upstream: Annotated[Path | None, typer.Option(help=PINNED_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Everything about one row: what it replaces, why, by what, until when."""
-    engine = engine_of(switches)
+    engine = build_engine(switches)
     facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
     if upstream is not None and not spec.is_module_stub:
         facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
@@ -69,12 +69,12 @@ def explain_command(
         return
     diff = facts.pop("diff", ())
     rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
-    table(row_id, ("fact", "value"), rows)
+    print_table(row_id, ("fact", "value"), rows)
     for text in diff:
-        say(text, whole=True)
+        print_text(text, whole=True)
     if upstream is not None and not diff:
-        say(f"{spec.target}: no difference from the pinned body")
-    say(LINE_NUMBER_NOTE)
+        print_text(f"{spec.target}: no difference from the pinned body")
+    print_text(LINE_NUMBER_NOTE)
 
 
 def fingerprint_command(
@@ -87,7 +87,7 @@ def fingerprint_command(
 ) -> None:
     """Compare fingerprints of the targets on disk with the reviewed ones."""
     result = fingerprints(
-        Engine(catalog.all_rows(), switches_here(line and f"line={line}")), row_ids or [], write, no_source, upstream
+        Engine(catalog.all_rows(), current_switches(line and f"line={line}")), row_ids or [], write, no_source, upstream
     )
     line, rows = result["line"], result["rows"]
     if as_json:
@@ -96,7 +96,7 @@ def fingerprint_command(
         typer.echo(f"fingerprint: the catalogue has no row with a target on line {line}")
     else:
         cells = [(row["target"], row["found"], row["reviewed"] or "-") for row in rows]
-        table(f"fingerprints, line {line}", ("target", "found", "reviewed"), cells)
+        print_table(f"fingerprints, line {line}", ("target", "found", "reviewed"), cells)
         for target in result["dropped"]:
             typer.echo(f"dropped from the record, no row has this target: {target}")
     fine = rows and all(row["found"] == row["reviewed"] for row in rows)
@@ -108,7 +108,7 @@ def versions_command(line: LineOption = None, upstream: Upstream = None, as_json
     report = compare(line, trees=trees_of(upstream))
     if upstream is not None and report.line != LINE:
         raise ConfigError(f"--upstream contains line {LINE}, but --line is {report.line}: give --line {LINE}")
-    leave_with(report, as_json)
+    exit_with_report(report, as_json)
 
 
 def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ()) -> Report:
@@ -118,7 +118,7 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     if only:
         packages = tuple(package for pin in pins.chosen(only).values() for package in pin.packages)
         rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
-    roots = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
+    roots = roots_of(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
     here = {package: root for package, root in roots.items() if package in packages}
     lacking = [package for package in packages if package not in here]
     if upstream is None and lacking:
@@ -146,7 +146,7 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     package = split_place(target)[0].split(".")[0]
     pins = load_pins().line(line).repositories.values()
     commit = next((pin.commit for pin in pins if package in pin.packages), None)
-    given = _roots(upstream, line, part=True).get(package)
+    given = _package_roots(upstream, line, part=True).get(package)
     here = given if commit else None
     with tempfile.TemporaryDirectory() as folder:
         pinned = given
@@ -163,7 +163,7 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     return fp.fingerprint(target, here), diff
 
 
-def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
+def _package_roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
     """Return {top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
 
     Raise ConfigError for packages that are missing; with `part` only where all are.
@@ -200,7 +200,7 @@ def fingerprints(
                 f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; say which with --line"
             )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
-    roots = {} if upstream is None else _roots(upstream, line)
+    roots = {} if upstream is None else _package_roots(upstream, line)
     found, files, absent, dropped = {}, {}, [], []
     for spec in specs:
         root = roots.get(spec.target_module.split(".")[0])

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, progress_bar, say
+from verl_patches.cli.output import Json, print_json, print_text, progress_bar
 from verl_patches.run.compose import output_root
 from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, from_rollouts
 from verl_patches.weights.run_folders import find_start
@@ -36,7 +36,7 @@ def build_command(
     if as_json:
         print_json({"exit": code, **report})
     else:
-        _show(report, settings.output_prefix)
+        _print_build_report(report, settings.output_prefix)
     raise typer.Exit(code)
 
 
@@ -59,11 +59,11 @@ def from_rollouts_command(
         print_json(report)
         return
     why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
-    say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
-    say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
+    print_text("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
+    print_text(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
 
 
-def _show(report: dict[str, Any], output: str) -> None:
+def _print_build_report(report: dict[str, Any], output: str) -> None:
     counts = []
     for reason, found in report.items():
         if isinstance(found, dict) and "shown" in found:
@@ -71,14 +71,14 @@ def _show(report: dict[str, Any], output: str) -> None:
             counts.append(f"{more} {what}")
             for sentence, same in found["shown"].items():
                 more -= same["rows"]
-                say(f"{what}: {same['rows']} rows, as {', '.join(same['places'])}: {sentence}", err=True)
+                print_text(f"{what}: {same['rows']} rows, as {', '.join(same['places'])}: {sentence}", err=True)
             if more:
-                say(f"{what}: {more} more", err=True)
-    say(f"{report['read']} rows read: {', '.join(counts)}")
+                print_text(f"{what}: {more} more", err=True)
+    print_text(f"{report['read']} rows read: {', '.join(counts)}")
     if report["refused"]:
-        say(f"nothing written: too many rows are {' and '.join(report['refused'])} (refuse_above)", err=True)
+        print_text(f"nothing written: too many rows are {' and '.join(report['refused'])} (refuse_above)", err=True)
         return
-    say(f"{output}: {report['train']} train rows, {report['test']} test rows")
+    print_text(f"{output}: {report['train']} train rows, {report['test']} test rows")
     if tokens := report.get("longest_tokens"):
         keys = " ".join(f"data.max_{part}_length={count}" for part, count in tokens.items() if count)
-        say(f"longest, in tokens, as keys of a run: {keys}")
+        print_text(f"longest, in tokens, as keys of a run: {keys}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, show
+from verl_patches.cli.output import Json, print_json, print_report
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.launch.doctor import doctor
@@ -20,8 +20,8 @@ from verl_patches.platform import NO_DEVICE
 from verl_patches.run.compose import compose
 from verl_patches.upstream.checkouts import trees_of
 
-PRODUCTION = "deepseekv3_256die_true_weight"
-WORDS_HELP = f"A file of configs/ (default: {PRODUCTION}, or the smoke run's with platform=cpu), then overrides."
+PRODUCTION_CONFIG = "deepseekv3_256die_true_weight"
+WORDS_HELP = f"A file of configs/ (default: {PRODUCTION_CONFIG}, or the smoke run's with platform=cpu), then overrides."
 THIS_NODE_HELP = "Only this node, also where a Ray of several nodes runs."
 HEAD_HELP = "HOST:PORT of Ray's head, given to the nodes that another one asks."
 
@@ -40,7 +40,7 @@ def doctor_command(
     Exit code 0: no problem was found. 1: a problem, or on platform npu a check that could not be made. 2: wrong use.
     """
     words = words or []
-    name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default(), words)
+    name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default_config(), words)
     run = with_recompute(compose(name, overrides, platform_rows, trees_of(upstream)))
     node = Node(run, head=head)
     if this_node or node.nodes == 1 and run.recipe.ray_address is None:
@@ -53,11 +53,11 @@ def doctor_command(
     if as_json:
         print_json({**report.as_dict(), "nodes": nodes})
     else:
-        show(report)
+        print_report(report)
     raise typer.Exit(report.exit_code)
 
 
-def _default() -> str:
+def _default_config() -> str:
     """Return the config for a command that names none: of VERL_PATCHES's platform, else production's."""
     given = os.environ.get(PATCHES_VAR)
-    return CONFIG_NAME if given and parse_switches(given).platform in NO_DEVICE else PRODUCTION
+    return CONFIG_NAME if given and parse_switches(given).platform in NO_DEVICE else PRODUCTION_CONFIG

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, progress_bar, say, table
+from verl_patches.cli.output import Json, print_json, print_table, print_text, progress_bar
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.smoke import CONFIG_NAME
@@ -30,9 +30,11 @@ from verl_patches.tools.inference.model import Model, find_model, restart_in_env
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
-CONVERSATION = 8192  # most tokens of a conversation, where the model takes more
-SHOWN_WRONG = 5
-Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or a Megatron folder.")]
+CONVERSATION_TOKENS = 8192  # most tokens of a conversation, where the model takes more
+SHOWN_WRONG_ANSWERS = 5
+ModelPath = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or a Megatron folder.")
+]
 ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
 Seed = Annotated[int, typer.Option(min=0, help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -41,7 +43,7 @@ MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
 
 
 def generate_command(
-    model: Given,
+    model: ModelPath,
     input: Annotated[Path, typer.Argument(help="Prompts, in a .json, .jsonl or .parquet file.")],
     output: Annotated[Path, typer.Argument(help="A new .jsonl file; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
@@ -55,10 +57,10 @@ def generate_command(
     as_json: Json = False,
 ) -> None:
     """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
-    chosen = _start(model, config_name, overrides, upstream, newest=True)
+    chosen = _prepare_model(model, config_name, overrides, upstream, newest=True)
     (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
-    with _stdout_kept():
+    with _stdout_to_stderr():
         tokenizer = read_tokenizer(source.folder)
         key = chosen.run.verl.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
@@ -70,12 +72,12 @@ def generate_command(
     if as_json:
         print_json({"output": str(output), "model": str(source.folder), "rows": len(prompts), "kept": kept})
     else:
-        say(f"{output}: {len(prompts)} rows, {kept} of them from before")
+        print_text(f"{output}: {len(prompts)} rows, {kept} of them from before")
 
 
 def chat_command(
     context: typer.Context,
-    model: Given,
+    model: ModelPath,
     overrides: Overrides = None,
     seed: Seed = 0,
     temperature: Temperature = 1.0,
@@ -86,10 +88,10 @@ def chat_command(
     as_json: Json = False,
 ) -> None:
     """Talk to a model: each line of standard input is a message; /new forgets those before."""
-    chosen = _start(model, config_name, overrides, upstream, newest=True)
-    (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION)
+    chosen = _prepare_model(model, config_name, overrides, upstream, newest=True)
+    (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION_TOKENS)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
-    with _stdout_kept():
+    with _stdout_to_stderr():
         tokenizer = read_tokenizer(source.folder)
         try:
             template = render(tokenizer, [{"role": "user", "content": "MESSAGE"}])
@@ -100,39 +102,39 @@ def chat_command(
         params = engines.sampling_params(sampling)
         engine = context.with_resource(_engine(chosen.run, source.folder, length))
     if not as_json:
-        say(f"template: {template}", "dim")
+        print_text(f"template: {template}", "dim")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    asks, said = not as_json and sys.stdin.isatty(), list[dict[str, str]]()
+    asks, history = not as_json and sys.stdin.isatty(), list[dict[str, str]]()
     while True:
         typer.echo("> " if asks else "", nl=False)
         if not (line := sys.stdin.readline()):
             return
         message = line.strip()
         if message == "/new":
-            said = []
+            history = []
         if message in ("", "/new"):
             continue
         try:
-            tokens = prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
+            tokens = prompt_tokens(tokenizer, [*history, {"role": "user", "content": message}])
             if len(tokens) >= length:
                 raise ValueError(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again")
         except ValueError as error:
-            say(str(error), err=True)
+            print_text(str(error), err=True)
             continue
         shown = ""
-        for output in engine.stream(tokens, params, len(said)):
+        for output in engine.stream(tokens, params, len(history)):
             (made,) = output.outputs
             if not as_json and (output.finished or not made.text.endswith("\ufffd")):  # not half a character
                 typer.echo(printable(made.text[len(shown) :], keep="\n\t"), nl=output.finished)
                 shown = made.text
         if as_json:
             typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, tokenizer)}))
-        said += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
+        history += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
 
 
 def eval_command(
-    model: Given,
+    model: ModelPath,
     output: Annotated[Path, typer.Argument(help="A folder; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
     config_name: ConfigName = None,
@@ -140,19 +142,19 @@ def eval_command(
     as_json: Json = False,
 ) -> None:
     """Measure a model, or all checkpoints of a run, on data.val_files by the training reward, as a validation does."""
-    chosen = _start(model, config_name, overrides, upstream)
+    chosen = _prepare_model(model, config_name, overrides, upstream)
     run, sampling = chosen.run, validation_sampling(chosen.run)
     data, sources = run.verl.data, list(chosen.sources.values())
     files = [Path(file) for file in ([data.val_files] if isinstance(data.val_files, str) else data.val_files or [])]
     most = min(data.max_prompt_length, chosen.length - 1)
     columns = data.reward_fn_key, "reward_model", "extra_info"
     rewards, models = scores.scored_by(run)
-    with _stdout_kept():
+    with _stdout_to_stderr():
         tokenizer = read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
         with rows.resumable(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:
-            _score(chosen, prompts, sampling, tokenizer, lines)
+            _write_scores(chosen, prompts, sampling, tokenizer, lines)
             report: dict[str, Any] = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
             report["steps"] = scores.steps_of(lines.read())
             if len(report["steps"]) > 1:
@@ -161,10 +163,10 @@ def eval_command(
     if as_json:
         print_json(report)
     else:
-        _show(report, output)
+        _print_scores(report, output)
 
 
-def _score(
+def _write_scores(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines
 ) -> None:
     """Write a line for each checkpoint and prompt that has none yet."""
@@ -178,7 +180,7 @@ def _score(
         lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
 
 
-def _show(report: dict[str, Any], output: Path) -> None:
+def _print_scores(report: dict[str, Any], output: Path) -> None:
     """Print a row for each checkpoint and source, how intervals were made, and the newest's first wrong answers."""
     measured = [(each["step"], source, of) for each in report["steps"] for source, of in each["sources"].items()]
     cells = []
@@ -187,15 +189,15 @@ def _show(report: dict[str, Any], output: Path) -> None:
         interval = f"{of['low']:.4f} to {of['high']:.4f} ({of['interval']})"
         cells.append([str(step), source, str(of["prompts"]), f"{of['mean']:.4f}", interval, passes])
     columns = ["step", "source", "prompts", f"mean@{of['n']}", "95 % interval", "pass@k"]
-    table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
+    print_table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
     wrong = report["steps"][-1]["wrong"]
-    for each in wrong[:SHOWN_WRONG]:
-        say(f"wrong: row {each['row']}, expected {each['expected']!r:.200}, found {each['found']!r}")
+    for each in wrong[:SHOWN_WRONG_ANSWERS]:
+        print_text(f"wrong: row {each['row']}, expected {each['expected']!r:.200}, found {each['found']!r}")
     more = f"{report['left_out']} prompts were too long; rewards left out: {', '.join(report['without']) or 'none'}"
-    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {more}")
+    print_text(f"{output}: eval.json has all {len(wrong)} wrong answers; {more}")
 
 
-def _start(
+def _prepare_model(
     given: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """Return the model, in a process with the environment of its configuration and the rows of the catalogue."""
@@ -203,7 +205,7 @@ def _start(
     model = find_model(given, output_root(), config_name, overrides or [], trees, platform_rows, newest)
     check_switches(model.run)
     restart_in_environment(model.run)
-    say(f"settings: {model.settings}", err=True)
+    print_text(f"settings: {model.settings}", err=True)
     importlib.import_module(PRELUDE)
     return model
 
@@ -260,7 +262,7 @@ def _response(made: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _stdout_kept() -> Iterator[None]:
+def _stdout_to_stderr() -> Iterator[None]:
     """Redirect what libraries print on standard output, in C too, to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)

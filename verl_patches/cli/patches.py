@@ -11,8 +11,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.live import show_live
-from verl_patches.cli.output import Json, print_json, table
+from verl_patches.cli.live import print_run_state
+from verl_patches.cli.output import Json, print_json, print_table
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot import install_prelude
@@ -25,22 +25,24 @@ from verl_patches.run.record.record import read_summary
 from verl_patches.upstream.versions import installed_line
 from verl_patches.weights.run_folders import find_start
 
-Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
+SwitchesOption = Annotated[
+    str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")
+]
 
 _NO_ROLE = "not in this catalogue"  # for a row in the record of another version
-_WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
+_WRONG_STATES = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
 WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
 RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
 
 
-def engine_of(switches: str | None) -> Engine:
+def build_engine(switches: str | None) -> Engine:
     """Return an engine over the rows of a platform with these switches (default VERL_PATCHES); nothing is applied."""
-    taken = switches_here(switches)
+    taken = current_switches(switches)
     return Engine(catalog.platform_rows(taken.platform), taken)
 
 
-def switches_here(switches: str | None) -> Switches:
+def current_switches(switches: str | None) -> Switches:
     """Return the given switches, or those of VERL_PATCHES.
 
     Without both they are those of the line whose packages are installed, or else production's, as standard error says.
@@ -58,7 +60,7 @@ def status_command(
     watched: Annotated[Path | None, typer.Argument(metavar="[RUN]", help=WATCHED_HELP)] = None,
     run: Annotated[Path | None, typer.Option("--run", help=RUN_HELP)] = None,
     watch: Annotated[bool, typer.Option("--watch", help=WATCH_HELP)] = False,
-    switches: Switch = None,
+    switches: SwitchesOption = None,
     as_json: Json = False,
 ) -> None:
     """Show what RUN does now; without it the rows of the catalogue and their states, of a recorded run with --run.
@@ -70,32 +72,32 @@ def status_command(
     if watched is not None:
         if run is not None or switches is not None:
             raise ConfigError(f"status: give RUN alone ({watched}), or --run for its rows, or --switches")
-        show_live(watched, watch, as_json)
+        print_run_state(watched, watch, as_json)
     if run is not None:
-        _show_run(run, as_json)
-    engine = engine_of(switches)
+        _print_recorded_rows(run, as_json)
+    engine = build_engine(switches)
     rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
     rows = [{**row, "role": engine.specs[row["id"]].role} for row in rows]
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
         title = f"patches for {replace(engine.switches, rows=None).text()}"
-        _tables_by_role(title, ("id", "state", "target", "reason"), rows)
+        _print_role_tables(title, ("id", "state", "target", "reason"), rows)
 
 
-def _show_run(run: Path, as_json: bool) -> NoReturn:
+def _print_recorded_rows(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
     run = find_start(run, output_root())
     record = read_summary(run)
     roles = {spec.id: spec.role for spec in catalog.all_rows()}
-    rows = _count_by_process(record.get("patches", []))
+    rows = _states_by_row(record.get("patches", []))
     rows = [{**row, "role": roles.get(row["id"], _NO_ROLE)} for row in rows]
     if not rows:
         raise RecipeError(
             f"{run} has no recorded states: no process has reported yet; `status {run}` shows how far it is"
         )
     ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
-    wrong = [r["id"] for r in rows if _WRONG & set(r["states"].values())]
+    wrong = [r["id"] for r in rows if _WRONG_STATES & set(r["states"].values())]
     if as_json:
         print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
     else:
@@ -103,21 +105,21 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
         typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
         shown = [{**row, "states": _states_text(row["states"])} for row in rows]
-        _tables_by_role(f"patches of {run}", ("id", "target", "states", "reason"), shown)
+        _print_role_tables(f"patches of {run}", ("id", "target", "states", "reason"), shown)
     raise typer.Exit(1 if wrong else 0)
 
 
-def _tables_by_role(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def _print_role_tables(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Print a table of rows for each role."""
     by_role: dict[str, list[list[str]]] = {role: [] for role in (*ROLES, _NO_ROLE)}
     for row in rows:
         by_role[row["role"]].append([row[key] for key in columns])
     for role, cells in by_role.items():
         if cells:
-            table(f"{title}, {role}: {len(cells)} rows", columns, cells)
+            print_table(f"{title}, {role}: {len(cells)} rows", columns, cells)
 
 
-def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
+def _states_by_row(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return recorded states by row: {id, target, states: {process: state}, reason (of a wrong state)}."""
     folded: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -140,9 +142,9 @@ def _states_text(states: Mapping[str, str]) -> str:
     return ", ".join(texts)
 
 
-def digest_command(switches: Switch = None, as_json: Json = False) -> None:
+def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> None:
     """The digest of intent that controller and workers compare before step 1."""
-    engine = engine_of(switches)
+    engine = build_engine(switches)
     if as_json:
         print_json({"switches": engine.switches.text(), "digest": engine.digest(), "intent": engine.intent()})
     else:

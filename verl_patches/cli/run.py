@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, say, show_plan, table
+from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, require
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
@@ -52,8 +52,8 @@ VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: t
 REPLAY_HELP = "Train on the responses that another run recorded: its name, a folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
-STAGE_AGAIN_S = 15.0
-LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
+STAGE_REPEAT_S = 15.0
+EXPERT_LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
@@ -115,18 +115,20 @@ def smoke_command(
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
-    spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
+    spec = _compose_startable_run(
+        options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream)
+    )
     spec = replace(spec, given=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
     require_verl(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     ray_cluster.require_nodes(spec)
-    _end_unless(disk_checks(spec, starts=True))
-    with _progress(as_json, wide, off) as show:
+    _exit_on_failed_checks(disk_checks(spec, starts=True))
+    with _progress_display(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
-        _end_unless(_file_checks(spec))
+        _exit_on_failed_checks(_file_checks(spec))
         outcome = launcher.run(spec, show, dirty=dirty)
-    _report(outcome, spec, as_json, off)
+    _report_outcome(outcome, spec, as_json, off)
 
 
 def train_command(
@@ -145,23 +147,23 @@ def train_command(
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
-    run = _to_start(config_name, overrides, trees)
+    run = _compose_startable_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
     require_verl(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
-    _end_unless([*_file_checks(run), *disk_checks(run, starts=True)])
-    with _progress(as_json, wide, off) as show:
+    _exit_on_failed_checks([*_file_checks(run), *disk_checks(run, starts=True)])
+    with _progress_display(as_json, wide, off) as show:
         outcome = launcher.run(run, show, dirty=dirty)
-    _report(outcome, run, as_json, off)
+    _report_outcome(outcome, run, as_json, off)
 
 
-def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
-    """Return `composed` of a run that will start; exit with 1, as for a failed rule, where it has no layout."""
+def _compose_startable_run(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+    """Return `compose_run` of a run that will start; exit with 1, as for a failed rule, where it has no layout."""
     try:
-        return composed(config_name, overrides, trees)
+        return compose_run(config_name, overrides, trees)
     except LayoutError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
@@ -174,8 +176,8 @@ def _require_startable(run: RunSpec) -> str:
     """
     require_trees(run)
     run_folder.require_start(run)
-    _end_unless(RULES.checks(run))
-    _refuse_without_effect(run)
+    _exit_on_failed_checks(RULES.checks(run))
+    _refuse_planned_keys(run)
     return switched_off_text(run.switches.switched_off(platform_rows(run.platform)))
 
 
@@ -211,10 +213,10 @@ def plan_command(
     if as_json:
         print_json(answer)
     else:
-        _show_layouts(answer, [*trees.option, *workload.option], overrides)
+        _print_layouts(answer, [*trees.option, *workload.option], overrides)
 
 
-def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+def compose_run(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
     """Return the facts of a run, ready for plan and start: automatic recomputation has its number of layers.
 
     Raise ConfigError for a switch of a row that another row needs, or for other switches in the shell.
@@ -241,7 +243,7 @@ def report_plan(
 ) -> NoReturn:
     """Print the plan of a run, its failures, how to go on and a verdict; exit with 0, or 1 if a check failed."""
     try:
-        run = composed(config_name, overrides, trees)
+        run = compose_run(config_name, overrides, trees)
         require_trees(run)
         plan = build_plan(run, RULES.checks(run), config_name, overrides, platform_rows(run.platform), workload)
     except LayoutError as error:
@@ -249,24 +251,24 @@ def report_plan(
     if as_json:
         print_json(plan)
     elif run is not None:
-        show_plan(plan, run)
+        print_plan(plan, run)
     if plan["ok"]:
         if not as_json:
-            say(plan["verdict"], "bold green")
+            print_text(plan["verdict"], "bold green")
         raise typer.Exit(0)
     for check in plan["checks"]:
         if not check["ok"]:
             detail = check["detail"].removeprefix(f"{check['name']}: ")
-            say(f"verl_patches: {check['name']}: {detail}", "red", err=True)
+            print_text(f"verl_patches: {check['name']}: {detail}", "red", err=True)
     first, *others = plan["next"] or [None]
     if first:
-        say(first["what"], err=True)
+        print_text(first["what"], err=True)
     for way in others:
-        say(f"{way['what']}: {way['command']}", err=True, whole=True)
+        print_text(f"{way['what']}: {way['command']}", err=True, whole=True)
     if first:
-        say(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
+        print_text(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
     else:
-        say(plan["verdict"], err=True)
+        print_text(plan["verdict"], err=True)
     raise typer.Exit(1)
 
 
@@ -288,7 +290,7 @@ def _expert_loads(run: Path) -> tuple[float, float]:
 
     Raise ConfigError where the run has none.
     """
-    steps = read_summary(find_start(run, output_root())).get("steps", [])[-LOAD_STEPS:]
+    steps = read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]
     found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
     loads = [load.get("ranks_over_mean") for load in found]
     train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
@@ -300,7 +302,7 @@ def _expert_loads(run: Path) -> tuple[float, float]:
     return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
 
 
-def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
+def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
     layouts, rows = answer["layouts"], []
     timed = layouts[0]["total_s"] is not None
     for number, row in enumerate(layouts, 1):
@@ -321,13 +323,13 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
     columns = ("step s", "tokens / s / die", "rollout", "update") if timed else ("GB sent a step and die",)
     title = f"{'fastest layouts' if timed else 'layouts with least traffic'} of {answer['config']}"
     columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
-    table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
+    print_table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
     for number, row in enumerate(layouts, 1):
         replaced = set(override_keys(row["overrides"]))
         kept = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
         command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
-        say(f"{number}: {shlex.join(command)}", whole=True)
-    say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
+        print_text(f"{number}: {shlex.join(command)}", whole=True)
+    print_text(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 
 def _file_checks(run: RunSpec) -> Iterator[Check]:
@@ -337,7 +339,7 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
         yield from rule(run)
 
 
-def _end_unless(checks: Iterable[Check]) -> None:
+def _exit_on_failed_checks(checks: Iterable[Check]) -> None:
     """Exit with 1 where a check failed."""
     try:
         require(checks)
@@ -346,7 +348,7 @@ def _end_unless(checks: Iterable[Check]) -> None:
         raise typer.Exit(1) from None
 
 
-def _refuse_without_effect(run: RunSpec) -> None:
+def _refuse_planned_keys(run: RunSpec) -> None:
     """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
     given = [entry.key for entry, _ in refused_keys(run) if entry.planned]
     if given:
@@ -357,7 +359,7 @@ def _refuse_without_effect(run: RunSpec) -> None:
 
 
 @contextmanager
-def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
+def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
     """Yield a function that shows lines of progress.log (trainer/record.py): "| " lines, the step table, and the stage.
 
     `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
@@ -380,14 +382,14 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
             if line.startswith(stay):
                 console.print(text)
             elif piped and last and seconds >= again_at:
-                again_at = seconds + STAGE_AGAIN_S
+                again_at = seconds + STAGE_REPEAT_S
                 console.print(f"[{seconds:4.0f} s] {last}")
 
         show(f"| {first}" if first else "")
         yield show
 
 
-def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "") -> None:
+def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "") -> None:
     """Print how a run ended, the rows that were `off`, and what it proved or how to go on; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())

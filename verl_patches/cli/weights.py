@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, progress_bar, table
+from verl_patches.cli.output import Json, print_json, print_table, progress_bar
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
@@ -70,19 +70,19 @@ def convert_command(
     opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
     to_layout = None if layout is None else parse_layout(layout)
     plan = plan_conversion(opened, to_layout, dtype, int(file_gb * GB), line)
-    result = _summary(plan) | costs(plan)
+    result = _plan_summary(plan) | costs(plan)
     if dry_run:
         result["planning_s"] = round(time.perf_counter() - start, 2)
         if as_json:
             print_json(result)
         else:
-            _show_plan(result, destination)
+            _print_plan(result, destination)
         return
     from verl_patches.weights.convert import convert  # imports torch
 
     with progress_bar("convert", result["write_bytes"]) as advance:
         done = convert(plan, destination, processes, advance)
-    result = _summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
+    result = _plan_summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
     if as_json:
         print_json(result)
         return
@@ -105,13 +105,13 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
-        source = _newest_of_run(source)
+        source = _newest_checkpoint(source)
     dtype = "fp8" if fp8 else None
     options = {"expert_split": expert_split, "processes": processes, "dry_run": dry_run, "as_json": as_json}
     convert_command(source, destination, hf=True, dtype=dtype, **options)
 
 
-def _newest_of_run(given: Path) -> Path:
+def _newest_checkpoint(given: Path) -> Path:
     """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
     if SAVED.fullmatch(given.name):
         raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
@@ -121,11 +121,11 @@ def _newest_of_run(given: Path) -> Path:
     return newest
 
 
-def _summary(plan: ConversionPlan) -> dict[str, Any]:
+def _plan_summary(plan: ConversionPlan) -> dict[str, Any]:
     source, names = plan.source, [file.name for file in plan.files]
     return {
         "source": str(source.folder),
-        "from": f"{source.kind}, {_dtype_of(source)}",
+        "from": f"{source.kind}, {_source_dtypes(source)}",
         "to": f"{plan.kind}, {plan.dtype}",
         "layout": None if plan.layout is None else str(plan.layout),
         "tensors": len(source.tensors),
@@ -134,11 +134,11 @@ def _summary(plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def _dtype_of(source: Source) -> str:
+def _source_dtypes(source: Source) -> str:
     return "/".join(sorted({tensor.dtype for tensor in source.tensors.values()}))
 
 
-def _show_plan(result: dict[str, Any], destination: Path) -> None:
+def _print_plan(result: dict[str, Any], destination: Path) -> None:
     low, high = (f"{seconds / 60:.1f}" for seconds in result["seconds_modelled"])
     typer.echo(
         f"{result['source']} ({result['from']}) to {destination} ({result['to']}): {result['tensors']} tensors, "
@@ -210,17 +210,17 @@ def show_command(
     source = open_source(folder, expert_split=expert_split)
     if tensor is not None and tensor not in source.tensors:
         raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name as {next(iter(source.tensors))}")
-    result = _contents(folder, source) if tensor is None else _places(source, tensor)
+    result = _folder_contents(folder, source) if tensor is None else _tensor_places(source, tensor)
     if as_json:
         print_json(result)
         return
     files = result.pop("files", [])
-    table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
+    print_table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
     if files:
-        table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
+        print_table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
 
 
-def _contents(folder: Path, source: Source) -> dict[str, Any]:
+def _folder_contents(folder: Path, source: Source) -> dict[str, Any]:
     head = {"kind": source.kind, "layout": source.layout, "model": model_digest(source.inventory.model)[:12]}
     if has_manifest(folder):
         head |= {name: getattr(read_manifest(folder), name) for name in ("layout", "dtype", "facts")}
@@ -235,14 +235,14 @@ def _contents(folder: Path, source: Source) -> dict[str, Any]:
         "layers": model.num_hidden_layers,
         "experts": model.n_routed_experts,
         "parameters": sum(parameter.count for parameter in source.inventory.parameters),
-        "stored_in": _dtype_of(source),
+        "stored_in": _source_dtypes(source),
         "tensors": len(source.tensors),
         "left_out": len(source.left_out),
         "files": [{"file": f, "parts": n, "bytes": (folder / f).stat().st_size} for f, n in sorted(sizes.items())],
     }
 
 
-def _places(source: Source, name: str) -> dict[str, Any]:
+def _tensor_places(source: Source, name: str) -> dict[str, Any]:
     tensor = source.tensors[name]
     parts = [{"region": str(p.region), "file": p.file, "offset": p.offset} for p in tensor.parts]
     if tensor.scale:

@@ -136,9 +136,9 @@ def test_wrong_use_ends_with_2():
 
 def test_without_a_config_the_platform_decides(monkeypatch):
     monkeypatch.setenv("VERL_PATCHES", "line=pypi,platform=cpu")
-    assert command._default() == CONFIG_NAME
+    assert command._default_config() == CONFIG_NAME
     monkeypatch.delenv("VERL_PATCHES")
-    assert command._default() == command.PRODUCTION
+    assert command._default_config() == command.PRODUCTION_CONFIG
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ assert there == [0, 0, 0], there
 @pytest.mark.parametrize("rewards", ["{name: reward_model,path: x}", ""])
 def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tmp_path, monkeypatch, rewards):
     model = find(tiny_model, run.parents[1], f"recipe.rewards=[{rewards}]")
-    monkeypatch.setattr(inference, "_start", lambda *_: model)
+    monkeypatch.setattr(inference, "_prepare_model", lambda *_: model)
     done = CliRunner().invoke(app, ["eval", str(tiny_model), str(tmp_path / "out")])
     assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
     assert not (tmp_path / "out").exists()
