@@ -3,7 +3,7 @@
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
 Last come stand-ins for packages that have no build for NPUs. A platform without a device also has the rows of
-platform.emulation(). The fields of a row are id, kind, target, provider, why, exit.
+platform.load_emulation(). The fields of a row are id, kind, target, provider, why, exit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from verl_patches.patching.spec import PROCESSES, PatchSpec
-from verl_patches.platform import NO_DEVICE, emulation
+from verl_patches.platform import NO_DEVICE, load_emulation
 
 _MINDSPEED = "verl_patches.model.mindspeed"
 _WORKERS = "verl.workers.megatron_workers"
@@ -131,7 +131,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
     _ascend("rollout.ascend_mc2_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
-            "verl_patches.platform.npu.groups:with_mc2_groups",
+            "verl_patches.platform.npu.groups:add_mc2_groups",
             "CANN demands a communicator for MC2 on which no other operator runs; vllm-ascend gives MC2 in decode "
             "that of vLLM's EP group, on which vllm_ascend.ops.fused_moe.fused_experts_with_all2all runs prefills.",
             exit="vllm-ascend PRs 1711 (get_mc2_group) and 1831 (several instances) are in the pin, as in v0.9.1rc2",
@@ -142,7 +142,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "quantised experts have their own, which no weight sync of ours writes into.",
             exit="as rollout.ascend_mc2_groups", needs=("rollout.ascend_mc2_groups",)),
     _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
-            "verl_patches.platform.npu.groups:options_of_rollout",
+            "verl_patches.platform.npu.groups:rollout_group_options",
             "vLLM makes its device groups without options (vllm.distributed.parallel_state.GroupCoordinator.__init__), "
             "so that each holds two buffers of HCCL_BUFFSIZE, which the experts' exchange sizes; "
             "recipe.hccl.small_groups_mib is for the others, among them the EP group where MC2 has its own.",
@@ -295,7 +295,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
         "MindSpeed", exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
     _ascend("update.small_groups", "wrap", "mindspeed_llm.core.parallel_state:get_nccl_options_wrapper",
-            "verl_patches.platform.npu.groups:options_of_training",
+            "verl_patches.platform.npu.groups:training_group_options",
             "MindSpeed-LLM's options of Megatron's groups hold a name only, in place of MindSpeed's with a size "
             "(mindspeed.core.parallel_state.get_nccl_options_wrapper): as rollout.ascend_small_groups.",
             exit="MindSpeed-LLM hands on --hccl-group-buffer", feature="small_groups"),
@@ -589,8 +589,8 @@ ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *PACKAGE_STUBS)
 
 def platform_rows(platform: str) -> tuple[PatchSpec, ...]:
     """Return the rows that a run on `platform` may have: this table, and without a device those that emulate one."""
-    room = emulation(platform)
-    return ROWS if room is None else (*ROWS, *room.ROWS)
+    emulator = load_emulation(platform)
+    return ROWS if emulator is None else (*ROWS, *emulator.ROWS)
 
 
 def all_rows() -> tuple[PatchSpec, ...]:

@@ -51,7 +51,7 @@ def divides(name: str, total: int, part: int, key: str, quotient: str) -> Check:
     return either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
 
 
-def require(checks: Iterable[Check]) -> None:
+def require_checks(checks: Iterable[Check]) -> None:
     """Raise ConfigError with every failed check; return if all hold."""
     if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(failed))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.platform.recorded import NPU_SMI_A3
-from verl_patches.platform.npu.cores import bind, core_sets, topology
+from verl_patches.platform.npu.cores import bind_cores, core_sets, numa_topology
 from verl_patches.platform.npu.npu_tools import parse_npu_smi
 
 BUSES = [die.bus for die in parse_npu_smi(NPU_SMI_A3).dies]
@@ -50,7 +50,7 @@ def test_sets_are_disjoint_and_within_the_cpuset(nodes, allowed):
 
 def test_each_die_gets_cores_of_its_node_and_shares_them_with_the_others_there(tmp_path):
     nodes = [7 - place // 2 for place in range(16)]
-    found = topology(BUSES, machine(tmp_path, nodes))
+    found = numa_topology(BUSES, machine(tmp_path, nodes))
     assert found[0] == nodes
     sets, how = core_sets(*found, set(range(320)))
     assert how == "of its NUMA node" and sets[0] == list(range(280, 300)) and sets[1] == list(range(300, 320))
@@ -58,7 +58,7 @@ def test_each_die_gets_cores_of_its_node_and_shares_them_with_the_others_there(t
 
 @pytest.mark.parametrize("says", [None, -1, 0])
 def test_without_a_useful_node_each_die_gets_an_equal_part(tmp_path, says):
-    sets, how = core_sets(*topology(BUSES, machine(tmp_path, [says] * 16)), set(range(320)))
+    sets, how = core_sets(*numa_topology(BUSES, machine(tmp_path, [says] * 16)), set(range(320)))
     assert [len(each) for each in sets] == [20] * 16 and how.startswith("an equal part")
 
 
@@ -73,7 +73,7 @@ def test_all_threads_are_bound_within_the_cpuset(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound.update({thread: cores}))
-    assert "2 cores from 106 to 107" in bind("3", machine(tmp_path / "sys", [-1] * 16))
+    assert "2 cores from 106 to 107" in bind_cores("3", machine(tmp_path / "sys", [-1] * 16))
     assert bound.keys() >= {os.getpid()} and {tuple(each) for each in bound.values()} == {(106, 107)}
 
 
@@ -83,4 +83,4 @@ def test_what_is_not_known_is_said_and_nothing_bound(tmp_path, monkeypatch, text
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores_there)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert "not bound to cores" in bind(die, machine(tmp_path / "sys", [0] * 16))
+    assert "not bound to cores" in bind_cores(die, machine(tmp_path / "sys", [0] * 16))

@@ -43,7 +43,7 @@ def test_a_group_outside_hccl_gets_no_options(small, monkeypatch):
     given = []
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: given.append(kwargs))
     options = SimpleNamespace()
-    with groups._new_groups_with(options):
+    with groups._default_hccl_options(options):
         dist.new_group([0], backend="gloo")
         dist.new_group([0], backend="hccl")
         dist.new_group([0], backend="hccl", pg_options=None)  # MC2's

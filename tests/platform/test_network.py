@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu import SOCKETS, set_interface, towards
+from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, set_interface
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1:6379"
@@ -20,19 +20,19 @@ LOOPBACK = "127.0.0.1:6379"
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch):
-    for name in SOCKETS:
+    for name in INTERFACE_VARIABLES:
         monkeypatch.setenv(name, "")  # restored afterwards, whatever a test's call sets
     return monkeypatch
 
 
 def found():
-    return {name: os.environ[name] for name in SOCKETS}
+    return {name: os.environ[name] for name in INTERFACE_VARIABLES}
 
 
 def test_one_node_may_use_the_loopback_and_several_may_not():
     set_interface(1, head=LOOPBACK)
     assert found() == {"HCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    for name in SOCKETS:
+    for name in INTERFACE_VARIABLES:
         os.environ[name] = ""
     with pytest.raises(ConfigError, match="loopback lo.*trainer.nnodes is 2"):
         set_interface(2, head=LOOPBACK)
@@ -42,7 +42,7 @@ def test_one_node_may_use_the_loopback_and_several_may_not():
 def test_the_interface_is_that_of_the_route():
     held = psutil.net_if_addrs().items()
     addresses = {a.address: name for name, all_of in held for a in all_of if a.family == socket.AF_INET}
-    assert {address: towards(f"{address}:6379") for address in addresses} == addresses
+    assert {address: interface_towards(f"{address}:6379") for address in addresses} == addresses
 
 
 def test_the_configured_interface_must_be_on_the_node():
@@ -55,7 +55,7 @@ def test_the_configured_interface_must_be_on_the_node():
 
 
 def test_what_the_node_sets_goes_before_the_configuration(node):
-    for name in SOCKETS:
+    for name in INTERFACE_VARIABLES:
         node.setenv(name, "bond7")
     set_interface(16, "lo", LOOPBACK)
     assert set(found().values()) == {"bond7"}

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.runs import composed
 from tests.weights.cases import make_fp8_folder, make_start
 from verl_patches import rules
-from verl_patches.errors import require
+from verl_patches.errors import require_checks
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.rules import RULES, SIZE_RULES
@@ -185,7 +185,7 @@ def test_every_rule_of_sizes_has_a_run_that_it_refuses():
 @pytest.mark.parametrize("name", [TINY, LARGE, RANDOM])
 def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change(name):
     checks = list(RULES.checks(composed(name)))
-    require(checks)
+    require_checks(checks)
     assert [c for c in checks if not c.ok or re.search(r"\b(expected|change|add it)\b", c.detail)] == []
 
 

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.runs import composed
-from verl_patches.errors import ConfigError, require
+from verl_patches.errors import ConfigError, require_checks
 from verl_patches.rules import RULES
 from verl_patches.run.compose import compose_config
 from verl_patches.run.resolve import CONFIGS_DIR
@@ -85,7 +85,7 @@ def test_the_first_layers_are_cut_wherever_the_depth_is_read(name, overrides, la
     assert run.model.num_hidden_layers == run.hf_config["num_hidden_layers"] == layers
     assert views.get("num_hidden_layers") == OmegaConf.select(run.verl, MODEL) == run.recipe.num_hidden_layers
     assert run.recipe.train.layers_per_stage == stages
-    require(RULES.checks(run))
+    require_checks(RULES.checks(run))
 
 
 @pytest.mark.parametrize(("name", "layers", "others", "message"), [

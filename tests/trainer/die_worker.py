@@ -16,7 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.platform import npu
 from verl_patches.trainer import ray_start
 
-AT_IMPORT = os.environ.get(npu.VISIBLE)
+AT_IMPORT = os.environ.get(npu.VISIBLE_DEVICES)
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # the variables of a worker of verl's
 INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -38,7 +38,7 @@ class Asked:
         except ConfigError as error:
             refused = str(error)
         report = {name: os.environ.get(name) for name in INTERFACES}
-        report |= {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(npu.VISIBLE)}
+        report |= {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(npu.VISIBLE_DEVICES)}
         report |= {"prepared": os.environ.get("PREPARED"), "refused": refused}
         return {**report, "head": ray.get_runtime_context().gcs_address}
 
@@ -58,7 +58,7 @@ def hook():
         from verl_patches.patching.hooks import after_import
 
         def prepare(engine):
-            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(npu.VISIBLE)}"
+            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(npu.VISIBLE_DEVICES)}"
 
         def fail(_=None):
             raise ConfigError("row a.b: has drifted")
@@ -66,7 +66,7 @@ def hook():
         engine_start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         engine_start.prepare = prepare
         sys.modules[engine_start.__name__] = engine_start
-        os.environ["AT_HOOK"] = repr(os.environ.get(npu.VISIBLE))
+        os.environ["AT_HOOK"] = repr(os.environ.get(npu.VISIBLE_DEVICES))
         if os.environ.get("FAIL") == "hook":
             fail()
         if os.environ.get("FAIL") == "class":

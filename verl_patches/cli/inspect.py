@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.cli.output import Json, print_json, print_table, print_text
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
-from verl_patches.errors import ConfigError, require
+from verl_patches.errors import ConfigError, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
@@ -55,7 +55,7 @@ def config_command(
 ) -> None:
     """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
     run = compose_run(config_name, overrides or [], trees_of(upstream, verl_path))
-    require(hook_checks(run))
+    require_checks(hook_checks(run))
     if explain and run.line != LINE:
         raise ConfigError(
             f"--explain is about the engine of line {LINE}, but recipe.line is {run.line}: "

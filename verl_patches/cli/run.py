@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text
-from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, require
+from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
@@ -29,7 +29,7 @@ from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.plan.plan import build_plan, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
-from verl_patches.platform import require as require_platform
+from verl_patches.platform import require_platform
 from verl_patches.rules import RULES
 from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
@@ -342,7 +342,7 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
 def _exit_on_failed_checks(checks: Iterable[Check]) -> None:
     """Exit with 1 where a check failed."""
     try:
-        require(checks)
+        require_checks(checks)
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl_patches.errors import ConfigError, require
+from verl_patches.errors import ConfigError, require_checks
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan import calibration, expected, memory_plan, plan, step_model
@@ -129,7 +129,7 @@ def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, key
     """Return the row of one candidate; raise ConfigError where its plan refuses it."""
     run = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
     checks, figures = plan.plan_figures(run, (check for rule in rules for check in rule(run)), workload)
-    require(checks)
+    require_checks(checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     return {
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},

@@ -16,7 +16,7 @@ def as_npu(platform: str) -> bool:
     return platform in ("npu", "npu_emulated")
 
 
-def emulation(platform: str) -> ModuleType | None:
+def load_emulation(platform: str) -> ModuleType | None:
     """Return the package that emulates a device, with its ROWS and hooks; None on a platform with a device.
 
     It is loaded by name and only here, so that runs on a device do not import it. Hooks: require, start, called,
@@ -25,9 +25,9 @@ def emulation(platform: str) -> ModuleType | None:
     return importlib.import_module("verl_patches.emulation") if platform in NO_DEVICE else None
 
 
-def require(platform: str) -> None:
+def require_platform(platform: str) -> None:
     """Raise ConfigError where the configured platform cannot work here; torch is not imported."""
-    emulator = emulation(platform)
+    emulator = load_emulation(platform)
     if emulator is not None:
         emulator.require(platform)
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:

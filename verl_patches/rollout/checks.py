@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verl_patches.errors import Check, divides, either
 from verl_patches.model.checks import experts_check
-from verl_patches.platform.npu import MC2_FROM_RANKS
+from verl_patches.platform.npu import MC2_MIN_RANKS
 from verl_patches.spec import RunSpec
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -101,11 +101,11 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
 def _graphs(run: RunSpec) -> Iterator[Check]:
     """Refuse graphs with experts over 2 to 15 ranks: their all-to-all has lengths that graphs cannot capture."""
     recipe, ranks = run.recipe, run.world_size
-    few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
+    few = recipe.rollout.expert_parallel and 1 < ranks < MC2_MIN_RANKS
     if few and recipe.platform == "npu" and run.graphs:
         text = (
             f"{_ASCEND}.graphs with experts split over {ranks} ranks, expected at least "
-            f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
+            f"{MC2_MIN_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
             "all-to-all below (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair cannot trace"
         )
         yield Check("graphs", False, text)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import Check, ConfigError, either
-from verl_patches.platform.npu import MC2_FROM_RANKS
-from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
+from verl_patches.platform.npu import MC2_MIN_RANKS
+from verl_patches.platform.npu.groups import ROLLOUT_EXPERT_GROUP, TRAINING_EXPERT_GROUPS
 from verl_patches.recipe import HCCL_PORTS
 from verl_patches.run.ray_nodes import RayPorts
 from verl_patches.spec import RunSpec
@@ -35,7 +35,7 @@ def hccl_checks(run: RunSpec) -> Iterator[Check]:
 
 def decodes_by_mc2(run: RunSpec) -> bool:
     """Return whether the rollout exchanges tokens between experts by MC2 in decode."""
-    return run.samples and run.recipe.rollout.expert_parallel and run.world_size >= MC2_FROM_RANKS
+    return run.samples and run.recipe.rollout.expert_parallel and run.world_size >= MC2_MIN_RANKS
 
 
 def buffer_need_mib(run: RunSpec) -> int:
@@ -156,15 +156,15 @@ def hccl_groups(run: RunSpec) -> list[Group]:
     engine = [
         ("tp", rollout.tp, True),
         ("dp", run.recipe.rollout.dp, True),
-        (EXPERTS_IN_ROLLOUT, instance, run.recipe.rollout.expert_parallel),
+        (ROLLOUT_EXPERT_GROUP, instance, run.recipe.rollout.expert_parallel),
         *([("mc2", instance, True)] if mc2 else []),  # row rollout.ascend_mc2_groups
     ]
-    large = "mc2" if mc2 else EXPERTS_IN_ROLLOUT
+    large = "mc2" if mc2 else ROLLOUT_EXPERT_GROUP
     small = run.recipe.hccl.small_groups_mib is not None
     made = [
         Group("train", "all ranks", train.world_size, False, True),
         *(
-            Group("train", name, ranks, small and name not in EXPERTS_IN_TRAINING, used)
+            Group("train", name, ranks, small and name not in TRAINING_EXPERT_GROUPS, used)
             for name, ranks, used in training
         ),
         Group("rollout", "verl's mesh, dp", train.world_size // rollout.tp, False, False),

@@ -27,7 +27,7 @@ from verl_patches.patching.handshake import (
     summary_entry,
     unreviewed_rows,
 )
-from verl_patches.platform import emulation
+from verl_patches.platform import load_emulation
 from verl_patches.spec import run_from_config
 from verl_patches.step.log_probs import logprob_check, rollout_correction
 from verl_patches.step.log_probs.ratio_settings import parse_correction
@@ -232,7 +232,7 @@ class Run:
         """Return (record of a step, its metrics with ours added), and write both to the run's folder."""
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
-        emulator = emulation(recipe.platform)
+        emulator = load_emulation(recipe.platform)
         self.emulated = None if emulator is None else emulator.summary([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
             sums = [report["log_prob_sums"] for report in reports]

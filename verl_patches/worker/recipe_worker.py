@@ -41,7 +41,7 @@ from verl_patches.memory.measure import vllm_worker
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
-from verl_patches.platform import as_npu, emulation
+from verl_patches.platform import as_npu, load_emulation
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_from_config
@@ -304,7 +304,7 @@ class RecipeWorker(TrainingWorker):
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
         sums, self.log_prob_sums = self.log_prob_sums, None
-        emulator = emulation(self.recipe.platform)
+        emulator = load_emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {

@@ -57,7 +57,7 @@ def production():
 def make_node(production, tmp_path, monkeypatch):
     """Make a node of production's config; arguments are changes of its tools' outputs and of its Machine."""
     measured = {"seconds": 0.001, "bus_bytes_per_s": 1e9}
-    monkeypatch.setattr(all_reduce_probe, "measure_alone", lambda *arguments: measured)
+    monkeypatch.setattr(all_reduce_probe, "measure_node", lambda *arguments: measured)
     monkeypatch.setattr(npu_checks, "followed_peaks", lambda run: {"peak_bytes": 50 * 10**9})
     monkeypatch.setattr(node_checks, "RATE_BYTES", {True: 1 << 20})
 
@@ -285,4 +285,4 @@ def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
 def test_a_probe_over_an_interface_that_is_not_there_says_so():
     """Check the refusal; test_doctor.py checks that the probe sums."""
     with pytest.raises(RecipeError, match="eth99"):
-        all_reduce_probe.measure_alone("gloo", 1, "eth99", os.environ, mib=1)
+        all_reduce_probe.measure_node("gloo", 1, "eth99", os.environ, mib=1)

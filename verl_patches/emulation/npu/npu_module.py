@@ -14,7 +14,7 @@ from verl_patches.emulation.ascend import packages as training
 from verl_patches.emulation.ascend.packages import stand_in
 from verl_patches.emulation.cpu import torch_on_cpu
 from verl_patches.emulation.npu import device, memory_pool
-from verl_patches.platform.npu import VISIBLE
+from verl_patches.platform.npu import VISIBLE_DEVICES
 
 _KEPT = ("__version__", "__file__")
 SOC_VERSION = 250  # an Atlas A3 (vllm_ascend.utils.init_ascend_soc_version)
@@ -37,7 +37,7 @@ class NPUGraph:
 
 def device_count() -> int:
     """Return how many dies Ray made visible to this process; all of a node's if the variable is not set."""
-    visible = os.environ.get(VISIBLE)
+    visible = os.environ.get(VISIBLE_DEVICES)
     return DEVICES if visible is None else len(visible.split(","))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.emulation.cpu import vllm_start
-from verl_patches.platform.npu import MC2_FROM_RANKS
+from verl_patches.platform.npu import MC2_MIN_RANKS
 
 
 def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
@@ -101,6 +101,6 @@ def moe_state_of_many_ranks(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def state(ep_size: int, with_prefill: bool) -> Any:
-        return original(max(ep_size, MC2_FROM_RANKS) if ep_size > 1 else ep_size, with_prefill)
+        return original(max(ep_size, MC2_MIN_RANKS) if ep_size > 1 else ep_size, with_prefill)
 
     return state

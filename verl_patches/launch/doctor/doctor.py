@@ -19,7 +19,7 @@ from verl_patches.launch import ray_cluster
 from verl_patches.launch.doctor import npu_checks
 from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, NotRunError, Result
 from verl_patches.patching.report import Finding, Report
-from verl_patches.platform.all_reduce_probe import MIB, PROBE_S, REPEAT, speed
+from verl_patches.platform.all_reduce_probe import MIB, PROBE_S, REPEAT, speed_text
 from verl_patches.run.ray_nodes import read_report
 
 COMMAND = "doctor"
@@ -137,7 +137,7 @@ def _hccl(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
 def _probed(result: Mapping[str, Any]) -> Result:
     if "error" in result:
         return Result(False, result["error"])
-    return Result(True, speed(result["measured"], f"{result['world']} ranks, {MIB} MiB"))
+    return Result(True, speed_text(result["measured"], f"{result['world']} ranks, {MIB} MiB"))
 
 
 ALL_ROWS = (

@@ -27,7 +27,7 @@ from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.platform import all_reduce_probe
-from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
+from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, refuse_loopback, require_interface
 from verl_patches.processes import port_holder
 from verl_patches.run import hccl
 from verl_patches.run.files import DiskNeed, disk_detail, disk_fault, disk_needs
@@ -112,7 +112,7 @@ class Node:
             return chosen, "recipe.hccl.interface"
         if self.nodes == 1:
             return "lo", "one node"
-        return (towards(self.head), "the route to Ray's head") if self.head else None
+        return (interface_towards(self.head), "the route to Ray's head") if self.head else None
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _interface(node: Node) -> Iterator[Result]:
         yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
-    own = {part: of for of in SOCKETS for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
+    own = {part: of for of in INTERFACE_VARIABLES for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
     faults = (config_error_text(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
     fault = next(filter(None, faults), None) or config_error_text(require_interface, name, why)
     if fault:
@@ -299,8 +299,8 @@ def _ports(node: Node) -> Iterator[Result]:
 
 def _gloo(node: Node) -> Iterator[Result]:
     name = node.interface[0] if node.interface else "lo"
-    measured = all_reduce_probe.measure_alone("gloo", 2, name, node.machine.environ)
-    yield Result(True, all_reduce_probe.speed(measured, f"2 processes, {all_reduce_probe.MIB} MiB, {name}"))
+    measured = all_reduce_probe.measure_node("gloo", 2, name, node.machine.environ)
+    yield Result(True, all_reduce_probe.speed_text(measured, f"2 processes, {all_reduce_probe.MIB} MiB, {name}"))
 
 
 HOST_ROWS = (

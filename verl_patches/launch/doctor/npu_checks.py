@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from verl_patches.launch.doctor.node_checks import Node, NodeCheck, NotRunError, Result
 from verl_patches.plan.memory_plan import followed_peaks
 from verl_patches.platform import all_reduce_probe
-from verl_patches.platform.npu.npu_tools import HEALTHY, NO_IP, Die, NotUnderstoodError, NpuSmi, field, parse_npu_smi
+from verl_patches.platform.npu.npu_tools import (
+    HEALTH_OK,
+    NO_IP_TEXT,
+    Die,
+    NotUnderstoodError,
+    NpuSmi,
+    field_value,
+    parse_npu_smi,
+)
 
 MIB = 1 << 20
 _BOARD = ("Compatibility", "Software Version", "Firmware Version")
@@ -39,9 +47,9 @@ def _health(node: Node) -> Iterator[Result]:
     enough = len(smi.dies) >= node.dies
     yield Result(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
     for die in smi.dies:
-        if die.health != HEALTHY:
+        if die.health != HEALTH_OK:
             todo = f"npu-smi info -t health -i {die.card} -c {die.chip} prints the error code; leave the node out"
-            yield Result(False, die.health, HEALTHY, todo, _name(die))
+            yield Result(False, die.health, HEALTH_OK, todo, _name(die))
 
 
 def _name(die: Die) -> str:
@@ -75,10 +83,10 @@ def _board(node: Node) -> Iterator[Result]:
     releases = set()
     for card in sorted({die.card for die in smi.dies}):
         text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
-        fits, driver, firmware = (field(text, name) for name in _BOARD)
+        fits, driver, firmware = (field_value(text, name) for name in _BOARD)
         releases.add(f"driver {driver}, firmware {firmware}")
-        if fits != HEALTHY:
-            yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTHY, name=f"card {card}")
+        if fits != HEALTH_OK:
+            yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTH_OK, name=f"card {card}")
     found = "; ".join(sorted(releases))
     yield Result(len(releases) == 1, found, "one driver and one firmware on all cards", name="all cards")
 
@@ -98,11 +106,11 @@ def _links(node: Node) -> Iterator[Result]:
         without += not has_port
     if without:
         text = node.machine.output("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
-        pod = field(text or "", "Super Pod ID")
+        pod = field_value(text or "", "Super Pod ID")
         found = f"{without} of {len(smi.dies)} dies have no address of their own: HCCS only, within SuperPoD {pod}"
         yield Result(True, found, name="ports", state="note")
     if fine:
-        yield Result(True, f"{fine} dies: HCCS {HEALTHY}, link UP, net health Success")
+        yield Result(True, f"{fine} dies: HCCS {HEALTH_OK}, link UP, net health Success")
 
 
 def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
@@ -112,16 +120,16 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
         return node.machine.output("hccn_tool", "-i", f"{die.number}", f"-{name}", "-g") or ""
 
     faults, lanes = [], ("npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
-    if (hccs := field(node.machine.output(*lanes) or "", "hccs health status")) != HEALTHY:
+    if (hccs := field_value(node.machine.output(*lanes) or "", "hccs health status")) != HEALTH_OK:
         todo = f"{' '.join(lanes)} prints each lane; leave the node out"
-        faults.append(Result(False, f"HCCS is {hccs}", f"HCCS {HEALTHY}", todo, _name(die)))
-    if NO_IP in (text := port("ip")):
+        faults.append(Result(False, f"HCCS is {hccs}", f"HCCS {HEALTH_OK}", todo, _name(die)))
+    if NO_IP_TEXT in (text := port("ip")):
         return faults, False
-    link, health = field(port("link"), "link status"), field(port("net_health"), "net health status")
+    link, health = field_value(port("link"), "link status"), field_value(port("net_health"), "net health status")
     if link != "UP" or health != "Success":
         tool = f"hccn_tool -i {die.number}"
         todo = f"{tool} -link_stat -g; check cable and switch port ({tool} -lldp -g)"
-        found = f"port {field(text, 'ipaddr')}: link {link}, net health {health}"
+        found = f"port {field_value(text, 'ipaddr')}: link {link}, net health {health}"
         faults.append(Result(False, found, "link UP, net health Success", todo, _name(die)))
     return faults, True
 
@@ -131,8 +139,8 @@ def _hccl(node: Node) -> Iterator[Result]:
     if smi.processes:
         raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them (row npu memory)")
     name = node.interface[0] if node.interface else None
-    measured = all_reduce_probe.measure_alone("hccl", node.dies, name, node.machine.environ)
-    yield Result(True, all_reduce_probe.speed(measured, f"{node.dies} dies, {all_reduce_probe.MIB} MiB"))
+    measured = all_reduce_probe.measure_node("hccl", node.dies, name, node.machine.environ)
+    yield Result(True, all_reduce_probe.speed_text(measured, f"{node.dies} dies, {all_reduce_probe.MIB} MiB"))
 
 
 NPU_ROWS = (

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.platform.npu.machine import preload, start_notes
+from verl_patches.platform.npu.machine import ld_preload, start_notes
 from verl_patches.processes import port_holder
 from verl_patches.run.ray_nodes import CALL_S, ask_nodes
 
@@ -168,7 +168,7 @@ def _answer(question: str, words: Sequence[str]) -> str:
         require_free_ports(words[0], {int(port): name for port, name in services.items()})
     if question == "preload":
         sys.stderr.writelines(f"{note}\n" for note in start_notes(os.environ, npu=True))
-        return preload(os.environ)
+        return ld_preload(os.environ)
     if question == "wait":
         address, job, nodes, limit_s, port, *hosts = words
         request = {"address": address, "job": job, "nodes": int(nodes), "limit_s": float(limit_s)}

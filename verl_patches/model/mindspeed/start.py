@@ -35,8 +35,8 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import command_line_arguments, engine_settings
 from verl_patches.patching import engine
 from verl_patches.platform import as_npu
-from verl_patches.platform.npu import VISIBLE, check_visible_die
-from verl_patches.platform.npu.cores import bind
+from verl_patches.platform.npu import VISIBLE_DEVICES, check_visible_die
+from verl_patches.platform.npu.cores import bind_cores
 from verl_patches.platform.npu.groups import small_groups_mib
 from verl_patches.spec import run_from_config
 
@@ -88,7 +88,7 @@ def start(section: Any) -> Namespace:
         check_visible_die(torch.npu.device_count())
         if engine.is_on("update.bind_cores"):
             shown = logging.WARNING if engine.current_engine().switches.platform == "npu" else logging.INFO
-            log.log(shown, bind(os.environ.get(VISIBLE, "")))
+            log.log(shown, bind_cores(os.environ.get(VISIBLE_DEVICES, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
     _start_distributed(recipe.train.collective_timeout_minutes)
     args = _parse_arguments(words)

@@ -15,11 +15,11 @@ import sys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import current_engine
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
-MC2_FROM_RANKS = 16  # fewer ranks use all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+RAY_NOSET_VARIABLE = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+MC2_MIN_RANKS = 16  # fewer ranks use all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
 # HCCL reads a name as a prefix of interfaces, and "=eth1" as that interface alone (CANN envref_07_0075)
-SOCKETS = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
+INTERFACE_VARIABLES = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,10 @@ def refuse_early_device_runtime() -> None:
     """Raise ConfigError if platform npu imported torch_npu before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
     if current_engine().switches.platform == "npu" and "torch_npu" in sys.modules:
         raise ConfigError(
-            f"{_rank()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
-            "after that, as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports "
-            "torch or verl, let it do so later: verl_patches.patching.hooks.after_import(module, function)"
+            f"{_rank_text()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE_DEVICES}; "
+            "expected only after that, as the device runtime reads the variable once. If "
+            "recipe.worker_process_setup_hook imports torch or verl, let it do so later: "
+            "verl_patches.patching.hooks.after_import(module, function)"
         )
 
 
@@ -45,23 +46,23 @@ def check_visible_die(visible: int) -> None:
     if not ray.is_initialized():
         return
     given = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
-    found = os.environ.get(VISIBLE)
+    found = os.environ.get(VISIBLE_DEVICES)
     fault = None
     if len(given) != 1:
         fault = f"expected one die from Ray, found ids {given}: the actor requests no NPU, or more than one"
     elif found != given[0]:
         fault = (
-            f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
-            f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
-            f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook"
+            f"{VISIBLE_DEVICES} is {found!r}, expected {given[0]!r}, the id that Ray gave. {RAY_NOSET_VARIABLE} is "
+            f"{os.environ.get(RAY_NOSET_VARIABLE)!r} (set, it keeps Ray from choosing): unset it where Ray is "
+            f"started, and set {VISIBLE_DEVICES} neither in a runtime_env nor in a set-up hook"
         )
     elif visible != 1:
         fault = (
-            f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
+            f"the device runtime sees {visible} devices, expected 1, with {VISIBLE_DEVICES}={found}: it was started "
             "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one"
         )
     if fault:
-        raise ConfigError(f"{_rank()}: {fault}")
+        raise ConfigError(f"{_rank_text()}: {fault}")
 
 
 def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
@@ -71,22 +72,22 @@ def set_interface(nodes: int, interface: str | None = None, head: str | None = N
     of this worker's Ray). Raises ConfigError where the node has no such interface, or where one is the loopback and
     there are several nodes.
     """
-    own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
-    if len(own) < len(SOCKETS):
+    own = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+    if len(own) < len(INTERFACE_VARIABLES):
         if interface:
             require_interface(interface)
-        chosen = interface or towards(head or _head_of_this_ray())
+        chosen = interface or interface_towards(head or _ray_head_address())
         why = "recipe.hccl.interface" if interface else "the route to Ray's head"
         refuse_loopback(nodes, chosen, why)
-        for name in SOCKETS.keys() - own.keys():
-            os.environ[name] = SOCKETS[name].format(chosen)
+        for name in INTERFACE_VARIABLES.keys() - own.keys():
+            os.environ[name] = INTERFACE_VARIABLES[name].format(chosen)
         log.info("network interface %s, by %s; set by the node: %s", chosen, why, own or "nothing")
     for name, value in own.items():
         for part in value.lstrip("=").split(","):
             refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
 
 
-def towards(address: str) -> str:
+def interface_towards(address: str) -> str:
     """Return the interface through which this node reaches HOST:PORT; ConfigError where there is no route."""
     host, _, port = address.rpartition(":")
     try:
@@ -95,14 +96,14 @@ def towards(address: str) -> str:
             probe.connect(place)  # a datagram socket chooses a route and sends nothing
             ip = probe.getsockname()[0]
     except OSError as error:
-        raise ConfigError(f"{_here()} has no route to Ray's head {address}: {error}") from error
+        raise ConfigError(f"{_node_text()} has no route to Ray's head {address}: {error}") from error
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == ip for each in addresses):
             return name
     raise ConfigError(
-        f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
+        f"{_node_text()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
         "set recipe.hccl.interface"
     )
 
@@ -117,34 +118,34 @@ def require_interface(interface: str, why: str = "recipe.hccl.interface") -> Non
         if why != "recipe.hccl.interface":  # a variable
             todo = "Correct or unset it"
         where = "where that node's Ray is started"
-        raise ConfigError(f"{why} is {interface}: {_here()} has {', '.join(names)}. {todo} {where}")
+        raise ConfigError(f"{why} is {interface}: {_node_text()} has {', '.join(names)}. {todo} {where}")
 
 
 def refuse_loopback(nodes: int, interface: str, why: str) -> None:
     """Raise ConfigError if several nodes would rendezvous over the loopback."""
     if nodes > 1 and interface in ("lo", "localhost"):
         raise ConfigError(
-            f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "
-            "other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
+            f"{_node_text()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}"
+            ": other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
             "recipe.hccl.interface"
         )
 
 
-def _here() -> str:
+def _node_text() -> str:
     return f"node {socket.gethostname()}"
 
 
-def _head_of_this_ray() -> str:
+def _ray_head_address() -> str:
     import ray
 
     if not ray.is_initialized():  # else get_runtime_context would start a new Ray
         raise ConfigError(
-            f"{_here()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
+            f"{_node_text()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
             "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "
-            f"{', '.join(SOCKETS)} in its environment"
+            f"{', '.join(INTERFACE_VARIABLES)} in its environment"
         )
     return ray.get_runtime_context().gcs_address
 
 
-def _rank() -> str:
+def _rank_text() -> str:
     return f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()})"

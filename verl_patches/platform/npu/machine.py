@@ -51,7 +51,7 @@ JEMALLOC = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/local/lib")
 INSTALL_JEMALLOC = "apt install libjemalloc2 (Ubuntu) or yum install jemalloc (openEuler)"
 
 
-def preload(environ: Mapping[str, str]) -> str:
+def ld_preload(environ: Mapping[str, str]) -> str:
     """Return LD_PRELOAD for Ray and a run's processes: jemalloc, if this machine has it, before the present value."""
     given = environ.get("LD_PRELOAD", "")
     for folder in JEMALLOC if "jemalloc" not in given else ():
@@ -83,6 +83,6 @@ def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
         "(unless another user, container or machine that shares the folder compiles)"
         for lock in stale_locks(environ)
     ]
-    if npu and "jemalloc" not in preload(environ):
+    if npu and "jemalloc" not in ld_preload(environ):
         notes.append(f"no libjemalloc.so.2: Ray's workers may keep host memory that they freed; {INSTALL_JEMALLOC}")
     return notes

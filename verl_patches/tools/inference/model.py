@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.errors import ConfigError, require
+from verl_patches.errors import ConfigError, require_checks
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.plan.serving import instance_checks, instance_config
-from verl_patches.platform import require as require_platform
+from verl_patches.platform import require_platform
 from verl_patches.recipe import VLLM_DTYPES
 from verl_patches.run.compose import RowProvider, check_dtype, compose_config, override_keys
 from verl_patches.run.engine_options import ROLLOUT_KEY, check_engine_options, rewrite_engine_options
@@ -95,7 +95,7 @@ def find_model(
                 f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
             )
         if spec.platform == "npu":
-            require(instance_checks(replace(spec, model=source.inventory.model)))
+            require_checks(instance_checks(replace(spec, model=source.inventory.model)))
         length: Any = source.config.get("max_position_embeddings")
         if type(length) is not int or length < 2:
             where = source.folder / "config.json"
