@@ -31,7 +31,7 @@ from tests.ranks import HANG_S, Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"slow": ("--full", "--nightly"), "nightly": ("--nightly",)}  # marker -> options that run it
-WARM = ROOT / "tests" / "warm"
+WARM_FOLDER = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
     "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # CI's own variables would colour errors
@@ -109,13 +109,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unset_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make output as wide as in a pipe, whatever COLUMNS a terminal or library has set."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
+def _seed_generators() -> None:
     """Seed the generators, so that random numbers do not depend on which tests share a process under `-n 2`."""
     seed = int(os.environ.get("TEST_SEED", "0"))
     for name, start in (("random", "seed"), ("torch", "manual_seed"), ("numpy.random", "seed")):
@@ -147,13 +147,13 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
     They apply to Ray's workers and to `python -X warm ...`. Tests of how a process starts must not use this.
     """
     with tempfile.TemporaryDirectory(prefix="w-") as folder:
-        command, path = [sys.executable, str(WARM / "server.py")], str(Path(folder, "s"))
+        command, path = [sys.executable, str(WARM_FOLDER / "server.py")], str(Path(folder, "s"))
         env = {**os.environ, **SAFE_ENV, "TORCHDYNAMO_DISABLE": "1"}
         with subprocess.Popen([*command, path], env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as server:
             assert server.stdout is not None and server.stdout.readline() == b"ready\n"
 
             def add(env: Mapping[str, str]) -> dict[str, str]:
-                paths = os.pathsep.join(filter(None, [str(WARM), env.get("PYTHONPATH")]))
+                paths = os.pathsep.join(filter(None, [str(WARM_FOLDER), env.get("PYTHONPATH")]))
                 return {**SAFE_ENV, "TORCHDYNAMO_DISABLE": "1", **env, "WARM_PYTHON": path, "PYTHONPATH": paths}
 
             yield add

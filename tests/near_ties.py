@@ -19,8 +19,8 @@ from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 NOISE = 2e-5  # bound of rounding in a router's fp32 scores; log-probs and values of two layouts differ by 2e-6
-MOST = 3  # number of near ties that a comparison may leave out
-NORM = 1e-3  # relative change of a gradient norm by one near tie: at most 6e-4 at the smallest margins
+MAX_NEAR_TIES = 3  # number of near ties that a comparison may leave out
+NORM_CHANGE = 1e-3  # relative change of a gradient norm by one near tie: at most 6e-4 at the smallest margins
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class NearTies:
 
     def norm_tolerance(self, rel: float) -> float:
         """Return the relative tolerance of a gradient norm over the batch, `rel` where it has no near tie."""
-        return rel + NORM * self.count
+        return rel + NORM_CHANGE * self.count
 
 
 def norm_tolerance(update: int, rel: float) -> float:
     """Return the relative tolerance of the gradient norm of update 1, 2, ...: later ones may have near ties."""
-    return rel if update == 1 else rel + NORM * MOST
+    return rel if update == 1 else rel + NORM_CHANGE * MAX_NEAR_TIES
 
 
 def assert_all_but_few_below(differences: torch.Tensor, limit: float) -> None:
@@ -47,7 +47,7 @@ def assert_all_but_few_below(differences: torch.Tensor, limit: float) -> None:
     margin does not tell which tokens are near ties.
     """
     beyond = differences[differences >= limit]
-    assert len(beyond) <= MOST, f"{len(beyond)} tokens differ by {limit} or more: {beyond[:10].tolist()}"
+    assert len(beyond) <= MAX_NEAR_TIES, f"{len(beyond)} tokens differ by {limit} or more: {beyond[:10].tolist()}"
 
 
 def near_ties(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> NearTies:
@@ -62,7 +62,9 @@ def near_ties(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> 
         found |= {(tuple(ids[row][keep][: place + 1].tolist()), layer) for layer, place in tied.nonzero().tolist()}
         reached = tied[-1] | (tied[:-1].any(0).cumsum(0) > 0)
         comparable[row, keep.nonzero()[:, 0][reached]] = False
-    assert len(found) <= MOST, f"{len(found)} tokens are near ties (margin below {NOISE}); expected at most {MOST}"
+    assert len(found) <= MAX_NEAR_TIES, (
+        f"{len(found)} tokens are near ties (margin below {NOISE}); expected at most {MAX_NEAR_TIES}"
+    )
     return NearTies(len(found), comparable)
 
 
@@ -101,7 +103,7 @@ def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
     return ordered[:, -2] - ordered[:, -1]
 
 
-def model_of(folder: Path) -> torch.nn.Module:
+def load_reference_model(folder: Path) -> torch.nn.Module:
     """Return transformers' DeepSeek-V3 in fp32 with the weights of a HF folder or a checkpoint."""
     source = open_source(folder)
     weights = {name: torch.empty(tensor.shape) for name, tensor in source.tensors.items()}

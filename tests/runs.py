@@ -22,13 +22,13 @@ def tiny() -> RunSpec:
     return composed("deepseekv3_tiny_cpu")
 
 
-def config_of(run: RunSpec) -> DictConfig:
+def trainer_config(run: RunSpec) -> DictConfig:
     """Return verl's configuration of a run as its trainer gets it: with the facts, and not read-only."""
     config = OmegaConf.create(OmegaConf.to_container(run.verl))
     write_run(config, run.text())
     return config
 
 
-def section_of(run: RunSpec) -> DictConfig:
+def worker_section(run: RunSpec) -> DictConfig:
     """Return verl's section actor_rollout_ref of a run as its workers get it."""
-    return OmegaConf.create(OmegaConf.to_container(config_of(run).actor_rollout_ref))
+    return OmegaConf.create(OmegaConf.to_container(trainer_config(run).actor_rollout_ref))

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from tests.conftest import ROOT
-from tests.runs import composed, config_of, section_of
+from tests.runs import composed, trainer_config, worker_section
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan.memory_plan import recompute_keys
@@ -19,10 +19,15 @@ from verl_patches.spec import RunSpec, run_from_config
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
-OF_CONTROLLER = {"verl", "no_start", "given", "trees"}  # workers have their section of verl's configuration, from verl
+CONTROLLER_FIELDS = {
+    "verl",
+    "no_start",
+    "given",
+    "trees",
+}  # workers have their section of verl's configuration, from verl
 ROOMS = "trainer worker step memory plan rewards reshard".split()
 # of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
-WITHOUT_RUN = {
+FUNCTIONS_BEFORE_RUN = {
     "plan/serving.py:instance_config",
     "plan/plan.py:_search_command",
     "rewards/parts.py:reward_parts",  # the facts of the run are made from them
@@ -34,10 +39,10 @@ WITHOUT_RUN = {
 )
 def test_a_worker_reads_the_facts_of_the_controller_from_its_section(name, algo):
     run = composed(name, [f"algo={algo}", "recipe.patches=[-reshard.*]"])
-    here, worker = run_from_config(config_of(run)), run_from_config(section_of(run))
+    here, worker = run_from_config(trainer_config(run)), run_from_config(worker_section(run))
     for read in (here, worker):
         unlike = {field.name for field in fields(RunSpec) if getattr(read, field.name) != getattr(run, field.name)}
-        assert unlike <= OF_CONTROLLER
+        assert unlike <= CONTROLLER_FIELDS
     assert here.verl.trainer == run.verl.trainer and not worker.verl
     assert worker.text() == run.text() and "reshard.direct" not in worker.rows
 
@@ -90,7 +95,7 @@ def test_other_values_are_as_if_composed_with_them(name, kind):
     assert OmegaConf.to_yaml(run.verl) == before and replace(run, given=expected.given) != expected
 
 
-def takers(tree: ast.AST) -> set[str]:
+def config_functions(tree: ast.AST) -> set[str]:
     """Return the names of functions with a parameter whose annotation names DictConfig."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {
@@ -104,6 +109,8 @@ def takers(tree: ast.AST) -> set[str]:
 def test_no_function_takes_a_configuration_to_learn_what_a_run_knows():
     files = {path for room in ROOMS for path in (ROOT / "verl_patches" / room).rglob("*.py")}
     place = {path: path.relative_to(ROOT / "verl_patches").as_posix() for path in files}
-    found = {f"{place[path]}:{name}" for path in files for name in takers(ast.parse(path.read_text()))}
-    assert found == WITHOUT_RUN
-    assert takers(ast.parse("def f(a: int, *, config: 'DictConfig | None' = None): ...")) == {"f"}  # the control
+    found = {f"{place[path]}:{name}" for path in files for name in config_functions(ast.parse(path.read_text()))}
+    assert found == FUNCTIONS_BEFORE_RUN
+    assert config_functions(ast.parse("def f(a: int, *, config: 'DictConfig | None' = None): ...")) == {
+        "f"
+    }  # the control

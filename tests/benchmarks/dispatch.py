@@ -38,7 +38,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayWorkerGroup
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from tests.runs import composed, config_of
+from tests.runs import composed, trainer_config
 from tests.step.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.step.batches.logical_group import make_group, serialised_sizes
 from verl_patches.step.batches.exchange import RaggedTensor, model_inputs, packed_ids
@@ -174,7 +174,7 @@ def prompts_of(count: int, of_sample: list[int]) -> DataProto:
 def cached_group(group: Any) -> worker_group.RecipeWorkerGroup:
     """Return the trainer's worker group with the tensor cache."""
     overrides = ["recipe.tensor_cache.enabled=true", f"data.max_response_length={RESPONSE}"]
-    config, tokenizer = config_of(composed("deepseekv3_tiny_cpu", overrides)), SimpleNamespace(pad_token_id=0)
+    config, tokenizer = trainer_config(composed("deepseekv3_tiny_cpu", overrides)), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=1)
     with mock.patch.object(worker_group, "is_on", lambda row: True):
         return worker_group.RecipeWorkerGroup(group, trainer, lambda step, name: None)

@@ -40,8 +40,8 @@ def started(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-SILENT = socket.create_server(("127.0.0.1", 0))
-ADDRESS = f"127.0.0.1:{SILENT.getsockname()[1]}"
+SILENT_SERVER = socket.create_server(("127.0.0.1", 0))
+ADDRESS = f"127.0.0.1:{SILENT_SERVER.getsockname()[1]}"
 # a doctor that asks a Ray which does not answer
 DOCTOR = ("doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={ADDRESS}", "trainer.nnodes=1")
 

@@ -126,18 +126,23 @@ def test_what_disks_take_has_its_own_table():
     assert isinstance(call("plan", NODE, "--disk-gb-s", "0").exception, ConfigError)
 
 
-A2 = ["recipe.hardware=800t_a2", "trainer.nnodes=32", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=4"]
-A2 += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.dp=32"]
+A2_OVERRIDES = [
+    "recipe.hardware=800t_a2",
+    "trainer.nnodes=32",
+    "trainer.n_gpus_per_node=8",
+    "recipe.rollout.instances=4",
+]
+A2_OVERRIDES += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.dp=32"]
 
 
 def test_a2_is_planned_without_seconds():
     """Check as a control that the same layout on A3 has seconds, and a larger die."""
     found = {}
-    for name, words in (("a2", A2), ("a3", A2[3:4] + A2[5:])):
+    for name, words in (("a2", A2_OVERRIDES), ("a3", A2_OVERRIDES[3:4] + A2_OVERRIDES[5:])):
         done = call("plan", "deepseekv3_256die_true_weight", *words, "--json")
         found[name] = plan = json.loads(done.stdout)
         assert done.exit_code == 0 and plan["ok"], plan["verdict"]
     assert found["a2"]["step"] is None and found["a3"]["step"]["total_s"] > 0
     assert found["a2"]["memory"]["hbm_bytes"] < found["a3"]["memory"]["hbm_bytes"] and found["a2"]["traffic"]
-    shown = call("plan", "deepseekv3_256die_true_weight", *A2).stdout
+    shown = call("plan", "deepseekv3_256die_true_weight", *A2_OVERRIDES).stdout
     assert "no seconds of a step: no published run has them for Atlas 800T A2" in shown and "tokens/s" not in shown

@@ -18,7 +18,7 @@ import torch
 from loop_runs import hook, metrics_of, resume
 from safetensors.torch import load_file
 
-from tests.near_ties import model_of, near_ties
+from tests.near_ties import load_reference_model, near_ties
 from verl_patches.run.record.record import read_summary
 from verl_patches.weights.manifest import folder_problems, read_manifest
 from verl_patches.weights.run_folders import chain_of_start, read_start
@@ -139,7 +139,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
     layout = ("layout=tp2ep2", "rollout=tp2", "--replay-rollout", str(whole.folder))
     resumed = smoke("--steps", "3", *layout, *resume(runs[1], 2))
     step = load_file(whole.folder / "rollouts" / "step_3.safetensors")
-    trained = model_of(checkpoints_of(runs[1])[2])
+    trained = load_reference_model(checkpoints_of(runs[1])[2])
     ties = near_ties(trained, step["input_ids"], step["attention_mask"])
     ((found,),) = metrics_of(resumed, "grad_norm")
     assert found == pytest.approx(whole.steps[2]["grad_norm"], rel=ties.norm_tolerance(1e-6))

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from tests.ranks import init_group
-from tests.runs import section_of
+from tests.runs import worker_section
 from verl_patches import catalog
 from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
@@ -70,7 +70,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
         f"recipe.train.layers_per_stage={layers or 'null'}",
         *more,
     ]
-    return section_of(compose("deepseekv3_tiny_cpu", overrides, lambda platform: rows(), Trees(verl=verl)))
+    return worker_section(compose("deepseekv3_tiny_cpu", overrides, lambda platform: rows(), Trees(verl=verl)))
 
 
 def rows():

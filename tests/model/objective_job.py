@@ -12,7 +12,7 @@ from verl import DataProto
 from tests.model.megatron_model import start_parallel
 from tests.model.parity import FROM, SAMPLES
 from tests.model.value_job import samples
-from tests.runs import composed, section_of
+from tests.runs import composed, worker_section
 from verl_patches.spec import run_from_config
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.advantages import METRIC_PREFIX, ROLE, FixedData
@@ -60,7 +60,7 @@ def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
         run = composed("deepseekv3_tiny_cpu", [*MORE, *more, f"actor_rollout_ref.model.path={folder / 'model'}"])
         start_parallel(run.train)
         context().scheduler = context().ledger = reference_weights.value = None
-        found[name] = first_steps(section_of(run), folder)
+        found[name] = first_steps(worker_section(run), folder)
     return found
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from tests.runs import composed, section_of
+from tests.runs import composed, worker_section
 from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import REQUIRED_VALUES
@@ -51,7 +51,7 @@ def test_table_names_each_key_once_and_knows_every_recipe_key():
 
 
 def test_unknown_key_is_refused_not_dropped(die256):
-    changed = section_of(die256)
+    changed = worker_section(die256)
     changed.actor.megatron["overlap_everything"] = True
     with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: unknown key"):
         command_line_arguments(engine_settings(changed, die256.recipe))

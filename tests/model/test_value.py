@@ -9,7 +9,7 @@ import torch
 
 from tests.model.mindspeed_start import LAYOUTS
 from tests.model.parity import FROM, SAMPLES, WORD
-from tests.near_ties import model_of, near_ties, norm_tolerance
+from tests.near_ties import load_reference_model, near_ties, norm_tolerance
 from tests.weights.cases import as_value_model
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
@@ -122,7 +122,7 @@ def test_a_zero_head_has_the_mean_square_of_the_returns_as_loss(reference, found
 def test_another_layout_goes_on_from_the_checkpoint(found, folder):
     wrote, *others = layouts(found)  # the first layout to run has written it
     ids, mask, _ = torch.load(folder / "batch.pt")
-    ties = near_ties(model_of(found[wrote][0]["checkpoint"]), ids, mask)
+    ties = near_ties(load_reference_model(found[wrote][0]["checkpoint"]), ids, mask)
     predicted = ties.comparable[torch.arange(SAMPLES) % len(ids), FROM - 1 : -1]
     for name in others:
         differs = (by_sample(found[name], "values") - by_sample(found[wrote], "values")).abs()

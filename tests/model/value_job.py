@@ -15,7 +15,7 @@ from verl import DataProto
 
 from tests.model.megatron_model import build_model, start_parallel
 from tests.model.parity import FROM, SAMPLES
-from tests.runs import composed, section_of
+from tests.runs import composed, worker_section
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_for_run
 from verl_patches.reshard.parameters import named_weights
@@ -196,7 +196,7 @@ def layouts_job(folder: Path, cases: dict[str, tuple[str, dict]]) -> dict:
         more += ["algo=ppo", f"actor_rollout_ref.model.path={folder / 'model'}", "recipe.memory.ledger=strict"]
         run = composed("deepseekv3_tiny_cpu", more)
         start_parallel(run.train)
-        found[name] = answers(section_of(run), folder, spoilt)
+        found[name] = answers(worker_section(run), folder, spoilt)
     return found
 
 

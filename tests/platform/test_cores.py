@@ -14,7 +14,7 @@ BUSES = [die.bus for die in parse_npu_smi(NPU_SMI_A3).dies]
 PER_NODE = 40  # cores: eight nodes of an Atlas A3
 
 
-def machine(folder, nodes):
+def make_sysfs(folder, nodes):
     """Make sysfs of a machine with the dies of NPU_SMI_A3; nodes: the text of each numa_node file, None: no file."""
     for bus, node in zip(BUSES, nodes, strict=True):
         device = folder / "bus/pci/devices" / bus.lower()
@@ -50,7 +50,7 @@ def test_sets_are_disjoint_and_within_the_cpuset(nodes, allowed):
 
 def test_each_die_gets_cores_of_its_node_and_shares_them_with_the_others_there(tmp_path):
     nodes = [7 - place // 2 for place in range(16)]
-    found = numa_topology(BUSES, machine(tmp_path, nodes))
+    found = numa_topology(BUSES, make_sysfs(tmp_path, nodes))
     assert found[0] == nodes
     sets, how = core_sets(*found, set(range(320)))
     assert how == "of its NUMA node" and sets[0] == list(range(280, 300)) and sets[1] == list(range(300, 320))
@@ -58,29 +58,29 @@ def test_each_die_gets_cores_of_its_node_and_shares_them_with_the_others_there(t
 
 @pytest.mark.parametrize("says", [None, -1, 0])
 def test_without_a_useful_node_each_die_gets_an_equal_part(tmp_path, says):
-    sets, how = core_sets(*numa_topology(BUSES, machine(tmp_path, [says] * 16)), set(range(320)))
+    sets, how = core_sets(*numa_topology(BUSES, make_sysfs(tmp_path, [says] * 16)), set(range(320)))
     assert [len(each) for each in sets] == [20] * 16 and how.startswith("an equal part")
 
 
-def tool(folder, text, code=0):
+def write_npu_smi(folder, text, code=0):
     (folder / "npu-smi").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
     (folder / "npu-smi").chmod(0o755)
 
 
 def test_all_threads_are_bound_within_the_cpuset(tmp_path, monkeypatch):
     bound, allowed = {}, set(range(100, 132))
-    tool(tmp_path, NPU_SMI_A3)
+    write_npu_smi(tmp_path, NPU_SMI_A3)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound.update({thread: cores}))
-    assert "2 cores from 106 to 107" in bind_cores("3", machine(tmp_path / "sys", [-1] * 16))
+    assert "2 cores from 106 to 107" in bind_cores("3", make_sysfs(tmp_path / "sys", [-1] * 16))
     assert bound.keys() >= {os.getpid()} and {tuple(each) for each in bound.values()} == {(106, 107)}
 
 
 @pytest.mark.parametrize(("text", "cores_there", "die"), [("no table", 32, "3"), (NPU_SMI_A3, 32, "16")])
 def test_what_is_not_known_is_said_and_nothing_bound(tmp_path, monkeypatch, text, cores_there, die):
-    tool(tmp_path, text)
+    write_npu_smi(tmp_path, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores_there)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert "not bound to cores" in bind_cores(die, machine(tmp_path / "sys", [0] * 16))
+    assert "not bound to cores" in bind_cores(die, make_sysfs(tmp_path / "sys", [0] * 16))

@@ -10,7 +10,7 @@ from verl_patches.emulation.npu import hccl
 from verl_patches.platform.npu import groups
 
 
-def configs_of_vllms_groups():
+def vllm_group_configs():
     """Return hccl_config of all ranks' group, of tp, dp and ep, and of a tp group without a size."""
     from vllm.distributed import parallel_state
 
@@ -33,7 +33,7 @@ def small():
 @pytest.mark.upstream
 @pytest.mark.parametrize("row", ["", ",-rollout.ascend_small_groups"])
 def test_groups_of_vllm_hand_their_options_to_the_backend(run_emulated, row):
-    job = "tests.platform.test_hccl_groups:configs_of_vllms_groups"
+    job = "tests.platform.test_hccl_groups:vllm_group_configs"
     (found,) = run_emulated(job, patches=emulated_npu() + row, backend=None)
     small = [{"group_name": f"vllm_{name}", "hccl_buffer_size": 64} for name in ("tp", "dp")]
     assert found == [{}, *([{}, {}] if row else small), {}, {}]

@@ -34,7 +34,7 @@ def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, monkeypatch,
     assert (ld_preload({}) == "") == (system == "Ubuntu")  # that of another processor is not loaded
 
 
-HOLD = """
+HOLD_LOCK_CODE = """
 import sys
 from torch.utils.file_baton import FileBaton
 baton = FileBaton(sys.argv[1])
@@ -49,7 +49,7 @@ def test_a_lock_is_stale_when_its_process_was_killed_and_not_while_it_compiles(t
     folder = tmp_path / "cache" / "torch_extensions" / "py311_cpu" / "my op"
     folder.mkdir(parents=True)
     lock, given = folder / "lock", {"TORCH_EXTENSIONS_DIR": str(folder.parent)}
-    words = [sys.executable, "-c", HOLD, str(lock)]
+    words = [sys.executable, "-c", HOLD_LOCK_CODE, str(lock)]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n" and lock.exists()
     assert stale_locks(given) == [] == start_notes(given, npu=False)

@@ -145,11 +145,11 @@ def prompts_for(config: Any) -> list[list[int]]:
 
 def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
     """Set the configuration's variables in this process and return the configuration and its rollout."""
-    from tests.runs import composed, config_of
+    from tests.runs import composed, trainer_config
     from verl_patches.run.environment import worker_environment
 
     run = composed(name, overrides)
-    config = config_of(run)
+    config = trainer_config(run)
     wanted = {key: value for key, value in worker_environment(run).items() if key.startswith("VLLM_")}
     os.environ.update(wanted | {"VLLM_LOGGING_LEVEL": "ERROR"})
     return config, build(config, model)

@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
-from tests.runs import config_of, tiny
+from tests.runs import tiny, trainer_config
 from verl_patches.errors import ConfigError
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
@@ -97,7 +97,7 @@ def saves(tmp_path, monkeypatch):
         """Make the checkpoints in `folder`, or of this start of the run t."""
         recipe = replace(tiny().recipe, output_root=str(tmp_path), run="t")
         run = replace(tiny(), recipe=recipe, start=NextStart(name=start, by_launcher=start is not None))
-        config = config_of(run)
+        config = trainer_config(run)
         config.trainer.default_local_dir = str(tmp_path / "t/checkpoints" if start else folder)
         config.trainer.update({"resume_mode": "auto", "save_freq": 1, **trainer})
         config.algorithm.kl_ctrl.type = "adaptive"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
-from tests.runs import composed, config_of
+from tests.runs import composed, trainer_config
 from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.heartbeat import read_beat
@@ -85,7 +85,7 @@ class Workers:
 
 
 def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
-    config, tokenizer = config_of(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
+    config, tokenizer = trainer_config(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=0, train_dataloader=[])
     workers, names = Workers(), [] if calls is None else calls
     return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor, profile_to), workers
