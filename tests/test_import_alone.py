@@ -83,7 +83,7 @@ LAUNCHER_VALUES = {"hccl.base_port": {"base_port": 62000}, "timeouts": {"wall_s"
         ({"rollout": {"dp": 2}}, ["rollout layout"]),
         ({"train": {"skip_old_log_prob": True}}, ["ppo_mini_batch_size is 256 and data.train_batch_size 1024"]),
         *(
-            ({key.split(".")[0]: value}, [f"recipe.{key} is given", "only the launcher"])
+            ({key.split(".")[0]: value}, [f"recipe.{key} is set", "only the launcher"])
             for key, value in LAUNCHER_VALUES.items()
         ),
     ],

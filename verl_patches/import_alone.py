@@ -31,8 +31,8 @@ from verl_patches.upstream.modified import files_text, refuse_modified
 log = logging.getLogger(__name__)
 
 NO_LAUNCHER_WARNING = (
-    "verl_patches: started without its launcher (python -m verl_patches train): environment variables, model folder "
-    "and memory plan are not checked, nothing watches memory and time, {record}"
+    "verl_patches: this run was started without its launcher (python -m verl_patches train): environment variables, "
+    "model folder and memory plan are not checked, memory and time are not monitored, {record}"
 )
 _LAUNCHER_KEYS = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
@@ -85,7 +85,10 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
         config.recipe = merged
         has_model = any(entry.name == "reward_model" for entry in config.recipe.rewards or ())
         if has_model and not config.reward_model.enable:  # verl's main has already read this key
-            raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
+            raise ConfigError(
+                "reward_model.enable is false; expected true, as recipe.rewards has an entry of name reward_model: "
+                "set reward_model.enable=true"
+            )
         write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
@@ -100,7 +103,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
     """Return the whole section `recipe`: the user's values, the prelude's switches, and defaults."""
     dtype, dtypes = config.actor_rollout_ref.rollout.dtype, {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if dtype not in dtypes:
-        expected = f"expected one of {', '.join(dtypes)}: training has the same dtype"
+        expected = f"expected {' or '.join(dtypes)}, which training uses too"
         raise ConfigError(f"actor_rollout_ref.rollout.dtype is {dtype!r}; {expected}")
     decided = {name: getattr(switches, name) for name in ("line", "platform", "drift")}
     decided |= {"patches": list(switches.patterns), "dtype": dtypes[dtype]}
@@ -109,17 +112,17 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
     for key, value in decided.items():
         if given.get(key, value) != value:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
-            faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
-    acts = "only the launcher (python -m verl_patches train) acts on it; remove it, or use the launcher"
+            faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, the value in {where}")
+    acts = "only the launcher (python -m verl_patches train) reads it; remove the key, or start with the launcher"
     selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _LAUNCHER_KEYS}
-    faults += [f"recipe.{key} is given, but {acts}" for key, value in selected.items() if value is not None]
+    faults += [f"recipe.{key} is set, but {acts}" for key, value in selected.items() if value is not None]
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/recipe.py") from error
+        raise ConfigError(f"recipe: {text}; docs/configuration.md lists the keys") from error
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
     return merged | {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
@@ -132,8 +135,8 @@ def _npu_faults(run: RunSpec) -> list[str]:
     faults = []
     if run.verl.trainer.device != "npu":
         faults.append(
-            f"trainer.device is {run.verl.trainer.device}; expected npu, as {PATCHES_VAR} says platform=npu: verl "
-            "would wait for GPUs that Ray does not have; set trainer.device=npu"
+            f"trainer.device is {run.verl.trainer.device}; expected npu, the platform in {PATCHES_VAR}, as verl would "
+            "wait for GPUs that Ray does not have: set trainer.device=npu"
         )
     balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE_VARIABLE)
     wanted = "1" if balanced else "0"

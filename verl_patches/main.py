@@ -34,13 +34,13 @@ def main(arguments: list[str]) -> int:
     folder = Path(*arguments)
     run = read_run((folder / FACTS_FILE).read_text(), OmegaConf.load(folder / CONFIG_FILE))
     stage, address, watch = Progress(folder), run.recipe.ray_address, run.recipe.watch
-    stage.say("~ starting Ray" if address is None else f"~ joining Ray, {address}")
+    stage.say("~ starting Ray" if address is None else f"~ joining the Ray cluster at {address}")
     with contextlib.redirect_stdout(_WatchedStream(sys.stdout, ENDED_LINE)) as output:
         # imported here, because the controller imports this module too
         from verl_patches.launch.ray_cluster import leave_out, ray_options
 
         ray_start.start(**ray_options(run))
-        stage.say("~ Ray runs, starting the controller")
+        stage.say("~ Ray is up, starting the controller")
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
                 collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
                 load_s = run.recipe.timeouts.load_s
                 bounds = Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s)
-                sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
+                sys.stdout.write(f"watch: time limits of a phase: {bounds}\n")
                 stops, say = watch.action == "stop", lambda text: stage.say(f"~ {text}")
                 watcher = Watcher(folder, bounds, run.world_size, stops, say)
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node

@@ -18,8 +18,8 @@ _rows = platform_rows(_switches.platform)
 engine = start_engine(_rows, _switches)
 if not any(_switches.line in row.lines for row in _rows):
     raise ConfigError(
-        f"the catalogue has no rows for line {_switches.line} yet, so nothing would be patched; say which line "
-        f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
+        f"the catalogue has no row for line {_switches.line}, so nothing would be patched; expected a line with rows: "
+        f'set VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes the line from recipe.line)'
     )
 engine.apply()
 if (_emulator := load_emulation(_switches.platform)) is not None:

@@ -92,7 +92,7 @@ class Descendants:
     def end_all(self) -> None:
         """End all descendants (`end_processes`), and warn of those that stay."""
         for process in end_processes(self.alive, self.shared, self.waited_for):
-            log.warning("process %d (%s) could not be ended", process.pid, process_name(process))
+            log.warning("process %d (%s) still runs after SIGTERM and SIGKILL", process.pid, process_name(process))
 
 
 def is_gone(process: psutil.Process) -> bool:

@@ -229,7 +229,7 @@ class RunSpec:
     def home(self) -> Path:
         """Return the absolute folder of all starts of the run: <recipe.output_root>/<recipe.run>."""
         if self.recipe.output_root is None or self.recipe.run is None:
-            raise ConfigError("recipe.output_root or recipe.run is null; expected a folder and a name for the record")
+            raise ConfigError("recipe.output_root or recipe.run is null; expected a folder and a run name: set both")
         return Path(self.recipe.output_root, self.recipe.run)
 
     @property
@@ -292,8 +292,9 @@ def run_from_config(section: DictConfig) -> RunSpec:
     text = section.get(RUN)
     if text is None:
         raise ConfigError(
-            f"this section of verl's configuration has no key {RUN!r}; expected the facts of the run, which the "
-            "launcher writes (python -m verl_patches train), or row update.recipe_by_default without it"
+            f"this section of verl's configuration has no key {RUN!r}; expected the facts of the run, from the "
+            "launcher or from patch row update.recipe_by_default: start with python -m verl_patches train, or "
+            "keep that row on"
         )
     run = _parse_facts(text)
     return replace(run, verl=section) if "actor_rollout_ref" in section else run

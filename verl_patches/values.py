@@ -101,7 +101,7 @@ def allowed_values_text(kind: Any) -> str:
     return _allowed_text(_adapter(kind).json_schema())
 
 
-def unknown_key(key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe.py") -> str:
+def unknown_key(key: str, known: Mapping[str, Any], hint: str = "docs/configuration.md lists the keys") -> str:
     """Return a sentence about an unknown key, with the nearest known keys, or `hint` where none is near."""
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)

@@ -52,7 +52,7 @@ def test_the_path_of_one_parameter():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--param", GATE), "--param and --rank go together"),
+        (("--param", GATE), "expected both --param and --rank"),
         (("--param", "model.nothing", "--rank", "1"), "no tensor 'model.nothing'"),
         (("--rollout", "tp2 @4"), "training has 8 ranks"),
     ],

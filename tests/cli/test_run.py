@@ -136,7 +136,7 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
     text = said(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
     command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
-    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
+    assert (f"newest complete checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
     assert (f"no complete checkpoint of this run in {tmp_path / 'r'}" in text) == (saved == [])
     if saved and "damaged" in saved:
         assert "global_step_9" in text and f"trainer.resume_from_path={folder / 'global_step_2'}" in text

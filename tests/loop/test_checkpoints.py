@@ -48,7 +48,7 @@ def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_
     died = r"a worker process died in step .*rank 1 \(pid|rank 1 \(pid .* ended \d+ s ago .*by a signal"
     assert first.code and re.search(died, first.summary["exit"], re.S), first.summary["exit"]
     newest = first.folder / "checkpoints" / "global_step_1"
-    assert f"newest whole checkpoint: {newest}" in first.output and " trainer.resume_mode=auto" in first.output
+    assert f"newest complete checkpoint: {newest}" in first.output and " trainer.resume_mode=auto" in first.output
     assert [link.folder.name for link in last.chain] == ["0001", "0002", "0003"] and last.folder.name == "0003"
     assert metrics_of(last, "step") == [[1], [2], [3]]  # one record of all starts, with its seams
     assert [step.get("resumed_after") for step in last.steps] == [None, 1, 2]

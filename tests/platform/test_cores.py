@@ -35,7 +35,7 @@ def make_sysfs(folder, nodes):
 def test_sets_are_disjoint_and_within_the_cpuset(nodes, allowed):
     of_node = {node: set(range(node * 16, node * 16 + 16)) for node in range(4)}
     if len(allowed) < len(nodes):
-        with pytest.raises(ValueError, match="cores for"):
+        with pytest.raises(ValueError, match="allowed cores"):
             core_sets(nodes, of_node, allowed)
         return
     sets, how = core_sets(nodes, of_node, allowed)

@@ -46,9 +46,9 @@ def test_the_interface_is_that_of_the_route():
 
 
 def test_the_configured_interface_must_be_on_the_node():
-    with pytest.raises(ConfigError, match=r"recipe.hccl.interface is eth99: node \S+ has .*\blo\b"):
+    with pytest.raises(ConfigError, match=r"interface is eth99; expected an interface of node \S+: .*\blo\b"):
         set_interface(1, "eth99", LOOPBACK)
-    with pytest.raises(ConfigError, match="loopback lo, by recipe.hccl.interface"):
+    with pytest.raises(ConfigError, match="loopback lo .*, from recipe.hccl.interface"):
         set_interface(16, "lo", LOOPBACK)
     set_interface(1, "lo", "no.such.host.invalid:1")  # the route is not asked
     assert set_variables()["GLOO_SOCKET_IFNAME"] == "lo"

@@ -27,11 +27,11 @@ from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare
 
-LineOption = Annotated[str | None, typer.Option("--line", help="pypi or a3; default: the line of VERL_PATCHES.")]
+LineOption = Annotated[str | None, typer.Option("--line", help="Set of pins: pypi or a3; default: of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
-PINNED_HELP = "Print how the target differs from the pin: clones, or on line pypi a folder with the pinned packages."
-ONLY_HELP = "With --upstream: look at this repository and its rows alone; can be repeated."
+PINNED_HELP = "Folder with the clones (line pypi: the pinned packages): print the diff of the target against its pin."
+ONLY_HELP = "With --upstream: check only this repository and the rows that target it; can be repeated."
 
 
 def check_command(
@@ -40,9 +40,9 @@ def check_command(
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare upstream's files with their pins, and every row's target, body and bindings with them.
+    """Check upstream sources: files against their pins, and each row's target, body and bindings against the review.
 
-    They are those of the packages of this Python, unless --upstream names others.
+    The sources are the packages of this Python, unless --upstream names a folder.
     """
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
@@ -55,7 +55,7 @@ def explain_command(
     upstream: Annotated[Path | None, typer.Option(help=PINNED_HELP)] = None,
     as_json: Json = False,
 ) -> None:
-    """Everything about one row: what it replaces, why, by what, until when."""
+    """Show one row of the catalogue: its target, provider, reason, exit condition and state."""
     engine = build_engine(switches)
     facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
     if upstream is not None and not spec.is_module_stub:
@@ -78,10 +78,10 @@ def explain_command(
 
 
 def fingerprint_command(
-    row_ids: Annotated[list[str] | None, typer.Argument(help="Rows; all of the line when none is given.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Record them as reviewed.")] = False,
+    row_ids: Annotated[list[str] | None, typer.Argument(help="Ids of rows; default: all rows of the line.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Record the fingerprints on disk as reviewed.")] = False,
     no_source: Annotated[bool, typer.Option("--no-source", help=NO_SOURCE_HELP)] = False,
-    upstream: Annotated[Path | None, typer.Option(help="Read these clones, as for `check`.")] = None,
+    upstream: Annotated[Path | None, typer.Option(help="Folder with the sources, as for `check`.")] = None,
     line: LineOption = None,
     as_json: Json = False,
 ) -> None:
@@ -104,7 +104,7 @@ def fingerprint_command(
 
 
 def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:
-    """Show which pins are on this machine: packages, commits, Ascend software, environment variables."""
+    """Compare this machine with the pins: packages, commits, Ascend software, environment variables."""
     report = compare(line, trees=trees_of(upstream))
     if upstream is not None and report.line != LINE:
         raise ConfigError(f"--upstream contains line {LINE}, but --line is {report.line}: give --line {LINE}")
@@ -123,13 +123,13 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     lacking = [package for package in packages if package not in here]
     if upstream is None and lacking:
         raise ConfigError(
-            f"line {name}: this interpreter has no {', '.join(lacking)}; give the sources with --upstream DIR"
+            f"line {name}: {', '.join(lacking)} not installed in this Python; give the sources with --upstream DIR"
         )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
     report = check_rows(rows, name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
-    todo = f"{FETCH}; a run needs no clone of what pip has installed (check without --upstream looks at that)"
+    todo = f"{FETCH}; to check packages that pip has installed, leave out --upstream"
     missing = []
     for package in lacking:
         found = f"absent: the rows of {package} were not checked"
@@ -197,7 +197,7 @@ def fingerprints(
         lines = engine.specs[name].lines
         if line not in lines:
             raise ConfigError(
-                f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; say which with --line"
+                f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; give the line with --line"
             )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
     roots = {} if upstream is None else _package_roots(upstream, line)

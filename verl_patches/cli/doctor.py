@@ -22,7 +22,7 @@ from verl_patches.upstream.checkouts import trees_of
 
 PRODUCTION_CONFIG = "deepseekv3_256die_true_weight"
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION_CONFIG}, or the smoke run's with platform=cpu), then overrides."
-THIS_NODE_HELP = "Only this node, also where a Ray of several nodes runs."
+THIS_NODE_HELP = "Check only this node, even if a Ray cluster of several nodes runs."
 HEAD_HELP = "HOST:PORT of Ray's head, given to the nodes that another one asks."
 
 
@@ -35,9 +35,10 @@ def doctor_command(
 ) -> None:
     """Check this node, and all nodes of the run's Ray, before a run; nothing is started or changed.
 
-    Every call is bounded. Where no Ray answers at recipe.ray_address, that is a problem, and this node is checked.
+    Every call has a time limit. If no Ray answers at recipe.ray_address, that is a problem, and only this node is
+    checked.
 
-    Exit code 0: no problem was found. 1: a problem, or on platform npu a check that could not be made. 2: wrong use.
+    Exit code 0: no problem. 1: a problem, or on platform npu a check that could not be made. 2: a wrong argument.
     """
     words = words or []
     name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default_config(), words)
@@ -46,7 +47,10 @@ def doctor_command(
     if this_node or node.nodes == 1 and run.recipe.ray_address is None:
         report, nodes = doctor.this_node(node)
     elif run.recipe.ray_address is None:
-        raise ConfigError(f"trainer.nnodes is {node.nodes}: set recipe.ray_address=auto, or give --this-node")
+        raise ConfigError(
+            f"recipe.ray_address is null; expected the address of a running Ray, as trainer.nnodes is {node.nodes}: "
+            "set recipe.ray_address=auto, or give --this-node"
+        )
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
         report, nodes = doctor.all_nodes(node, [name, *overrides, *options])

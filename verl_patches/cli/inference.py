@@ -36,16 +36,16 @@ ModelPath = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or a Megatron folder.")
 ]
 ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
-Seed = Annotated[int, typer.Option(min=0, help="Of sampling.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this probability.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
+TopP = Annotated[float, typer.Option(help="Sample only from the likeliest tokens with this total probability.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
 
 
 def generate_command(
     model: ModelPath,
-    input: Annotated[Path, typer.Argument(help="Prompts, in a .json, .jsonl or .parquet file.")],
-    output: Annotated[Path, typer.Argument(help="A new .jsonl file; the same call goes on with one that was ended.")],
+    input: Annotated[Path, typer.Argument(help="Prompts: a .json, .jsonl or .parquet file.")],
+    output: Annotated[Path, typer.Argument(help="A new .jsonl file; the same command continues an interrupted one.")],
     overrides: Overrides = None,
     n: Annotated[int, typer.Option(help="Responses of each prompt.")] = 1,
     seed: Seed = 0,
@@ -56,7 +56,7 @@ def generate_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
+    """Generate responses to the prompts of a file with a model, or with the newest checkpoint of a run."""
     chosen = _prepare_model(model, config_name, overrides, upstream, newest=True)
     (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
@@ -72,7 +72,7 @@ def generate_command(
     if as_json:
         print_json({"output": str(output), "model": str(source.folder), "rows": len(prompts), "kept": kept})
     else:
-        print_text(f"{output}: {len(prompts)} rows, {kept} of them from before")
+        print_text(f"{output}: {len(prompts)} rows, {kept} of them from an earlier call")
 
 
 def chat_command(
@@ -87,7 +87,7 @@ def chat_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Talk to a model: each line of standard input is a message; /new forgets those before."""
+    """Chat with a model: each line of standard input is a message; /new starts a new conversation."""
     chosen = _prepare_model(model, config_name, overrides, upstream, newest=True)
     (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION_TOKENS)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
@@ -118,7 +118,7 @@ def chat_command(
         try:
             tokens = prompt_tokens(tokenizer, [*history, {"role": "user", "content": message}])
             if len(tokens) >= length:
-                raise ValueError(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again")
+                raise ValueError(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new starts again")
         except ValueError as error:
             print_text(str(error), err=True)
             continue
@@ -135,13 +135,13 @@ def chat_command(
 
 def eval_command(
     model: ModelPath,
-    output: Annotated[Path, typer.Argument(help="A folder; the same call goes on with one that was ended.")],
+    output: Annotated[Path, typer.Argument(help="A folder; the same command continues an interrupted one.")],
     overrides: Overrides = None,
     config_name: ConfigName = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a model, or all checkpoints of a run, on data.val_files by the training reward, as a validation does."""
+    """Evaluate a model, or all checkpoints of a run, on data.val_files with the training reward, as validation does."""
     chosen = _prepare_model(model, config_name, overrides, upstream)
     run, sampling = chosen.run, validation_sampling(chosen.run)
     data, sources = run.verl.data, list(chosen.sources.values())

@@ -31,18 +31,16 @@ from verl_patches.weights.run_folders import find_start
 
 GB = 1e9
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
-RUNS_HELP = (
-    "Folders of runs, or their names in outputs/ of this repository; the first is what others are compared with."
-)
+RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository; the others are compared with the first."
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
-EXPLAIN_HELP = "Print what each key becomes for MindSpeed (line a3)."
+EXPLAIN_HELP = "Print the arguments of MindSpeed that each key sets (line a3)."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
 
 CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
-METRIC_HELP = f"Compare these alone: {', '.join(METRICS)}, or a name as the sources have it."
-LIMIT_HELP = "METRIC=VALUE: judge these, such as loss=0.02.  [default: reward=0.04, or without rewards loss=0.02]"
-FORMULA_HELP = f"What is judged: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
-BASELINE_HELP = "A file that --write makes of A's curves; without --write A is compared with it."
+METRIC_HELP = f"Compare only this metric: {', '.join(METRICS)}, or a name of the sources; can be repeated."
+LIMIT_HELP = "METRIC=VALUE: largest error allowed.  [default: reward=0.04, or without rewards loss=0.02]"
+FORMULA_HELP = f"The error: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
+BASELINE_HELP = "A file of curves: with --write A's are written to it, else A is compared with it."
 
 
 def config_command(
@@ -53,7 +51,7 @@ def config_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
+    """Print the composed config as YAML, or with --explain the training engine's arguments for each key."""
     run = compose_run(config_name, overrides or [], trees_of(upstream, verl_path))
     require_checks(hook_checks(run))
     if explain and run.line != LINE:
@@ -63,7 +61,7 @@ def config_command(
         )
     fits, sentence = verl_check(run.line, run.trees)
     if not fits:
-        print_text(f"verl_patches: note: defaults are those of another verl than a run needs: {sentence}", err=True)
+        print_text(f"verl_patches: note: the defaults shown are of a verl that a run refuses: {sentence}", err=True)
     if explain:
         _print_arguments(run, config_name, as_json)
     elif as_json:
@@ -99,13 +97,13 @@ def reshard_plan_command(
     train: Annotated[str, typer.Option(help=TRAIN_HELP)],
     rollout: Annotated[str, typer.Option(help=ROLLOUT_HELP)],
     model: Annotated[Path, typer.Option(help="An HF config.json.", show_default="DeepSeek-V3")] = DEFAULT_MODEL,
-    param: Annotated[str | None, typer.Option(help="An HF tensor: print its path to --rank.")] = None,
+    param: Annotated[str | None, typer.Option(help="Name of a HF tensor: print how it reaches --rank.")] = None,
     rank: Annotated[int | None, typer.Option(help="The rank for --param.")] = None,
     as_json: Json = False,
 ) -> None:
     """Plan the weight sync between two layouts, verify the plan, and print its cost."""
     if (param is None) != (rank is None):
-        raise ConfigError("reshard-plan: --param and --rank go together: name one HF tensor and one rank")
+        raise ConfigError("reshard-plan: expected both --param and --rank, or neither: name one HF tensor and one rank")
     start = time.perf_counter()
     layouts = _parse_layout_option("--train", train), _parse_layout_option("--rollout", rollout)
     if rank is not None and not 0 <= rank < layouts[0].world_size:
@@ -186,14 +184,16 @@ def _ranks_text(ranks: list[int]) -> str:
 
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="report.md; default: in the last RUN.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: report.md in the last RUN.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Figures of a recorded run, or of several side by side: a table and Markdown."""
+    """Show the figures of recorded runs side by side, as a table and as Markdown."""
     folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
     if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(f"report: {path} is no file for Markdown; give another file with --output, such as report.md")
+        raise ConfigError(
+            f"report: {path}: expected a Markdown file, found a folder or a .png; give --output, such as report.md"
+        )
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare_figures(summaries), report.run_names(summaries)
     try:
@@ -220,22 +220,22 @@ def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help=CURVES_HELP)],
     b: Annotated[Path | None, typer.Argument(metavar="B", help="The reference, as A.", show_default=False)] = None,
     baseline: Annotated[Path | None, typer.Option(metavar="FILE.json", help=BASELINE_HELP)] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write --baseline from A.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the curves of A to --baseline.")] = False,
     metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
     formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
     as_json: Json = False,
 ) -> None:
-    """Mean errors of A's training curves against B's, as the Ascend pages of verl and OpenRLHF define them.
+    """Compare A's training curves with B's by the mean errors of the Ascend pages of verl and OpenRLHF.
 
-    Exit code 1 where one is beyond its limit.
+    The exit code is 1 if an error exceeds its limit.
     """
     if (b is None) == (baseline is None) or (write and baseline is None):
-        raise ConfigError("compare: give A and B, or A and --baseline FILE.json, with --write to make that file from A")
+        raise ConfigError("compare: expected A and B, or A and --baseline FILE.json (--write makes that file from A)")
     if formula not in compare.FORMULAS:
         raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
     if write and formula != "absolute":
-        raise ConfigError("compare: --write compares nothing; leave out --formula")
+        raise ConfigError("compare: --formula has no effect with --write, which compares nothing; leave it out")
     limits = dict(map(_parse_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
     curves_a = read_curves(a, output_root(), metrics)

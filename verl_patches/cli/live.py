@@ -41,7 +41,7 @@ SHOWN_LINES = 5  # last lines of progress.log that are shown
 LIVE_STATES = ("starting", "running", "ending")
 STATE_STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
 FIGURES = ("step s", "reward", "grad_norm", "|dlogp|", "tokens/s/rank", "TFLOP/s/rank", "MFU")
-LOST_REASON = "no launcher holds its lock: killed, or on a node whose locks this file system hides"
+LOST_REASON = "no launcher holds the lock of its folder: it was killed, or locks of its node are not visible here"
 
 
 def print_run_state(run: Path, watch: bool, as_json: bool) -> NoReturn:

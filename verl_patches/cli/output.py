@@ -22,7 +22,7 @@ from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
-Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 PIPE_COLUMNS = 120  # width of tables in pipes and files
 _NO_WRAP_CELLS = 40  # widest first column that is not wrapped
 _OVER_LIMIT = " TOO MUCH"
@@ -36,7 +36,7 @@ _FIGURE_SECTIONS = (
     ("step (modelled, not measured)", "step.phases", ("phase", "seconds")),
     ("whole step", "step", ("total_s", "tokens_per_s_per_die")),
     ("rollout without (off) and with (on) rebalance, and with the fastest graph_batch_sizes", "step.tail", ()),
-    ("assumed; not counted: rollout seconds that a quiet collector and bound cores save (docs/profile.md)",
+    ("assumptions; rollout seconds saved by no garbage collection and by bound cores are not counted (docs/profile.md)",
      "step.assumed", ()),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published rows (docs/plan.md)", "step.calibration",
@@ -162,7 +162,7 @@ def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
     if plan["inference"]:
         print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
     if not plan["step"] and run.recipe.hardware != "a3":
-        print_text(f"no seconds of a step: no published run has them for {run.hardware.title}", "bold")
+        print_text(f"step time is not modelled: no published run reports it for {run.hardware.title}", "bold")
     for title, key, columns in _FIGURE_SECTIONS:
         _print_figures(plan, title, key, columns)
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
@@ -179,13 +179,12 @@ def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
     print_table("environment", ("variable", "set in", "reason [read by]"), rows)
     print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
-    when = f", once the checks above that refuse a start hold ({', '.join(refused)})" if refused else ""
-    print_text(f"commands to type, in this order{when}:", "bold")
+    when = f", after the checks above that refuse a start pass ({', '.join(refused)})" if refused else ""
+    print_text(f"commands to run, in this order{when}:", "bold")
     if any("HEAD" in command["command"] for command in plan["commands"]):
         print_text(
-            "HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
-            "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
-            "installed there"
+            "Replace HEAD and NODE by addresses that the other nodes reach, not 127.0.0.1. Each node needs the folders "
+            "of PYTHONPATH and the model folder, and uses its own installed vllm, vllm-ascend and torch_npu"
         )
     for command in plan["commands"]:
         print_text(f"{command['where']}:", "bold")

@@ -26,14 +26,14 @@ from verl_patches.upstream.versions import installed_line
 from verl_patches.weights.run_folders import find_start
 
 SwitchesOption = Annotated[
-    str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")
+    str | None, typer.Option("--switches", help="Value in place of VERL_PATCHES; default: of the installed line.")
 ]
 
 _NO_ROLE = "not in this catalogue"  # for a row in the record of another version
 _WRONG_STATES = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
-WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
-RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
+WATCH_HELP = "Refresh until the run ends; Ctrl-C ends only the display."
+RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the recorded states of its rows."
 
 
 def build_engine(switches: str | None) -> Engine:
@@ -51,8 +51,8 @@ def current_switches(switches: str | None) -> Switches:
         return switches_from_environment() if switches is None else parse_switches(switches)
     line = installed_line()
     taken = Switches(line, "npu" if installed_root("torch_npu") else "cpu") if line else Switches()
-    why = "the packages of that line are installed" if line else "no line's packages are all installed: production's"
-    typer.echo(f"{taken.text()} ({PATCHES_VAR} is unset; {why}). Others: --switches", err=True)
+    why = f"the packages of line {line} are installed" if line else "no line has all of its packages installed"
+    typer.echo(f"{taken.text()} is used, as {PATCHES_VAR} is unset and {why}; --switches gives others", err=True)
     return taken
 
 
@@ -63,15 +63,17 @@ def status_command(
     switches: SwitchesOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show what RUN does now; without it the rows of the catalogue and their states, of a recorded run with --run.
+    """Show the progress of RUN, or without it the rows of the catalogue, with --run their states in a recorded run.
 
-    Without a run nothing is applied: a row is "waiting" where a run with these switches would apply it, else "off".
+    Without a run no row is applied: it is "waiting" if a run with these switches would apply it, else "off".
     """
     if watch and (watched is None or as_json):
-        raise ConfigError("status: --watch needs RUN, such as `status smoke --watch`, and prints no JSON")
+        raise ConfigError("status: --watch needs a RUN, such as `status smoke --watch`, and cannot print --json")
     if watched is not None:
         if run is not None or switches is not None:
-            raise ConfigError(f"status: give RUN alone ({watched}), or --run for its rows, or --switches")
+            raise ConfigError(
+                f"status: expected RUN ({watched}) alone for its progress, or --run RUN for its rows, or --switches"
+            )
         print_run_state(watched, watch, as_json)
     if run is not None:
         _print_recorded_rows(run, as_json)
@@ -94,7 +96,7 @@ def _print_recorded_rows(run: Path, as_json: bool) -> NoReturn:
     rows = [{**row, "role": roles.get(row["id"], _NO_ROLE)} for row in rows]
     if not rows:
         raise RecipeError(
-            f"{run} has no recorded states: no process has reported yet; `status {run}` shows how far it is"
+            f"{run} has no recorded states: no process has reported yet; `status {run}` shows its progress"
         )
     ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
     wrong = [r["id"] for r in rows if _WRONG_STATES & set(r["states"].values())]
@@ -143,7 +145,7 @@ def _states_text(states: Mapping[str, str]) -> str:
 
 
 def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> None:
-    """The digest of intent that controller and workers compare before step 1."""
+    """Print the digest of the rows to apply, which controller and workers compare before step 1."""
     engine = build_engine(switches)
     if as_json:
         print_json({"switches": engine.switches.text(), "digest": engine.digest(), "intent": engine.intent()})
@@ -152,8 +154,10 @@ def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> No
 
 
 def install_prelude_command(
-    verl_path: Annotated[Path | None, typer.Option("--verl-path", help="A verl checkout; default: installed.")] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Take both out again.")] = False,
+    verl_path: Annotated[
+        Path | None, typer.Option("--verl-path", help="A verl checkout; default: the installed one.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Remove both again.")] = False,
     as_json: Json = False,
 ) -> None:
     """Insert `from verl_patches import prelude_patch` into verl's Megatron workers, and a .pth file into this Python.

@@ -49,26 +49,26 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]"
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-REPLAY_HELP = "Train on the responses that another run recorded: its name, a folder, or the rollouts in it."
+REPLAY_HELP = "Train on the responses that another run recorded: its name, its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_REPEAT_S = 15.0
 EXPERT_LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
-WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
+WIDE_HELP = "Show all columns of the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 SEARCH_HELP = (
-    "List the fastest layouts of the config's model and batch on --dies; on Atlas A2 those with least traffic."
+    "List the fastest layouts for the config's model and batch on --dies; on Atlas A2 those with least traffic."
 )
 DIES_HELP = "With --search: dies in whole nodes, up to 1024; default: the config's."
-TOP_HELP = "With --search: how many layouts."
+TOP_HELP = "With --search: number of layouts."
 PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
-RESPONSE_HELP = "Mean tokens of responses that end by themselves, before the cut."
-LENGTHS_HELP = "A run whose recorded responses' lengths are taken in place of assumed ones."
-LOAD_HELP = "A run with recipe.expert_load, whose uneven experts are taken."
-DISK_HELP = "GB/s of the file system with weights and checkpoints, of all nodes together."
-SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
+RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
+LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
+LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
+DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes."
+SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -89,7 +89,7 @@ def _run_or_path(given: Path | None) -> Path | None:
     """Return the value of --replay-rollout: a path, or the folder of a run that it names."""
     places = [] if given is None else [given, output_root() / given]
     if places and not any(place.exists() for place in places):
-        raise typer.BadParameter(f"{given}: no such path, and no run of that name in {output_root()}")
+        raise typer.BadParameter(f"{given}: expected a path or the name of a run in {output_root()}, found neither")
     return next((place for place in places if place.exists()), None)
 
 
@@ -98,17 +98,17 @@ def smoke_command(
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
-    learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
+    learn: Annotated[bool, typer.Option("--learn", help="Train on a task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of model, data order and sampling.")] = 0,
-    line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins that runs.")] = "pypi",
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of model, data and sampling.")] = 0,
+    line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins to run.")] = "pypi",
     emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
     upstream: Upstream = None,
     wide: Wide = False,
     as_json: Json = False,
     old_layout: OldLayout = None,
 ) -> None:
-    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
+    """Run GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
 
     Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
     """
@@ -142,7 +142,7 @@ def train_command(
 ) -> None:
     """Run a config of this repository, or show what a run would do.
 
-    With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for wrong use.
+    With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for a wrong argument or setting.
     """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     if dry_run:
@@ -197,7 +197,10 @@ def plan_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Checks, layouts, memory, traffic and modelled step time of a config; nothing is started. Exit code 1: refused."""
+    """Check a config, and print layouts, memory, traffic and modelled step time; nothing is started.
+
+    The exit code is 1 if a check refuses the start.
+    """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=disk_gb_s)
     if lengths is not None:
@@ -206,7 +209,7 @@ def plan_command(
     if expert_load is not None:
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
-        raise ConfigError(f"--dies {dies} is for --search; a plan's dies are trainer.nnodes x trainer.n_gpus_per_node")
+        raise ConfigError(f"--dies {dies} needs --search; a plan has trainer.nnodes x trainer.n_gpus_per_node dies")
     if not searched:
         report_plan(config_name, overrides, trees, workload, as_json)
     answer = search_layouts(config_name, overrides, trees, dies, workload, top)
@@ -353,8 +356,8 @@ def _refuse_planned_keys(run: RunSpec) -> None:
     given = [entry.key for entry, _ in refused_keys(run) if entry.planned]
     if given:
         raise ConfigError(
-            f"line {run.line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
-            "It can start once the catalogue has rows for them"
+            f"line {run.line} cannot act on {', '.join(given)}, as the catalogue has no rows for them; the run is not "
+            "started. Remove the keys, or plan the run with --dry-run"
         )
 
 
@@ -428,10 +431,10 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         return []
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
-            return [f"nothing was saved: the same command goes on from {run.verl.trainer.resume_from_path} again"]
+            return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
         checkpoint = chain_of_start(start_in(record)).newest()
         if last_step_is_saved(run, record):
-            return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
+            return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:
@@ -439,4 +442,4 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     keys = (resume, "trainer.resume_from_path")
     others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
     command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
-    return [f"newest whole checkpoint: {checkpoint}", f"to go on from it: {command}"]
+    return [f"newest complete checkpoint: {checkpoint}", f"to resume from it: {command}"]

@@ -31,12 +31,12 @@ from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
-LINE_HELP = "Whose Megatron has the parameters: a3 (MindSpeed-LLM) or pypi."
+LINE_HELP = "The Megatron whose parameters are used: a3 (MindSpeed-LLM) or pypi."
 DTYPE_HELP = "bf16, fp8 (with --hf) or keep.  [default: bf16 of a source in FP8, else keep]"
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
-SPLIT_HELP = "How a Megatron folder that does not say so holds experts: tp_extend_ep (whole) or etp (each cut over TP)."
-PROCESSES_HELP = "Files that are written at a time.  [default: one a core, as many as memory is free for]"
-FILE_HELP = "Most that a HF file holds, in GB."
+SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
+PROCESSES_HELP = "Files that are written at a time.  [default: one per core, fewer if memory is short]"
+FILE_HELP = "Largest size of a HF file, in GB."
 
 app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
@@ -50,7 +50,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print bytes, memory and
 @app.command("convert")
 def convert_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A HF folder, a Megatron folder or a checkpoint.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
     layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
     line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
@@ -61,10 +61,13 @@ def convert_command(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint; goes on where it was ended."""
+    """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint.
+
+    The same command continues an interrupted one.
+    """
     start = time.perf_counter()
     if hf == (layout is not None):
-        raise ConfigError("weights convert: expected one of --hf and --layout TEXT")
+        raise ConfigError("weights convert: expected one of --hf and --layout TEXT, found both or neither")
     if not 0 < file_gb < math.inf:
         raise ConfigError(f"weights convert: --file-gb {file_gb}: expected a finite number above 0")
     opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
@@ -96,8 +99,8 @@ def convert_command(
 @app.command("export")
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
-    fp8: Annotated[bool, typer.Option("--fp8", help="In FP8 with block scales.")] = False,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
+    fp8: Annotated[bool, typer.Option("--fp8", help="Write FP8 with block scales.")] = False,
     expert_split: Split = None,
     processes: Processes = None,
     dry_run: DryRun = False,
@@ -114,10 +117,14 @@ def export_command(
 def _newest_checkpoint(given: Path) -> Path:
     """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
     if SAVED.fullmatch(given.name):
-        raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
+        raise ConfigError(
+            f"weights export: {given}: expected a complete checkpoint, found no {MANIFEST}; give another one"
+        )
     run = find_start(given, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
     if (newest := chain_of_start(start_in(run)).newest()) is None:
-        raise ConfigError(f"weights export: {run} and the starts that it came from have no complete checkpoint")
+        raise ConfigError(
+            f"weights export: {run}: expected a complete checkpoint of it or of the starts before it, found none"
+        )
     return newest
 
 
@@ -202,14 +209,14 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
 @app.command("show")
 def show_command(
     folder: Folder,
-    tensor: Annotated[str | None, typer.Option(help="A HF name: print where its parts are.")] = None,
+    tensor: Annotated[str | None, typer.Option(help="A HF name: print the places of its parts.")] = None,
     expert_split: Split = None,
     as_json: Json = False,
 ) -> None:
     """Print what a folder of weights holds, without reading the weights."""
     source = open_source(folder, expert_split=expert_split)
     if tensor is not None and tensor not in source.tensors:
-        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name as {next(iter(source.tensors))}")
+        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name such as {next(iter(source.tensors))}")
     result = _folder_contents(folder, source) if tensor is None else _tensor_places(source, tensor)
     if as_json:
         print_json(result)

@@ -32,8 +32,8 @@ def require_platform(platform: str) -> None:
         emulator.require(platform)
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
-            "platform npu is requested (it is the default), but torch_npu is not installed in this Python. "
-            "On an Ascend machine install the torch_npu of the pinned image; for the CPU smoke say "
+            "torch_npu is not installed in this Python; expected it, as platform npu (the default) is configured. "
+            "On an Ascend machine use the torch_npu of the pinned image; to run on a CPU set "
             'VERL_PATCHES="line=pypi,platform=cpu" (bash scripts/smoke.sh does).'
         )
 

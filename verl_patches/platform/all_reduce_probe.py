@@ -40,7 +40,9 @@ def measure_node(
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not lines:
         errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        raise RecipeError(errors[-1] if errors else f"the probe exited with {done.returncode} and no message")
+        raise RecipeError(
+            errors[-1] if errors else f"all_reduce_probe: expected a result, found exit code {done.returncode}"
+        )
     return json.loads(lines[0])
 
 

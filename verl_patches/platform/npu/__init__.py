@@ -28,10 +28,9 @@ def refuse_early_device_runtime() -> None:
     """Raise ConfigError if platform npu imported torch_npu before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
     if current_engine().switches.platform == "npu" and "torch_npu" in sys.modules:
         raise ConfigError(
-            f"{_rank_text()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE_DEVICES}; "
-            "expected only after that, as the device runtime reads the variable once. If "
-            "recipe.worker_process_setup_hook imports torch or verl, let it do so later: "
-            "verl_patches.patching.hooks.after_import(module, function)"
+            f"{_rank_text()}: torch_npu was imported before Ray set {VISIBLE_DEVICES}; expected the import after that, "
+            "as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports torch or verl, "
+            "defer the import: verl_patches.patching.hooks.after_import(module, function)"
         )
 
 
@@ -49,17 +48,17 @@ def check_visible_die(visible: int) -> None:
     found = os.environ.get(VISIBLE_DEVICES)
     fault = None
     if len(given) != 1:
-        fault = f"expected one die from Ray, found ids {given}: the actor requests no NPU, or more than one"
+        fault = f"expected one die from Ray, found ids {given}: the Ray actor must request exactly one NPU"
     elif found != given[0]:
         fault = (
-            f"{VISIBLE_DEVICES} is {found!r}, expected {given[0]!r}, the id that Ray gave. {RAY_NOSET_VARIABLE} is "
-            f"{os.environ.get(RAY_NOSET_VARIABLE)!r} (set, it keeps Ray from choosing): unset it where Ray is "
-            f"started, and set {VISIBLE_DEVICES} neither in a runtime_env nor in a set-up hook"
+            f"{VISIBLE_DEVICES} is {found!r}, expected {given[0]!r}, the die that Ray assigned. {RAY_NOSET_VARIABLE} "
+            f"is {os.environ.get(RAY_NOSET_VARIABLE)!r} (if set, Ray does not set {VISIBLE_DEVICES}): unset it before "
+            f"`ray start`, and do not set {VISIBLE_DEVICES} in a runtime_env or a set-up hook"
         )
     elif visible != 1:
         fault = (
             f"the device runtime sees {visible} devices, expected 1, with {VISIBLE_DEVICES}={found}: it was started "
-            "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one"
+            "before Ray set the variable. Remove calls of torch.npu that run before `import verl`, as in a set-up hook"
         )
     if fault:
         raise ConfigError(f"{_rank_text()}: {fault}")
@@ -81,7 +80,7 @@ def set_interface(nodes: int, interface: str | None = None, head: str | None = N
         refuse_loopback(nodes, chosen, why)
         for name in INTERFACE_VARIABLES.keys() - own.keys():
             os.environ[name] = INTERFACE_VARIABLES[name].format(chosen)
-        log.info("network interface %s, by %s; set by the node: %s", chosen, why, own or "nothing")
+        log.info("network interface %s, from %s; set in this node's environment: %s", chosen, why, own or "nothing")
     for name, value in own.items():
         for part in value.lstrip("=").split(","):
             refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
@@ -96,14 +95,14 @@ def interface_towards(address: str) -> str:
             probe.connect(place)  # a datagram socket chooses a route and sends nothing
             ip = probe.getsockname()[0]
     except OSError as error:
-        raise ConfigError(f"{_node_text()} has no route to Ray's head {address}: {error}") from error
+        raise ConfigError(f"{_node_text()} has no route to Ray's head {address}: {error}; check the address") from error
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == ip for each in addresses):
             return name
     raise ConfigError(
-        f"{_node_text()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
+        f"{_node_text()} reaches Ray's head {address} from {ip}, but none of its interfaces has this address; "
         "set recipe.hccl.interface"
     )
 
@@ -114,20 +113,20 @@ def require_interface(interface: str, why: str = "recipe.hccl.interface") -> Non
 
     names = sorted(psutil.net_if_addrs())
     if interface not in names:
-        todo = "Leave it null, or set HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
+        todo = "Set it to null, or export HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
         if why != "recipe.hccl.interface":  # a variable
             todo = "Correct or unset it"
-        where = "where that node's Ray is started"
-        raise ConfigError(f"{why} is {interface}: {_node_text()} has {', '.join(names)}. {todo} {where}")
+        found = f"{why} is {interface}; expected an interface of {_node_text()}: {', '.join(names)}"
+        raise ConfigError(f"{found}. {todo} before `ray start` on that node")
 
 
 def refuse_loopback(nodes: int, interface: str, why: str) -> None:
     """Raise ConfigError if several nodes would rendezvous over the loopback."""
     if nodes > 1 and interface in ("lo", "localhost"):
         raise ConfigError(
-            f"{_node_text()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}"
-            ": other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
-            "recipe.hccl.interface"
+            f"{_node_text()} would use the loopback {interface} for rendezvous, from {why}; expected an interface that "
+            f"other nodes reach, as trainer.nnodes is {nodes}. Start Ray with --node-ip-address and such an address, "
+            "or set recipe.hccl.interface"
         )
 
 
@@ -140,8 +139,8 @@ def _ray_head_address() -> str:
 
     if not ray.is_initialized():  # else get_runtime_context would start a new Ray
         raise ConfigError(
-            f"{_node_text()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
-            "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "
+            f"{_node_text()}: pid {os.getpid()} cannot look up the interface towards Ray's head; expected a process of "
+            "a Ray cluster, found one without a connection. Start it by Ray, set recipe.hccl.interface, or set "
             f"{', '.join(INTERFACE_VARIABLES)} in its environment"
         )
     return ray.get_runtime_context().gcs_address

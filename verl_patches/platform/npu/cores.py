@@ -70,7 +70,7 @@ def core_sets(
     get equal parts of all cores.
     """
     if len(allowed) < len(nodes):
-        raise ValueError(f"{len(allowed)} cores for {len(nodes)} dies")
+        raise ValueError(f"found {len(allowed)} allowed cores, expected one or more for each of {len(nodes)} dies")
     known = [node for node in nodes if node is not None]
     near = {node: sorted(set(cores.get(node, ())) & set(allowed)) for node in known}
     least = max(1, len(allowed) // len(nodes) // 2)

@@ -79,10 +79,10 @@ def stale_locks(environ: Mapping[str, str]) -> list[Path]:
 def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
     """Return notes for the start of a run or its Ray: on locks that would stop it, and on a missing jemalloc."""
     notes = [
-        f"stale lock of a compiled extension, which no process that this user sees holds: rm {shlex.quote(str(lock))} "
-        "(unless another user, container or machine that shares the folder compiles)"
+        f"stale lock of a compiled extension, which no visible process holds: rm {shlex.quote(str(lock))} "
+        "(it blocks builds; keep it if another user, container or machine that shares the folder compiles)"
         for lock in stale_locks(environ)
     ]
     if npu and "jemalloc" not in ld_preload(environ):
-        notes.append(f"no libjemalloc.so.2: Ray's workers may keep host memory that they freed; {INSTALL_JEMALLOC}")
+        notes.append(f"libjemalloc.so.2 not found: freed host memory may stay with Ray's workers; {INSTALL_JEMALLOC}")
     return notes

@@ -87,7 +87,7 @@ def parse_npu_smi(text: str) -> NpuSmi:
         else:
             raise NotUnderstoodError(f"npu-smi info printed the line {quoted(line)}, expected a die or a process")
     if upper is not None or not dies:
-        raise NotUnderstoodError(f"npu-smi info printed {len(dies)} whole dies in {quoted(text)}")
+        raise NotUnderstoodError(f"npu-smi info printed an incomplete table, {len(dies)} whole dies: {quoted(text)}")
     return NpuSmi(version[2], tuple(dies), tuple(processes))
 
 
