@@ -165,7 +165,9 @@ class Ranks:
         texts = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine and text]
         texts += [f"rank {rank} died:\n{self._output(rank)}" for rank in sorted(dead)]
         texts += [f"rank {rank} did not answer:\n{self._output(rank)}" for rank in silent]
-        return texts + [self._output("launcher")] * bool(dead)
+        if dead:
+            texts.append(self._output("launcher"))
+        return texts
 
     def _wait_for(self, words: str, of: int | str) -> None:
         ends = time.monotonic() + HANG_S

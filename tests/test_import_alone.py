@@ -31,10 +31,10 @@ NPU = make_engine("line=a3,platform=npu")
 CPU = make_engine("line=pypi,platform=cpu,drift=warn,-memory.ledger")
 
 
-def bare_config(of_rollout="bfloat16", **recipe):
+def bare_config(rollout_dtype="bfloat16", **recipe):
     """Return verl's own configuration as its main has it: closed to new keys, resolved."""
     found = OmegaConf.load(verl_config_dir() / f"{VERL_CONFIG}.yaml")
-    found.actor_rollout_ref.rollout.dtype = of_rollout
+    found.actor_rollout_ref.rollout.dtype = rollout_dtype
     found.actor_rollout_ref.model.path = str(MODEL)
     found.algorithm.adv_estimator = "grpo"  # verl's own default, gae, is refused
     if recipe:
@@ -56,17 +56,17 @@ def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     decided |= {"dtype": "bf16", "output_root": str(ROOT / "outputs")}
     decided["watch"] = {**vars(Watch()), "action": "off"}  # only the launcher's driver reads heartbeats
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
-    run, of_workers = run_from_config(result), run_from_config(result.actor_rollout_ref)
+    run, worker_run = run_from_config(result), run_from_config(result.actor_rollout_ref)
     assert "memory.ledger" not in run.rows and "memory.order" in run.rows and run.train.world_size == 8
-    assert (of_workers.recipe, of_workers.rows, of_workers.train) == (run.recipe, run.rows, run.train)
+    assert (worker_run.recipe, worker_run.rows, worker_run.train) == (run.recipe, run.rows, run.train)
 
 
 def test_the_users_keys_and_the_rollouts_dtype_replace_the_defaults():
-    recipe = filled_config(of_rollout="float32", run="named", logprob_check={"action": "report"}).recipe
+    recipe = filled_config(rollout_dtype="float32", run="named", logprob_check={"action": "report"}).recipe
     assert (recipe.dtype, recipe.run, recipe.logprob_check.action) == ("fp32", "named", "report")
     assert recipe.logprob_check.max_mean_bf16 == Recipe().logprob_check.max_mean_bf16
     with pytest.raises(ConfigError, match="float16"):
-        filled_config(of_rollout="float16")
+        filled_config(rollout_dtype="float16")
 
 
 # keys that only the launcher acts on

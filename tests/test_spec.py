@@ -19,12 +19,8 @@ from verl_patches.spec import RunSpec, run_from_config
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
-CONTROLLER_FIELDS = {
-    "verl",
-    "no_start",
-    "given",
-    "trees",
-}  # workers have their section of verl's configuration, from verl
+# workers have their section of verl's configuration, from verl
+CONTROLLER_FIELDS = {"verl", "no_start", "given", "trees"}
 ROOMS = "trainer worker step memory plan rewards reshard".split()
 # of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
 FUNCTIONS_BEFORE_RUN = {
@@ -111,6 +107,5 @@ def test_no_function_takes_a_configuration_to_learn_what_a_run_knows():
     place = {path: path.relative_to(ROOT / "verl_patches").as_posix() for path in files}
     found = {f"{place[path]}:{name}" for path in files for name in config_functions(ast.parse(path.read_text()))}
     assert found == FUNCTIONS_BEFORE_RUN
-    assert config_functions(ast.parse("def f(a: int, *, config: 'DictConfig | None' = None): ...")) == {
-        "f"
-    }  # the control
+    control = ast.parse("def f(a: int, *, config: 'DictConfig | None' = None): ...")
+    assert config_functions(control) == {"f"}

@@ -40,15 +40,15 @@ class Check:
     note: bool = False
 
 
-def either(name: str, ok: bool, held: str, fault: str) -> Check:
-    """Return a Check whose detail is `held` where the rule holds, else `fault`."""
-    return Check(name, ok, held if ok else fault)
+def either(name: str, ok: bool, detail: str, fault: str) -> Check:
+    """Return a Check with `detail` if the rule holds, else with `fault` as its detail."""
+    return Check(name, ok, detail if ok else fault)
 
 
 def divides(name: str, total: int, part: int, key: str, quotient: str) -> Check:
     """Return the Check that `part` divides `total`; `key` is what to change, `quotient` what the quotient counts."""
-    held = f"{total} / {part} = {total // part} {quotient}"
-    return either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
+    detail = f"{total} / {part} = {total // part} {quotient}"
+    return either(name, total % part == 0, detail, f"{total} is not a multiple of {part}; change {key}")
 
 
 def require_checks(checks: Iterable[Check]) -> None:
@@ -75,9 +75,9 @@ def interruption_text(number: int) -> str:
 
 def traceback_location(text: str, file: str | None) -> str:
     """Return "FILE:LINE: " with the last line of `file` that the tracebacks in `text` name; empty without one."""
-    lines = [
-        line for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text) if file and _is_same_file(path, file)
-    ]
+    if not file:
+        return ""
+    lines = [line for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text) if _is_same_file(path, file)]
     return f"{file}:{lines[-1]}: " if lines else ""
 
 

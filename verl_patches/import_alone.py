@@ -107,25 +107,25 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
         raise ConfigError(f"actor_rollout_ref.rollout.dtype is {dtype!r}; {expected}")
     decided = {name: getattr(switches, name) for name in ("line", "platform", "drift")}
     decided |= {"patches": list(switches.patterns), "dtype": dtypes[dtype]}
-    given = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
+    user_values = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
     faults = []
     for key, value in decided.items():
-        if given.get(key, value) != value:
+        if user_values.get(key, value) != value:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
-            faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, the value in {where}")
+            faults.append(f"recipe.{key} is {user_values[key]!r}; expected {value!r}, the value in {where}")
     acts = "only the launcher (python -m verl_patches train) reads it; remove the key, or start with the launcher"
-    selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _LAUNCHER_KEYS}
+    selected = {key: OmegaConf.select(OmegaConf.create(user_values), key) for key in _LAUNCHER_KEYS}
     faults += [f"recipe.{key} is set, but {acts}" for key, value in selected.items() if value is not None]
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
+        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), user_values, decided))
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
         raise ConfigError(f"recipe: {text}; docs/configuration.md lists the keys") from error
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
-    return merged | {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
+    return merged | {"run": user_values.get("run"), "output_root": str(output_root(merged["output_root"]))}
 
 
 def _npu_faults(run: RunSpec) -> list[str]:

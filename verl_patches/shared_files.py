@@ -100,8 +100,8 @@ def is_locked(path: Path) -> bool | None:
         if not stat.S_ISREG(path.lstat().st_mode):
             return None
         with path.open("rb") as file:
-            asked = struct.pack(_FLOCK_FORMAT, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            return struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+            query = struct.pack(_FLOCK_FORMAT, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            return struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(file, fcntl.F_OFD_GETLK, query))[0] != fcntl.F_UNLCK
     except OSError:
         return None
 

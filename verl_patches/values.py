@@ -79,9 +79,10 @@ def _one_line(error: Exception) -> str:
 
 def size_text(size_bytes: float) -> str:
     """Return a size with its unit: MB, GB or TB."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.2f} {name}" if name == "TB" else f"{size_bytes / unit:.1f} {name}"
+    if size_bytes >= 1e12:
+        return f"{size_bytes / 1e12:.2f} TB"
+    if size_bytes >= 1e9:
+        return f"{size_bytes / 1e9:.1f} GB"
     return f"{size_bytes / 1e6:.1f} MB"
 
 
@@ -106,7 +107,8 @@ def unknown_key(key: str, known: Mapping[str, Any], hint: str = "docs/configurat
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
-    return f"unknown key {key}; " + (f"did you mean {' or '.join(near[:3])}?" if near else hint)
+    todo = f"did you mean {' or '.join(near[:3])}?" if near else hint
+    return f"unknown key {key}; {todo}"
 
 
 @functools.cache

@@ -21,8 +21,8 @@ def heed_hang_ups():
 
 
 @pytest.fixture
-def started(tmp_path):
-    """Return started(*words), which starts a command in a process group of its own, with both streams in one file."""
+def start_command(tmp_path):
+    """Return start_command(*words), which starts a command in its own process group, both streams in one file."""
     made = []
 
     def start(*words):
@@ -47,9 +47,9 @@ DOCTOR = ("doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={ADDRESS}", "tra
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, number):
+def test_what_a_user_ended_is_said_to_be_ended_by_the_user(start_command, tmp_path, number):
     output = tmp_path / "output"
-    process = started(*DOCTOR)
+    process = start_command(*DOCTOR)
     while not psutil.Process(process.pid).children():  # it waits for one that it has started
         assert process.poll() is None, output.read_text()
         time.sleep(0.2)

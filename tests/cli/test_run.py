@@ -106,8 +106,8 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
 
 
 @pytest.fixture
-def said(tmp_path, capsys):
-    """Return said(code, reason, *overrides), the standard error of a run `r` of the tiny config that ended so."""
+def end_errors(tmp_path, capsys):
+    """Return end_errors(code, reason, *overrides), the standard error of a run `r` of the tiny config that ended so."""
 
     def report(code, reason, *overrides):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r"]
@@ -123,7 +123,9 @@ def said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
-def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, said, monkeypatch, saved):
+def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(
+    tmp_path, end_errors, monkeypatch, saved
+):
     """Check also a run that saves nothing (None); another chain's checkpoint of that name is not this run's."""
     make_start(tmp_path / "r", (20,))
     folder = make_start(tmp_path / "r") / "checkpoints"
@@ -134,7 +136,7 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     (folder.parent / "summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
     words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
-    text = said(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
+    text = end_errors(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
     command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
     assert (f"newest complete checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
     assert (f"no complete checkpoint of this run in {tmp_path / 'r'}" in text) == (saved == [])
@@ -144,8 +146,8 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
 
 
 @pytest.fixture
-def started(monkeypatch, tmp_path):
-    """Return started(code, *arguments), the output of `smoke` over a launcher of four lines that ends with `code`."""
+def run_smoke(monkeypatch, tmp_path):
+    """Return run_smoke(code, *arguments), the output of `smoke` over a launcher of four lines that ends with `code`."""
 
     def launch(spec, show, dirty):
         for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
@@ -165,42 +167,42 @@ def started(monkeypatch, tmp_path):
     return call
 
 
-def test_rows_that_the_user_switched_off_are_named_first_and_last(started):
+def test_rows_that_the_user_switched_off_are_named_first_and_last(run_smoke):
     off = "recipe.patches=[-model.mla_k_pe_grad,-logprob.truth_check]"
-    first, *_, last, proved, not_proved = started(0, off).stdout.splitlines()
-    said = "2 rows off by you: logprob.truth_check, model.mla_k_pe_grad"
+    first, *_, last, proved, not_proved = run_smoke(0, off).stdout.splitlines()
+    off_text = "2 rows off by you: logprob.truth_check, model.mla_k_pe_grad"
     assert proved.startswith("This proved: ") and not_proved.startswith("It did not prove: ")
-    assert first.startswith(said) and last.startswith("ok in 1 s") and said in last
-    assert said in started(1, off).stderr
-    assert "off by you" not in started(0).output  # control: nothing is switched off
+    assert first.startswith(off_text) and last.startswith("ok in 1 s") and off_text in last
+    assert off_text in run_smoke(1, off).stderr
+    assert "off by you" not in run_smoke(0).output  # control: nothing is switched off
 
 
-def test_the_table_has_all_columns_with_wide(started):
-    assert started(0).stdout.splitlines()[1:-3] == ["proven", "narrow"]
-    assert started(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
+def test_the_table_has_all_columns_with_wide(run_smoke):
+    assert run_smoke(0).stdout.splitlines()[1:-3] == ["proven", "narrow"]
+    assert run_smoke(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
 
 
-def test_each_stage_of_a_start_is_shown_with_its_seconds_in_a_pipe_and_in_a_terminal(started, monkeypatch):
+def test_each_stage_of_a_start_is_shown_with_its_seconds_in_a_pipe_and_in_a_terminal(run_smoke, monkeypatch):
     """Check that stages are shown in a pipe until step one; in a terminal they stand below the lines until removed."""
-    lines = started(0).stdout.splitlines()
+    lines = run_smoke(0).stdout.splitlines()
     (stage,) = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
     assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stage)
-    assert "starting Ray" not in started(0, "--json").output
+    assert "starting Ray" not in run_smoke(0, "--json").output
     monkeypatch.setattr(run, "Console", partial(run.Console, force_terminal=True, width=80))
-    shown = started(0).stdout
+    shown = run_smoke(0).stdout
     assert re.search(r"0:00:0\d", shown) and "step 1" in shown and "[   0 s]" not in shown
 
 
-def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, tmp_path):
+def test_a_run_writes_to_this_repository_from_any_folder(run_smoke, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
     monkeypatch.setattr(launcher, "run", lambda spec, *more, **kw: seen.append(spec.home) or launch(spec, *more, **kw))
     outputs = Path(run.__file__).parents[2] / "outputs"
     monkeypatch.chdir(tmp_path)
-    assert started(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
+    assert run_smoke(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
     seen.clear()
-    assert started(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
+    assert run_smoke(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
     assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # model and data are made once
 
 
@@ -230,8 +232,8 @@ def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_sai
     for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0 and done.stderr.startswith(line) and "VERL_PATCHES is unset" in done.stderr
-        said = re.match(r"\S+", done.stderr)[0]
-        assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", said]).stdout)
+        switches = re.match(r"\S+", done.stderr)[0]
+        assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", switches]).stdout)
         monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=npu")
         assert CliRunner().invoke(app, command).stderr == ""
         monkeypatch.delenv("VERL_PATCHES")

@@ -33,17 +33,17 @@ def make_sysfs(folder, nodes):
     allowed=st.sets(st.integers(0, 63), min_size=1),
 )
 def test_sets_are_disjoint_and_within_the_cpuset(nodes, allowed):
-    of_node = {node: set(range(node * 16, node * 16 + 16)) for node in range(4)}
+    node_cores = {node: set(range(node * 16, node * 16 + 16)) for node in range(4)}
     if len(allowed) < len(nodes):
         with pytest.raises(ValueError, match="allowed cores"):
-            core_sets(nodes, of_node, allowed)
+            core_sets(nodes, node_cores, allowed)
         return
-    sets, how = core_sets(nodes, of_node, allowed)
+    sets, origin = core_sets(nodes, node_cores, allowed)
     together = [core for each in sets for core in each]
     assert len(sets) == len(nodes) and all(sets)
     assert len(together) == len(set(together)) and set(together) <= allowed
-    if how == "of its NUMA node":
-        assert all(set(each) <= of_node[node] for each, node in zip(sets, nodes, strict=True))
+    if origin == "of its NUMA node":
+        assert all(set(each) <= node_cores[node] for each, node in zip(sets, nodes, strict=True))
     else:
         assert set(together) == allowed
 
@@ -52,14 +52,14 @@ def test_each_die_gets_cores_of_its_node_and_shares_them_with_the_others_there(t
     nodes = [7 - place // 2 for place in range(16)]
     found = numa_topology(BUSES, make_sysfs(tmp_path, nodes))
     assert found[0] == nodes
-    sets, how = core_sets(*found, set(range(320)))
-    assert how == "of its NUMA node" and sets[0] == list(range(280, 300)) and sets[1] == list(range(300, 320))
+    sets, origin = core_sets(*found, set(range(320)))
+    assert origin == "of its NUMA node" and sets[0] == list(range(280, 300)) and sets[1] == list(range(300, 320))
 
 
 @pytest.mark.parametrize("says", [None, -1, 0])
 def test_without_a_useful_node_each_die_gets_an_equal_part(tmp_path, says):
-    sets, how = core_sets(*numa_topology(BUSES, make_sysfs(tmp_path, [says] * 16)), set(range(320)))
-    assert [len(each) for each in sets] == [20] * 16 and how.startswith("an equal part")
+    sets, origin = core_sets(*numa_topology(BUSES, make_sysfs(tmp_path, [says] * 16)), set(range(320)))
+    assert [len(each) for each in sets] == [20] * 16 and origin.startswith("an equal part")
 
 
 def write_npu_smi(folder, text, code=0):

@@ -19,10 +19,10 @@ PLACES = {
 
 @pytest.mark.parametrize(("machine", "system"), PLACES)
 def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, monkeypatch, machine, system):
-    def on(name):
+    def set_machine(name):
         monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=name))
 
-    on(machine)
+    set_machine(machine)
     monkeypatch.setattr(npu, "JEMALLOC", [f"{tmp_path}{folder}" for folder in npu.JEMALLOC])
     assert ld_preload({}) == "" and ld_preload({"LD_PRELOAD": "/a.so"}) == "/a.so"
     library = tmp_path / PLACES[machine, system] / "libjemalloc.so.2"
@@ -30,7 +30,7 @@ def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, monkeypatch,
     library.touch()
     assert ld_preload({}) == str(library) and ld_preload({"LD_PRELOAD": "/a.so"}) == f"{library}:/a.so"
     assert ld_preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}) == "/mine/libjemalloc.so.1"
-    on({"aarch64": "x86_64", "x86_64": "aarch64"}[machine])
+    set_machine({"aarch64": "x86_64", "x86_64": "aarch64"}[machine])
     assert (ld_preload({}) == "") == (system == "Ubuntu")  # that of another processor is not loaded
 
 

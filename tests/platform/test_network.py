@@ -40,8 +40,8 @@ def test_one_node_may_use_the_loopback_and_several_may_not():
 
 
 def test_the_interface_is_that_of_the_route():
-    held = psutil.net_if_addrs().items()
-    addresses = {a.address: name for name, all_of in held for a in all_of if a.family == socket.AF_INET}
+    interfaces = psutil.net_if_addrs().items()
+    addresses = {a.address: name for name, all_of in interfaces for a in all_of if a.family == socket.AF_INET}
     assert {address: interface_towards(f"{address}:6379") for address in addresses} == addresses
 
 

@@ -68,7 +68,9 @@ def explain_command(
         print_json(facts)
         return
     diff = facts.pop("diff", ())
-    rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
+    rows = []
+    for key, value in facts.items():
+        rows.append((key, ", ".join(value) if isinstance(value, (list, tuple)) else str(value)))
     print_table(row_id, ("fact", "value"), rows)
     for text in diff:
         print_text(text, whole=True)
@@ -120,10 +122,11 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
         rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
     roots = roots_of(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
     here = {package: root for package, root in roots.items() if package in packages}
-    lacking = [package for package in packages if package not in here]
-    if upstream is None and lacking:
+    missing_packages = [package for package in packages if package not in here]
+    if upstream is None and missing_packages:
         raise ConfigError(
-            f"line {name}: {', '.join(lacking)} not installed in this Python; give the sources with --upstream DIR"
+            f"line {name}: {', '.join(missing_packages)} not installed in this Python; give the sources with "
+            "--upstream DIR"
         )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
@@ -131,7 +134,7 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     expected = "a clone of every repository of the line"
     todo = f"{FETCH}; to check packages that pip has installed, leave out --upstream"
     missing = []
-    for package in lacking:
+    for package in missing_packages:
         found = f"absent: the rows of {package} were not checked"
         missing.append(Finding(f"package {package}", "problem", str(upstream), expected, found, todo))
     return Report("check", name, (*missing, *compared.values(), *report.findings))
@@ -146,18 +149,18 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     package = split_place(target)[0].split(".")[0]
     pins = load_pins().line(line).repositories.values()
     commit = next((pin.commit for pin in pins if package in pin.packages), None)
-    given = _package_roots(upstream, line, part=True).get(package)
-    here = given if commit else None
+    package_root = _package_roots(upstream, line, part=True).get(package)
+    here = package_root if commit else None
     with tempfile.TemporaryDirectory() as folder:
-        pinned = given
-        if commit and given:
+        pinned = package_root
+        if commit and package_root:
             pinned = Path(folder)
-            for module in fp.file_hashes(target, given):
-                file = fp.source_file(module, given)
+            for module in fp.file_hashes(target, package_root):
+                file = fp.source_file(module, package_root)
                 assert file is not None  # file_hashes has read it
-                path = file.relative_to(given)
+                path = file.relative_to(package_root)
                 (pinned / path).parent.mkdir(parents=True, exist_ok=True)
-                (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
+                (pinned / path).write_text(git(package_root, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
         before, after = (fp.source_lines(target, root) for root in (pinned, here))
         diff = list(difflib.unified_diff(before, after, f"{target} as pinned", f"{target} here", lineterm=""))
     return fp.fingerprint(target, here), diff

@@ -41,10 +41,13 @@ def doctor_command(
     Exit code 0: no problem. 1: a problem, or on platform npu a check that could not be made. 2: a wrong argument.
     """
     words = words or []
-    name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default_config(), words)
+    if words and "=" not in words[0]:
+        name, *overrides = words
+    else:
+        name, overrides = _default_config(), words
     run = with_recompute(compose(name, overrides, platform_rows, trees_of(upstream)))
     node = Node(run, head=head)
-    if this_node or node.nodes == 1 and run.recipe.ray_address is None:
+    if this_node or (node.nodes == 1 and run.recipe.ray_address is None):
         report, nodes = doctor.this_node(node)
     elif run.recipe.ray_address is None:
         raise ConfigError(

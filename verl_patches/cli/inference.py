@@ -65,14 +65,14 @@ def generate_command(
         key = chosen.run.verl.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
         with rows.resumable(output, _settings(chosen, prompts, sampling)) as lines:
-            kept = lines.done
-            for _, prompt, made in _outputs(chosen, prompts, sampling, kept):
-                responses = [_response(each, tokenizer) for each in made]
+            done = lines.done
+            for _, prompt, completions in _outputs(chosen, prompts, sampling, done):
+                responses = [_response(each, tokenizer) for each in completions]
                 lines.add({"row": prompt.number, "prompt": prompt.row[key], "responses": responses})
     if as_json:
-        print_json({"output": str(output), "model": str(source.folder), "rows": len(prompts), "kept": kept})
+        print_json({"output": str(output), "model": str(source.folder), "rows": len(prompts), "kept": done})
     else:
-        print_text(f"{output}: {len(prompts)} rows, {kept} of them from an earlier call")
+        print_text(f"{output}: {len(prompts)} rows, {done} of them from an earlier call")
 
 
 def chat_command(
@@ -105,9 +105,9 @@ def chat_command(
         print_text(f"template: {template}", "dim")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    asks, history = not as_json and sys.stdin.isatty(), list[dict[str, str]]()
+    interactive, history = not as_json and sys.stdin.isatty(), list[dict[str, str]]()
     while True:
-        typer.echo("> " if asks else "", nl=False)
+        typer.echo("> " if interactive else "", nl=False)
         if not (line := sys.stdin.readline()):
             return
         message = line.strip()
@@ -124,13 +124,15 @@ def chat_command(
             continue
         shown = ""
         for output in engine.stream(tokens, params, len(history)):
-            (made,) = output.outputs
-            if not as_json and (output.finished or not made.text.endswith("\ufffd")):  # not half a character
-                typer.echo(printable(made.text[len(shown) :], keep="\n\t"), nl=output.finished)
-                shown = made.text
+            (completion,) = output.outputs
+            if not as_json and (output.finished or not completion.text.endswith("\ufffd")):  # not half a character
+                typer.echo(printable(completion.text[len(shown) :], keep="\n\t"), nl=output.finished)
+                shown = completion.text
         if as_json:
-            typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, tokenizer)}))
-        history += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
+            typer.echo(
+                json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(completion, tokenizer)})
+            )
+        history += [{"role": "user", "content": message}, {"role": "assistant", "content": completion.text}]
 
 
 def eval_command(
@@ -145,7 +147,8 @@ def eval_command(
     chosen = _prepare_model(model, config_name, overrides, upstream)
     run, sampling = chosen.run, validation_sampling(chosen.run)
     data, sources = run.verl.data, list(chosen.sources.values())
-    files = [Path(file) for file in ([data.val_files] if isinstance(data.val_files, str) else data.val_files or [])]
+    names = [data.val_files] if isinstance(data.val_files, str) else data.val_files or []
+    files = [Path(name) for name in names]
     most = min(data.max_prompt_length, chosen.length - 1)
     columns = data.reward_fn_key, "reward_model", "extra_info"
     rewards, models = scores.scored_by(run)
@@ -171,12 +174,12 @@ def _write_scores(
 ) -> None:
     """Write a line for each checkpoint and prompt that has none yet."""
     score, data = scores.scorer(chosen.run, tokenizer, prompts[0].row), chosen.run.verl.data
-    for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
-        scored = score(prompt.row, [each.token_ids for each in made])
+    for step, prompt, completions in _outputs(chosen, prompts, sampling, lines.done):
+        scored = score(prompt.row, [each.token_ids for each in completions])
         source = prompt.row.get(data.reward_fn_key)
         line = {"step": step, "row": prompt.number, "data_source": "unknown" if source is None else str(source)}
         line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
-        responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
+        responses = [{**_response(each, tokenizer), **values} for each, values in zip(completions, scored, strict=True)]
         lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
 
 
@@ -198,11 +201,11 @@ def _print_scores(report: dict[str, Any], output: Path) -> None:
 
 
 def _prepare_model(
-    given: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
+    path: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """Return the model, in a process with the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
-    model = find_model(given, output_root(), config_name, overrides or [], trees, platform_rows, newest)
+    model = find_model(path, output_root(), config_name, overrides or [], trees, platform_rows, newest)
     check_switches(model.run)
     restart_in_environment(model.run)
     print_text(f"settings: {model.settings}", err=True)
@@ -231,11 +234,11 @@ def _outputs(
     with progress_bar("responses", len(prompts) * len(chosen.sources), "row") as advance:
         advance(done)
         for number, (step, source) in enumerate(chosen.sources.items()):
-            kept = max(0, done - number * len(prompts))
-            if kept < len(prompts):
+            first = max(0, done - number * len(prompts))
+            if first < len(prompts):
                 with _engine(chosen.run, source.folder, length) as engine:
-                    outputs = engine.run(tokens, params, kept)
-                    for prompt, output in zip(prompts[kept:], outputs, strict=True):
+                    outputs = engine.run(tokens, params, first)
+                    for prompt, output in zip(prompts[first:], outputs, strict=True):
                         yield step, prompt, output.outputs
                         advance(1)
                     del engine, outputs, output  # frees it before the next engine is made
@@ -252,25 +255,25 @@ def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[A
     return on_ray(folder, run, length)
 
 
-def _response(made: Any, tokenizer: Any) -> dict[str, Any]:
+def _response(completion: Any, tokenizer: Any) -> dict[str, Any]:
     """Return one of vLLM's CompletionOutputs, decoded again, as its own text lacks half a character at its end.
 
     finish: stop or length.
     """
-    text = tokenizer.decode(made.token_ids, skip_special_tokens=True)
-    return {"text": text, "tokens": len(made.token_ids), "finish": made.finish_reason}
+    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    return {"text": text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """Redirect what libraries print on standard output, in C too, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):  # vLLM keeps the stream that it finds when it is imported
             yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)

@@ -79,8 +79,7 @@ def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
         print_json({"config": config_name, "line": run.line, "settings": settings, "refused": keys})
     else:
         title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
-        becomes = [" ".join(row.arguments) or ("no argument" if row.how == "mapped" else row.how) for row in rows]
-        cells = [(row.key, _value_text(row), new, row.why) for row, new in zip(rows, becomes, strict=True)]
+        cells = [(row.key, _value_text(row), _argument_text(row), row.why) for row in rows]
         red = [number for number, row in enumerate(rows) if row.how == "refused"]
         print_table(title, ("key", "value", "becomes", "why"), cells, red)
         print_text(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
@@ -89,8 +88,16 @@ def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
     raise typer.Exit(1 if refused else 0)
 
 
+def _argument_text(row: Setting) -> str:
+    if row.arguments:
+        return " ".join(row.arguments)
+    return "no argument" if row.how == "mapped" else row.how
+
+
 def _value_text(row: Setting) -> str:
-    return "" if row.how == "fixed" else "null" if row.value is None else str(row.value)
+    if row.how == "fixed":
+        return ""
+    return "null" if row.value is None else str(row.value)
 
 
 def reshard_plan_command(
@@ -171,8 +178,10 @@ def _print_path(path: dict[str, Any]) -> None:
     holders = [(h["region"], _ranks_text(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
     print_table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
     keys = ("region", "what", "peer", "stage", "nearness", "bucket")
-    texts = [["" if step[key] is None else str(step[key]) for key in keys] for step in path["steps"]]
-    rows = [(*text, f"{step['bytes']:,}") for text, step in zip(texts, path["steps"], strict=True)]
+    rows = []
+    for step in path["steps"]:
+        texts = ["" if step[key] is None else str(step[key]) for key in keys]
+        rows.append((*texts, f"{step['bytes']:,}"))
     print_table(
         f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"), rows
     )

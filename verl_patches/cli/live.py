@@ -78,10 +78,14 @@ def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     """
     now = time.time() if now is None else now
     summary, doing = read_summary(folder), read_object(folder / NOW)
-    steps, ended = summary.get("steps", []), summary.get("exit", "running")
+    steps, exit_reason = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
-    facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off_ids(summary.get("patches", []))}
+    facts |= {
+        "state": _state(folder, exit_reason, doing),
+        "exit": exit_reason,
+        "off": recorded_off_ids(summary.get("patches", [])),
+    }
     facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed_text(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if facts["state"] == "running" and doing:
@@ -97,14 +101,16 @@ def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     return facts | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, SHOWN_LINES)}
 
 
-def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
-    if ended == "ok":
+def _state(folder: Path, exit_reason: str, doing: Mapping[str, Any]) -> str:
+    if exit_reason == "ok":
         return "ended"
     home = folder.resolve().parent
     later = [start for start in starts_in(home) if start.name > folder.resolve().name]
     locked = not later and is_locked(home / LOCK)  # by the launcher; None where no launcher made a lock
-    if ended != "running":
-        return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTION_PREFIX) else "failed"
+    if exit_reason != "running" and locked:
+        return "ending"
+    if exit_reason != "running":
+        return "interrupted" if exit_reason.startswith(INTERRUPTION_PREFIX) else "failed"
     if locked is False:
         return "lost"
     return "running" if doing else "starting"
@@ -113,17 +119,15 @@ def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
 def render_facts(facts: dict[str, Any]) -> Group:
     """Render the facts of `live_facts` for a terminal; each text is a Text, as Rich would read a str as markup."""
     state, step, steps = facts["state"], facts["step"], facts["steps"]
-    reason = (
-        LOST_REASON
-        if state == "lost"
-        else state in ("failed", "interrupted") and facts["exit"].partition("\n")[0][:500]
-    )
+    reason = LOST_REASON if state == "lost" else None
+    if state in ("failed", "interrupted"):
+        reason = facts["exit"].partition("\n")[0][:500]
     last = "" if facts["phase_last_s"] is None else f", {facts['phase_last_s']:.1f} s in the last step"
     rows = {
         "reason": reason,
-        "step": step and f"{step} of {steps or 'unknown'}",
+        "step": f"{step} of {steps or 'unknown'}" if step else None,
         "resumed": facts["resumed"],
-        "phase": facts["phase"] and f"{facts['phase']}: {facts['phase_s']:.0f} s{last}",
+        "phase": f"{facts['phase']}: {facts['phase_s']:.0f} s{last}" if facts["phase"] else None,
         "ends in": None if facts["eta_s"] is None else f"{facts['eta_s']:.0f} s",
         "last output": None if state == "ended" else f"{facts['quiet_s']:.0f} s ago",
     }
@@ -132,10 +136,11 @@ def render_facts(facts: dict[str, Any]) -> Group:
     if step and steps and console().is_terminal:
         done = steps if state == "ended" else step - 1
         bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar does not end its line
-    known = [
-        (name, of.values()) for name, of in facts["figures"].items() if any(value is not None for value in of.values())
-    ]
-    texts = [(name, *("" if value is None else f"{value:.4g}" for value in values)) for name, values in known]
+    texts = []
+    for name, figure in facts["figures"].items():
+        values = ["" if value is None else f"{value:.4g}" for value in figure.values()]
+        if any(values):
+            texts.append((name, *values))
     figures = [make_table(("", "last step", "median"), texts)] if texts else []
     head = Text(printable(f"{facts['run']}: {state}"), style=STATE_STYLES.get(state, "bold"))
     off = [Text(switched_off_text(facts["off"]))] if facts["off"] else []

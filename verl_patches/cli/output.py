@@ -113,13 +113,13 @@ def print_command(command: str) -> None:
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> Table:
     """Return a table that rich fits to the console; `red`: row numbers. A short first column is not wrapped."""
     cells = [[Text(printable(cell, keep="\n")) for cell in row] for row in rows]
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
     for number, column in enumerate(columns):
         whole = number == 0 and all(row[0].cell_len <= _NO_WRAP_CELLS for row in cells)
-        made.add_column(Text(column), no_wrap=whole, overflow="fold")
+        grid.add_column(Text(column), no_wrap=whole, overflow="fold")
     for number, row in enumerate(cells):
-        made.add_row(*row, style="red" if number in red else "")
-    return made
+        grid.add_row(*row, style="red" if number in red else "")
+    return grid
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> None:
@@ -151,7 +151,9 @@ def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
         if short := [row for row in rows if _OVER_LIMIT in row[1]]:
             print_table(title, columns, short)
         return
-    checks = [(check["name"], "note" if check["note"] else "ok", check["detail"]) for check in plan["checks"]]
+    checks = []
+    for check in plan["checks"]:
+        checks.append((check["name"], "note" if check["note"] else "ok", check["detail"]))
     print_table("checks", ("check", "", "detail"), checks)
     for side in ("train", "rollout"):
         print_table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _layout_rows(plan[side]))
@@ -227,7 +229,9 @@ def _layout_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows of groups and stages, and the place of the first and the last rank of a layout."""
     rows = []
     for name, groups in side["groups"].items():
-        shown = [f"[{ranks_text(group)}]" for group in groups[:3]] + ["..."] * (len(groups) > 3)
+        shown = [f"[{ranks_text(group)}]" for group in groups[:3]]
+        if len(groups) > 3:
+            shown.append("...")
         rows.append((name, f"{len(groups)} of {len(groups[0])}: {' '.join(shown)}"))
     stages = ((f"stage {number}", layers) for number, layers in enumerate(side.get("layers", ())) if layers)
     rows += [(stage, f"layers {layers[0]}-{layers[-1]} ({len(layers)})") for stage, layers in stages]

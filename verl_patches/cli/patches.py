@@ -38,8 +38,8 @@ RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: s
 
 def build_engine(switches: str | None) -> Engine:
     """Return an engine over the rows of a platform with these switches (default VERL_PATCHES); nothing is applied."""
-    taken = current_switches(switches)
-    return Engine(catalog.platform_rows(taken.platform), taken)
+    chosen = current_switches(switches)
+    return Engine(catalog.platform_rows(chosen.platform), chosen)
 
 
 def current_switches(switches: str | None) -> Switches:
@@ -50,10 +50,12 @@ def current_switches(switches: str | None) -> Switches:
     if switches is not None or os.environ.get(PATCHES_VAR):
         return switches_from_environment() if switches is None else parse_switches(switches)
     line = installed_line()
-    taken = Switches(line, "npu" if installed_root("torch_npu") else "cpu") if line else Switches()
-    why = f"the packages of line {line} are installed" if line else "no line has all of its packages installed"
-    typer.echo(f"{taken.text()} is used, as {PATCHES_VAR} is unset and {why}; --switches gives others", err=True)
-    return taken
+    chosen, why = Switches(), "no line has all of its packages installed"
+    if line:
+        chosen = Switches(line, "npu" if installed_root("torch_npu") else "cpu")
+        why = f"the packages of line {line} are installed"
+    typer.echo(f"{chosen.text()} is used, as {PATCHES_VAR} is unset and {why}; --switches gives others", err=True)
+    return chosen
 
 
 def status_command(
@@ -78,8 +80,10 @@ def status_command(
     if run is not None:
         _print_recorded_rows(run, as_json)
     engine = build_engine(switches)
-    rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
-    rows = [{**row, "role": engine.specs[row["id"]].role} for row in rows]
+    rows = []
+    for row in engine.status():
+        state = "waiting" if row["id"] in engine.wanted else "off"
+        rows.append({**row, "state": state, "role": engine.specs[row["id"]].role})
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
@@ -98,14 +102,14 @@ def _print_recorded_rows(run: Path, as_json: bool) -> NoReturn:
         raise RecipeError(
             f"{run} has no recorded states: no process has reported yet; `status {run}` shows its progress"
         )
-    ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
+    exit_reason, dirty = record.get("exit", "unknown"), record.get("dirty", {})
     wrong = [r["id"] for r in rows if _WRONG_STATES & set(r["states"].values())]
     if as_json:
-        print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
+        print_json({"run": str(run), "exit": exit_reason, "dirty": dirty, "rows": rows, "wrong": wrong})
     else:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
-        typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
+        typer.echo(f"run ended: {exit_reason}. A row is waiting where its module was never imported in that process.")
         shown = [{**row, "states": _states_text(row["states"])} for row in rows]
         _print_role_tables(f"patches of {run}", ("id", "target", "states", "reason"), shown)
     raise typer.Exit(1 if wrong else 0)
@@ -140,7 +144,9 @@ def _states_text(states: Mapping[str, str]) -> str:
             ranks.setdefault(state, []).append(int(rank))
         else:
             texts.append(f"{process}: {state}")
-    texts += [f"worker{'s' if len(of) > 1 else ''} {ranks_text(of)}: {state}" for state, of in ranks.items()]
+    for state, numbers in ranks.items():
+        kind = "workers" if len(numbers) > 1 else "worker"
+        texts.append(f"{kind} {ranks_text(numbers)}: {state}")
     return ", ".join(texts)
 
 

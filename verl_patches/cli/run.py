@@ -85,11 +85,11 @@ OldLayout = Annotated[
 ]
 
 
-def _run_or_path(given: Path | None) -> Path | None:
+def _run_or_path(path: Path | None) -> Path | None:
     """Return the value of --replay-rollout: a path, or the folder of a run that it names."""
-    places = [] if given is None else [given, output_root() / given]
+    places = [] if path is None else [path, output_root() / path]
     if places and not any(place.exists() for place in places):
-        raise typer.BadParameter(f"{given}: expected a path or the name of a run in {output_root()}, found neither")
+        raise typer.BadParameter(f"{path}: expected a path or the name of a run in {output_root()}, found neither")
     return next((place for place in places if place.exists()), None)
 
 
@@ -281,8 +281,8 @@ def search_layouts(
     """Return {config, dies, modelled, layouts}: the best layouts for a configuration, whose own may be invalid."""
     run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)], platform_rows, trees)
     check_switches(run)
-    if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
-        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
+    if failed := [check for rule in RULES.files for check in rule(run) if not check.ok]:
+        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in failed))
     dies = run.world_size if dies is None else dies
     layouts = search(run, RULES.sizes, dies, workload, top)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
@@ -293,10 +293,13 @@ def _expert_loads(run: Path) -> tuple[float, float]:
 
     Raise ConfigError where the run has none.
     """
-    steps = read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]
-    found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
-    loads = [load.get("ranks_over_mean") for load in found]
-    train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
+    loads: dict[str, list[float]] = {"train": [], "rollout": []}
+    for step in read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]:
+        record = step.get("expert_load") or {}
+        for side, values in loads.items():
+            if load := (record.get(side) or {}).get("ranks_over_mean"):
+                values.append(load)
+    train, rollout = loads["train"], loads["rollout"]
     if not train or not all(0 < load < math.inf for load in train + rollout):
         raise ConfigError(
             f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
@@ -329,8 +332,8 @@ def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: lis
     print_table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
     for number, row in enumerate(layouts, 1):
         replaced = set(override_keys(row["overrides"]))
-        kept = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
-        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
+        unchanged = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
+        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *unchanged, *row["overrides"]]
         print_text(f"{number}: {shlex.join(command)}", whole=True)
     print_text(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
@@ -353,11 +356,11 @@ def _exit_on_failed_checks(checks: Iterable[Check]) -> None:
 
 def _refuse_planned_keys(run: RunSpec) -> None:
     """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
-    given = [entry.key for entry, _ in refused_keys(run) if entry.planned]
-    if given:
+    planned = [entry.key for entry, _ in refused_keys(run) if entry.planned]
+    if planned:
         raise ConfigError(
-            f"line {run.line} cannot act on {', '.join(given)}, as the catalogue has no rows for them; the run is not "
-            "started. Remove the keys, or plan the run with --dry-run"
+            f"line {run.line} cannot act on {', '.join(planned)}, as the catalogue has no rows for them; the run is "
+            "not started. Remove the keys, or plan the run with --dry-run"
         )
 
 
@@ -369,7 +372,7 @@ def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iter
     a pipe or file it has a line of its own, and only until step 1. `first` is shown at once.
     """
     console = Console(quiet=silent, highlight=False, markup=False, soft_wrap=True)
-    stay, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
+    shown_prefixes, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
     columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")
@@ -381,8 +384,9 @@ def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iter
             text, seconds = printable(line[2:]), time.monotonic() - began
             if line.startswith("~ "):
                 stage.update(now, description=text)
-                last, again_at = "" if line.startswith(STEP) else text, 0.0
-            if line.startswith(stay):
+                again_at = 0.0
+                last = "" if line.startswith(STEP) else text
+            if line.startswith(shown_prefixes):
                 console.print(text)
             elif piped and last and seconds >= again_at:
                 again_at = seconds + STAGE_REPEAT_S
@@ -402,12 +406,12 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
-        if proved := smoke.PROVED.get(f"{run.line} {run.platform}"):
+        if proof := smoke.PROVED.get(f"{run.line} {run.platform}"):
             compared = run.recipe.weight_sync.enabled and run.recipe.logprob_check.action == "stop"
             if not run.samples:
-                proved = "training on fixed data runs here, without a rollout engine"
-            lacks = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
-            typer.echo(f"This proved: {proved}.\nIt did not prove: {lacks}{smoke.NOT_PROVED}.")
+                proof = "training on fixed data runs here, without a rollout engine"
+            exceptions = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
+            typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.NOT_PROVED}.")
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
@@ -440,6 +444,6 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     if checkpoint is None:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
-    others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
-    command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
+    other_words = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
+    command = shlex.join([sys.executable, "-m", "verl_patches", *other_words, f"{resume}=auto"])
     return [f"newest complete checkpoint: {checkpoint}", f"to resume from it: {command}"]

@@ -44,16 +44,17 @@ def check_visible_die(visible: int) -> None:
 
     if not ray.is_initialized():
         return
-    given = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
+    assigned = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
     found = os.environ.get(VISIBLE_DEVICES)
     fault = None
-    if len(given) != 1:
-        fault = f"expected one die from Ray, found ids {given}: the Ray actor must request exactly one NPU"
-    elif found != given[0]:
+    if len(assigned) != 1:
+        fault = f"expected one die from Ray, found ids {assigned}: the Ray actor must request exactly one NPU"
+    elif found != assigned[0]:
         fault = (
-            f"{VISIBLE_DEVICES} is {found!r}, expected {given[0]!r}, the die that Ray assigned. {RAY_NOSET_VARIABLE} "
-            f"is {os.environ.get(RAY_NOSET_VARIABLE)!r} (if set, Ray does not set {VISIBLE_DEVICES}): unset it before "
-            f"`ray start`, and do not set {VISIBLE_DEVICES} in a runtime_env or a set-up hook"
+            f"{VISIBLE_DEVICES} is {found!r}, expected {assigned[0]!r}, the die that Ray assigned. "
+            f"{RAY_NOSET_VARIABLE} is {os.environ.get(RAY_NOSET_VARIABLE)!r} (if set, Ray does not set "
+            f"{VISIBLE_DEVICES}): unset it before `ray start`, and do not set {VISIBLE_DEVICES} in a runtime_env or a "
+            "set-up hook"
         )
     elif visible != 1:
         fault = (

@@ -50,9 +50,11 @@ def numa_topology(buses: Sequence[str], sysfs: Path = SYSFS) -> tuple[list[int |
 
 
 def _numa_node(file: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return node if (node := int(file.read_text())) >= 0 else None
-    return None
+    try:
+        node = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def parse_cores(text: str) -> set[int]:

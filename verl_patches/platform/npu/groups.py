@@ -83,14 +83,14 @@ def add_mc2_groups(init_model_parallel_group: Callable) -> Callable:
     def init(group_ranks: list[list[int]], local_rank: int, backend: str, *args: Any, **kwargs: Any) -> Any:
         import torch.distributed as dist
 
-        made = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
+        coordinator = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
         if kwargs.get("group_name") == ROLLOUT_EXPERT_GROUP and _decodes_by_mc2():
             for ranks in group_ranks:  # every rank makes every group, in vLLM's order
                 group = dist.new_group(ranks, backend=backend, pg_options=None)
-                if made.rank in ranks:
-                    made.mc2_group = group
-            made.destroy = functools.partial(_destroy, made, made.destroy)
-        return made
+                if coordinator.rank in ranks:
+                    coordinator.mc2_group = group
+            coordinator.destroy = functools.partial(_destroy, coordinator, coordinator.destroy)
+        return coordinator
 
     return init
 

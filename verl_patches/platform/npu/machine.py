@@ -53,12 +53,12 @@ INSTALL_JEMALLOC = "apt install libjemalloc2 (Ubuntu) or yum install jemalloc (o
 
 def ld_preload(environ: Mapping[str, str]) -> str:
     """Return LD_PRELOAD for Ray and a run's processes: jemalloc, if this machine has it, before the present value."""
-    given = environ.get("LD_PRELOAD", "")
-    for folder in JEMALLOC if "jemalloc" not in given else ():
+    present = environ.get("LD_PRELOAD", "")
+    for folder in JEMALLOC if "jemalloc" not in present else ():
         library = Path(folder.format(machine=os.uname().machine), "libjemalloc.so.2")
         if library.exists():
-            return f"{library}:{given}".rstrip(":")
-    return given
+            return f"{library}:{present}".rstrip(":")
+    return present
 
 
 def stale_locks(environ: Mapping[str, str]) -> list[Path]:
@@ -69,11 +69,11 @@ def stale_locks(environ: Mapping[str, str]) -> list[Path]:
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
     folder = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache)
     locks = [lock.resolve() for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])]
-    held = set()
+    open_files = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):  # the process has ended, or is another user's
-            held.add(os.readlink(descriptor))
-    return [lock for lock in locks if str(lock) not in held and lock.exists()]
+            open_files.add(os.readlink(descriptor))
+    return [lock for lock in locks if str(lock) not in open_files and lock.exists()]
 
 
 def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
