@@ -34,10 +34,10 @@ TIERS = {"slow": ("--full", "--nightly"), "nightly": ("--nightly",)}  # marker -
 WARM_FOLDER = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
-    "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # CI's own variables would colour errors
-    "HF_HUB_OFFLINE": "1",  # tests download nothing
+    "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # variables of CI would switch on colours in errors
+    "HF_HUB_OFFLINE": "1",  # tests must not download
     "MPLBACKEND": "Agg",
-    "OMP_NUM_THREADS": "1",  # several processes share two cores
+    "OMP_NUM_THREADS": "1",  # test processes share two cores
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -65,9 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
     slow = hypothesis.HealthCheck.too_slow  # slowness is not a failure
     hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("busy machine")
-    os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it: every process would compile the sources again
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background job; a child could not trap it
+    os.environ.pop("VERL_PATCHES", None)  # the switches of the shell must not change tests
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it, and each process would compile all sources
+    # a shell's background job ignores SIGINT, and its children could not handle it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = config.getoption("--upstream")
     if folder is not None and not folder.is_dir():
@@ -199,7 +200,7 @@ def _run(flags: Sequence[str], env: Mapping[str, str], code: str, arguments: Seq
     try:
         out, err = process.communicate(timeout=HANG_S)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: only what this test started
+        os.killpg(process.pid, signal.SIGKILL)  # the session holds only processes of this test
         out, err = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             pytest.fail(f"killed after {HANG_S} s\n--- stdout\n{out[-4000:]}\n--- stderr\n{err[-8000:]}")

@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _GRACE_S = 5.0  # time for the other ranks to answer once one has failed
-HANG_S = 600.0  # a rank or a collective that takes longer counts as hung; no test expects a speed
+HANG_S = 600.0  # a rank or a collective that takes longer is treated as hung
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ class Ranks:
             try:
                 pipe.send_bytes(message)
             except OSError:
-                answers[rank] = (False, "")  # it died since it last answered
+                answers[rank] = (False, "")  # the rank died after its last answer
         dead = set(answers)
         ends = time.monotonic() + (_GRACE_S if dead else HANG_S)
         while len(answers) < self.size and time.monotonic() < ends:
@@ -181,7 +181,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: only the processes started here
+            os.killpg(self._process.pid, signal.SIGKILL)  # the session holds only processes started here
         self._process.wait()
         self._held.close()
         self._folder.cleanup()

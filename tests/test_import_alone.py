@@ -36,7 +36,7 @@ def bare_config(rollout_dtype="bfloat16", **recipe):
     found = OmegaConf.load(verl_config_dir() / f"{VERL_CONFIG}.yaml")
     found.actor_rollout_ref.rollout.dtype = rollout_dtype
     found.actor_rollout_ref.model.path = str(MODEL)
-    found.algorithm.adv_estimator = "grpo"  # verl's own default, gae, is refused
+    found.algorithm.adv_estimator = "grpo"  # verl's default, gae, is refused
     if recipe:
         found.recipe = recipe
     OmegaConf.resolve(found)
@@ -69,7 +69,7 @@ def test_the_users_keys_and_the_rollouts_dtype_replace_the_defaults():
         filled_config(rollout_dtype="float16")
 
 
-# keys that only the launcher acts on
+# values of keys that only the launcher reads
 LAUNCHER_VALUES = {"hccl.base_port": {"base_port": 62000}, "timeouts": {"wall_s": 5}, "ray_address": "auto"}
 
 
@@ -133,7 +133,7 @@ def test_on_npu_the_device_and_the_fixed_route_must_match(monkeypatch, device, r
         (NPU, True, 16, {"nodes": 16, "interface": "eth1"}),
         (make_engine("line=a3,platform=cpu"), True, 1, None),
         (CPU, False, 1, None),
-        (CPU, False, 4, {"nodes": 4, "interface": None}),  # gloo's, on several nodes
+        (CPU, False, 4, {"nodes": 4, "interface": None}),  # gloo needs an interface on several nodes
     ],
 )
 def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, rows, engine, nodes, network):
@@ -156,7 +156,7 @@ def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
         return {"verl": ["verl/a.py (modified)"]}
 
     monkeypatch.setattr(import_alone, "refuse_modified", modified)
-    monkeypatch.setattr(import_alone, "send_settings", lambda **sent: None)  # no Ray here
+    monkeypatch.setattr(import_alone, "send_settings", lambda **sent: None)  # Ray does not run
     rows = make_engine(f"line=pypi,platform=cpu,drift={drift}")
     monkeypatch.setattr(import_alone.engine, "current_engine", lambda: rows)
     trainer = SimpleNamespace(init_workers=print)

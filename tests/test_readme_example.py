@@ -44,7 +44,7 @@ def test_the_example_works_as_written(repository_copy):
     add(repository_copy, parts)
     *commands, tests = parts["commands"].strip().splitlines()
     reviewed, table = (line.split()[1:] for line in commands[1:])
-    for check in (reviewed, table[:1]):  # a row alone is not enough: no reviewed body, a stale table
+    for check in (reviewed, table[:1]):  # with the row alone the review and the table are missing
         assert run(repository_copy, *check).returncode == 1
     for line in commands:
         done = run(repository_copy, *line.split()[1:])

@@ -16,7 +16,7 @@ def test_train_has_the_keys_and_defaults_of_the_engine_table():
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [  # the kinds of plain values: test_values.py
+    [  # tests/run/test_values.py tests the types of values
         ({"rolout": {"dp": 2}}, r"recipe\.rolout\.dp; did you mean recipe\.rollout\.dp"),
         ({"run": "../up"}, "recipe.run"),
         ({"ray_port": 7000, "ray_address": "auto"}, "ray_address"),

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
-FLOORS = (  # modules beside the packages too
+FLOORS = (  # packages, and modules beside them
     ("current", "errors", "processes", "shared_files", "values"),
     ("patching", "layout", "platform", "upstream", "recipe", "spec"),
     ("heartbeat",),
@@ -22,9 +22,13 @@ FLOORS = (  # modules beside the packages too
     ("tools",),
     ("cli", "catalog", "rules", "prelude_patch", "main", "import_alone", "__main__", "__init__"),
 )
-EMULATION_ROOM = "emulation"  # test equipment: loaded by name, on a platform without a device
+EMULATION_ROOM = "emulation"  # loaded by name, only on a platform without a device
 MAX_FLOORS, MAX_PACKAGES = 10, 20
-FOLDERS_WITHOUT_PACKAGE = {"loop", "npu", "scripts"}  # whole runs, the real torch_npu, scripts and pages
+FOLDERS_WITHOUT_PACKAGE = {
+    "loop",
+    "npu",
+    "scripts",
+}  # tests of whole runs, of the real torch_npu, and of scripts and docs
 MAX_FILES = 12
 FLOOR = {room: number for number, rooms in enumerate((*FLOORS, (EMULATION_ROOM,))) for room in rooms}
 

@@ -19,14 +19,14 @@ from verl_patches.spec import RunSpec, run_from_config
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
-# workers have their section of verl's configuration, from verl
+# fields that workers do not get; verl hands them their section of its configuration
 CONTROLLER_FIELDS = {"verl", "no_start", "given", "trees"}
 ROOMS = "trainer worker step memory plan rewards reshard".split()
-# of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
+# functions that take a configuration before there is a RunSpec: of an invalid layout, or of one rollout instance
 FUNCTIONS_BEFORE_RUN = {
     "plan/serving.py:instance_config",
     "plan/plan.py:_search_command",
-    "rewards/parts.py:reward_parts",  # the facts of the run are made from them
+    "rewards/parts.py:reward_parts",  # RunSpec is made from its result
 }
 
 
@@ -81,7 +81,7 @@ UPDATES = {
 @pytest.mark.parametrize("name", [BIG, TRUE_WEIGHT])
 @pytest.mark.parametrize("kind", UPDATES)
 def test_other_values_are_as_if_composed_with_them(name, kind):
-    given = ["algo=ppo", *as_overrides(recompute_keys(8))]  # a number in the place of auto
+    given = ["algo=ppo", *as_overrides(recompute_keys(8))]  # a number, not auto, so that it does not change
     run, updates = composed(name, given), UPDATES[kind]
     before = OmegaConf.to_yaml(run.verl)
     expected = composed(name, [*given, *as_overrides(updates)])

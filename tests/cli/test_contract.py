@@ -115,7 +115,7 @@ def test_a_fingerprint_is_recorded_for_the_named_row_only(run, record):
     assert {t: e["hash"] for t, e in fp.reviewed_entries("pypi").items()} == {ROW.target: fp.fingerprint(ROW.target)}
     assert run("fingerprint", "reshard.local_name", "--line", "pypi")[0] == 2
     before = fp.REVIEWED_FILE.read_text()
-    code, _, err = run("fingerprint", "platform.megatron_quantize", "--write", "--line", "a3")  # not a row of that line
+    code, _, err = run("fingerprint", "platform.megatron_quantize", "--write", "--line", "a3")  # a row of line pypi
     assert code == 2 and "is for line pypi, not for a3" in err and fp.REVIEWED_FILE.read_text() == before
 
 

@@ -42,7 +42,7 @@ def start_command(tmp_path):
 
 SILENT_SERVER = socket.create_server(("127.0.0.1", 0))
 ADDRESS = f"127.0.0.1:{SILENT_SERVER.getsockname()[1]}"
-# a doctor that asks a Ray which does not answer
+# `doctor` waits for this address, which never answers
 DOCTOR = ("doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={ADDRESS}", "trainer.nnodes=1")
 
 
@@ -50,7 +50,7 @@ DOCTOR = ("doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={ADDRESS}", "tra
 def test_what_a_user_ended_is_said_to_be_ended_by_the_user(start_command, tmp_path, number):
     output = tmp_path / "output"
     process = start_command(*DOCTOR)
-    while not psutil.Process(process.pid).children():  # it waits for one that it has started
+    while not psutil.Process(process.pid).children():  # until it waits for its child
         assert process.poll() is None, output.read_text()
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)

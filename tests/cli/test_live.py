@@ -85,7 +85,7 @@ def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
     copied = shutil.copytree(folder.parent, folder.parent / "copy") / folder.name
     assert (live_facts(copied, NOW)["state"], live_facts(folder, NOW)["state"]) == ("lost", "running")
     (copied.parent / ".lock").unlink()
-    assert live_facts(copied, NOW)["state"] == "running"  # the import alone has no launcher
+    assert live_facts(copied, NOW)["state"] == "running"  # without a launcher there is no lock
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_command_says_how_a_run_ended(folder, reason, state, code, watch):
     summary = json.loads((folder / "summary.json").read_text())
     write_json(folder / "summary.json", {**summary, "exit": reason})
     if state != "ended":
-        assert live_facts(folder, NOW)["state"] == "ending"  # its launcher still ends processes, or starts it again
+        assert live_facts(folder, NOW)["state"] == "ending"  # its launcher ends processes, or restarts it
         (folder.parent / ".lock").unlink()
     done = CliRunner().invoke(app, ["status", str(folder), *(["--watch"] if watch else [])])
     assert done.exit_code == code and f"r: {state}" in done.stdout

@@ -71,7 +71,7 @@ def test_no_layout_is_searched_where_none_would_help():
 )
 def test_wrong_use_is_refused(arguments, message):
     done = call("plan", *arguments)
-    assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ makes it code 2
+    assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ exits with 2
 
 
 def recorded_run(folder, load):
@@ -92,7 +92,7 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     """Check the controls too: balanced routing ignores the load, and a run without the requested record is refused."""
     run = recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": 1.5}, "rollout": {"ranks_over_mean": 2.0}})
     big = "actor_rollout_ref.rollout.ignore_eos=false", "recipe.train.balanced_routing=false"
-    (Path(run) / "rollouts" / "step_x.safetensors").touch()  # someone's copy is none
+    (Path(run) / "rollouts" / "step_x.safetensors").touch()  # not the name of a recorded step
     done = call(
         "plan", NODE, *big, "recipe.rollout.balanced_routing=true", "--lengths", run, "--expert-load", run, "--json"
     )

@@ -54,7 +54,7 @@ def test_a_start_over_another_verl_than_the_lines_is_refused(upstream, version, 
         file = upstream / "verl/verl/version/version"
         file.parent.mkdir()
         file.write_text(f"{version}\n")
-    last = ("recipe.line=a3", "trainer.nnodes=2")  # two nodes without a Ray: nothing starts in any case
+    last = ("recipe.line=a3", "trainer.nnodes=2")  # without a Ray for two nodes no run starts
     assert words in refusal("train", "--config-name", TINY, "--upstream", upstream, *last)
 
 
@@ -203,7 +203,7 @@ def test_a_run_writes_to_this_repository_from_any_folder(run_smoke, monkeypatch,
     assert run_smoke(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
     seen.clear()
     assert run_smoke(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
-    assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # model and data are made once
+    assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # all runs share model and data
 
 
 def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_off(monkeypatch, tmp_path):
@@ -227,7 +227,7 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_
 )
 def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(monkeypatch, installed, line):
     """Check also None, where no line's pins are all installed: production's rows are shown; then VERL_PATCHES."""
-    assert patches.installed_line() == "pypi"  # that of this Python
+    assert patches.installed_line() == "pypi"  # the line of this Python
     monkeypatch.setattr(patches, "installed_line", lambda: installed)
     for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):
         done = CliRunner().invoke(app, command)

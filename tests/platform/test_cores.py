@@ -11,7 +11,7 @@ from verl_patches.platform.npu.cores import bind_cores, core_sets, numa_topology
 from verl_patches.platform.npu.npu_tools import parse_npu_smi
 
 BUSES = [die.bus for die in parse_npu_smi(NPU_SMI_A3).dies]
-PER_NODE = 40  # cores: eight nodes of an Atlas A3
+PER_NODE = 40  # cores of each of eight NUMA nodes of an Atlas A3
 
 
 def make_sysfs(folder, nodes):

@@ -81,7 +81,7 @@ OURS, THEIRS = "verl_patches.platform.flash_attn", "flash_attn.bert_padding"
     [
         (IMPORT_CODE + STATES_CODE, "npu", False, [OURS, "active", "active"]),
         (IMPORT_CODE + STATES_CODE, "npu", True, [THEIRS, "off", "off"]),
-        (EMPTY_MODULE_CODE + STATES_CODE, "npu", False, ["overridden", "overridden"]),  # no installed package
+        (EMPTY_MODULE_CODE + STATES_CODE, "npu", False, ["overridden", "overridden"]),  # MindSpeed's module
     ],
 )
 def test_an_installed_package_is_used_and_ours_where_there_is_none(run, code, platform, flash_attn, printed):

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist  # before hccl: on a rank the emulated device starts with it
+import torch.distributed as dist  # must precede hccl: in a rank its import starts the emulated device
 
 from tests.conftest import emulated_npu
 from verl_patches.emulation.npu import hccl
@@ -46,6 +46,6 @@ def test_a_group_outside_hccl_gets_no_options(small, monkeypatch):
     with groups._default_hccl_options(options):
         dist.new_group([0], backend="gloo")
         dist.new_group([0], backend="hccl")
-        dist.new_group([0], backend="hccl", pg_options=None)  # MC2's
+        dist.new_group([0], backend="hccl", pg_options=None)  # as the MC2 group does
     hccl_given = [{"backend": "hccl", "pg_options": each} for each in (options, None)]
     assert given == [{"backend": "gloo"}, *hccl_given]

@@ -31,7 +31,7 @@ def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, monkeypatch,
     assert ld_preload({}) == str(library) and ld_preload({"LD_PRELOAD": "/a.so"}) == f"{library}:/a.so"
     assert ld_preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}) == "/mine/libjemalloc.so.1"
     set_machine({"aarch64": "x86_64", "x86_64": "aarch64"}[machine])
-    assert (ld_preload({}) == "") == (system == "Ubuntu")  # that of another processor is not loaded
+    assert (ld_preload({}) == "") == (system == "Ubuntu")  # a library for another processor is not loaded
 
 
 HOLD_LOCK_CODE = """

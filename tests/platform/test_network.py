@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1:6379"
 @pytest.fixture(autouse=True)
 def node(monkeypatch):
     for name in INTERFACE_VARIABLES:
-        monkeypatch.setenv(name, "")  # restored afterwards, whatever a test's call sets
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
     return monkeypatch
 
 
@@ -50,7 +50,7 @@ def test_the_configured_interface_must_be_on_the_node():
         set_interface(1, "eth99", LOOPBACK)
     with pytest.raises(ConfigError, match="loopback lo .*, from recipe.hccl.interface"):
         set_interface(16, "lo", LOOPBACK)
-    set_interface(1, "lo", "no.such.host.invalid:1")  # the route is not asked
+    set_interface(1, "lo", "no.such.host.invalid:1")  # no route is looked up
     assert set_variables()["GLOO_SOCKET_IFNAME"] == "lo"
 
 
