@@ -125,8 +125,7 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     missing_packages = [package for package in packages if package not in here]
     if upstream is None and missing_packages:
         raise ConfigError(
-            f"line {name}: {', '.join(missing_packages)} not installed in this Python; give the sources with "
-            "--upstream DIR"
+            f"line {name}: not installed in this Python: {', '.join(missing_packages)}; give --upstream DIR"
         )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}

@@ -76,9 +76,7 @@ def _print_build_report(report: dict[str, Any], output: str) -> None:
                 print_text(f"{what}: {more} more", err=True)
     print_text(f"{report['read']} rows read: {', '.join(counts)}")
     if report["refused"]:
-        print_text(
-            f"nothing written: too many rows are {' and '.join(report['refused'])}; the limit is refuse_above", err=True
-        )
+        print_text(f"nothing written: too many rows are {' and '.join(report['refused'])}; see refuse_above", err=True)
         return
     print_text(f"{output}: {report['train']} train rows, {report['test']} test rows")
     if tokens := report.get("longest_tokens"):

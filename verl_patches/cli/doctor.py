@@ -50,10 +50,8 @@ def doctor_command(
     if this_node or (node.nodes == 1 and run.recipe.ray_address is None):
         report, nodes = doctor.this_node(node)
     elif run.recipe.ray_address is None:
-        raise ConfigError(
-            f"recipe.ray_address is null; expected the address of a running Ray, as trainer.nnodes is {node.nodes}: "
-            "set recipe.ray_address=auto, or give --this-node"
-        )
+        fault = f"recipe.ray_address is null and trainer.nnodes is {node.nodes}; expected a running Ray's address"
+        raise ConfigError(f"{fault}: set recipe.ray_address=auto, or give --this-node")
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
         report, nodes = doctor.all_nodes(node, [name, *overrides, *options])

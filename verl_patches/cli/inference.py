@@ -32,9 +32,7 @@ from verl_patches.values import printable
 
 CONVERSATION_TOKENS = 8192  # most tokens of a conversation, where the model takes more
 SHOWN_WRONG_ANSWERS = 5
-ModelPath = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or a Megatron folder.")
-]
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, checkpoint, HF folder or Megatron folder.")]
 ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
@@ -129,9 +127,8 @@ def chat_command(
                 typer.echo(printable(completion.text[len(shown) :], keep="\n\t"), nl=output.finished)
                 shown = completion.text
         if as_json:
-            typer.echo(
-                json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(completion, tokenizer)})
-            )
+            answer = {"message": message, "prompt_tokens": len(tokens), **_response(completion, tokenizer)}
+            typer.echo(json.dumps(answer))
         history += [{"role": "user", "content": message}, {"role": "assistant", "content": completion.text}]
 
 

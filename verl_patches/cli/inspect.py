@@ -141,12 +141,11 @@ def _parse_layout_option(option: str, text: str) -> ParallelLayout:
 
 def _print_figures(plan: dict[str, Any]) -> None:
     title = f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})"
-    counts = [[str(stage[key]) for key in ("stage", "ranks", "layers")] for stage in plan["stages"]]
-    parts = [
-        (_spread_text(s["sent_bytes"]), f"{s['imbalance']:.3f}", _spread_text(s["received_bytes"]))
-        for s in plan["stages"]
-    ]
-    rows = [(*count, *part) for count, part in zip(counts, parts, strict=True)]
+    rows = []
+    for stage in plan["stages"]:
+        counts = (str(stage[key]) for key in ("stage", "ranks", "layers"))
+        sent, received = _spread_text(stage["sent_bytes"]), _spread_text(stage["received_bytes"])
+        rows.append((*counts, sent, f"{stage['imbalance']:.3f}", received))
     print_table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
     near = plan["nearness_bytes"]
     total = sum(near.values()) or 1
@@ -182,9 +181,8 @@ def _print_path(path: dict[str, Any]) -> None:
     for step in path["steps"]:
         texts = ["" if step[key] is None else str(step[key]) for key in keys]
         rows.append((*texts, f"{step['bytes']:,}"))
-    print_table(
-        f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"), rows
-    )
+    columns = ("region", "what", "peer", "its stage", "where", "bucket", "bytes")
+    print_table(f"steps on rank {path['rank']}", columns, rows)
 
 
 def _ranks_text(ranks: list[int]) -> str:
@@ -200,9 +198,7 @@ def report_command(
     folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
     if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(
-            f"report: {path}: expected a Markdown file, found a folder or a .png; give --output, such as report.md"
-        )
+        raise ConfigError(f"report: {path}: expected a Markdown file, found a folder or a .png; give --output FILE.md")
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare_figures(summaries), report.run_names(summaries)
     try:
@@ -255,9 +251,8 @@ def compare_command(
         if as_json:
             print_json(result)
         else:
-            print_text(
-                f"baseline: {baseline}: {', '.join(f'{count} steps of {name}' for name, count in steps.items())}"
-            )
+            counts = ", ".join(f"{count} steps of {name}" for name, count in steps.items())
+            print_text(f"baseline: {baseline}: {counts}")
         return
     if baseline is not None and not baseline.exists():
         raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")

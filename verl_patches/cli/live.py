@@ -81,11 +81,8 @@ def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     steps, exit_reason = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
-    facts |= {
-        "state": _state(folder, exit_reason, doing),
-        "exit": exit_reason,
-        "off": recorded_off_ids(summary.get("patches", [])),
-    }
+    facts |= {"state": _state(folder, exit_reason, doing), "exit": exit_reason}
+    facts |= {"off": recorded_off_ids(summary.get("patches", []))}
     facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed_text(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if facts["state"] == "running" and doing:

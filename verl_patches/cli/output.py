@@ -205,9 +205,8 @@ def _print_figures(plan: dict[str, Any], title: str, key: str, columns: Sequence
         print_table(title, [_figure_label(column) for column in columns], rows)
     else:
         names = [name for name in columns or found if name in found]
-        print_table(
-            title, ("", ""), [(_figure_label(name), _figure_text(found[name], f"{key}.{name}")) for name in names]
-        )
+        figures = [(_figure_label(name), _figure_text(found[name], f"{key}.{name}")) for name in names]
+        print_table(title, ("", ""), figures)
 
 
 def _figure_label(name: str) -> str:

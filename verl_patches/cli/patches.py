@@ -25,9 +25,7 @@ from verl_patches.run.record.record import read_summary
 from verl_patches.upstream.versions import installed_line
 from verl_patches.weights.run_folders import find_start
 
-SwitchesOption = Annotated[
-    str | None, typer.Option("--switches", help="Value in place of VERL_PATCHES; default: of the installed line.")
-]
+SwitchesOption = Annotated[str | None, typer.Option("--switches", help="Value used in place of VERL_PATCHES.")]
 
 _NO_ROLE = "not in this catalogue"  # for a row in the record of another version
 _WRONG_STATES = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
@@ -160,9 +158,7 @@ def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> No
 
 
 def install_prelude_command(
-    verl_path: Annotated[
-        Path | None, typer.Option("--verl-path", help="A verl checkout; default: the installed one.")
-    ] = None,
+    verl_path: Annotated[Path | None, typer.Option("--verl-path", help="verl checkout; default: installed.")] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Remove both again.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -115,9 +115,8 @@ def smoke_command(
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
-    spec = _compose_startable_run(
-        options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream)
-    )
+    all_overrides = smoke.overrides_of(options, inputs.overrides)
+    spec = _compose_startable_run(options.config_name, all_overrides, trees_of(upstream))
     spec = replace(spec, given=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
     require_verl(spec.line, spec.trees)

@@ -117,14 +117,10 @@ def export_command(
 def _newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
     if SAVED.fullmatch(path.name):
-        raise ConfigError(
-            f"weights export: {path}: expected a complete checkpoint, found no {MANIFEST}; give another one"
-        )
+        raise ConfigError(f"weights export: {path}: expected a complete checkpoint, found no {MANIFEST}; give another")
     run = find_start(path, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
     if (newest := chain_of_start(start_in(run)).newest()) is None:
-        raise ConfigError(
-            f"weights export: {run}: expected a complete checkpoint of it or of the starts before it, found none"
-        )
+        raise ConfigError(f"weights export: {run}: expected a complete checkpoint, found none, also of earlier starts")
     return newest
 
 

@@ -40,9 +40,7 @@ def measure_node(
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not lines:
         errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        raise RecipeError(
-            errors[-1] if errors else f"all_reduce_probe: expected a result, found exit code {done.returncode}"
-        )
+        raise RecipeError(errors[-1] if errors else f"expected a result of the probe, found exit {done.returncode}")
     return json.loads(lines[0])
 
 
