@@ -20,7 +20,7 @@ TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init",
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
 # fields that workers do not get; verl hands them their section of its configuration
-CONTROLLER_FIELDS = {"verl", "no_start", "given", "trees"}
+CONTROLLER_FIELDS = {"verl", "no_start", "given_keys", "trees"}
 ROOMS = "trainer worker step memory plan rewards reshard".split()
 # functions that take a configuration before there is a RunSpec: of an invalid layout, or of one rollout instance
 FUNCTIONS_BEFORE_RUN = {
@@ -87,8 +87,8 @@ def test_other_values_are_as_if_composed_with_them(name, kind):
     expected = composed(name, [*given, *as_overrides(updates)])
     found = changed_run(run, updates)
     assert OmegaConf.to_container(found.verl) == OmegaConf.to_container(expected.verl)
-    assert replace(found, given=expected.given) == expected
-    assert OmegaConf.to_yaml(run.verl) == before and replace(run, given=expected.given) != expected
+    assert replace(found, given_keys=expected.given_keys) == expected
+    assert OmegaConf.to_yaml(run.verl) == before and replace(run, given_keys=expected.given_keys) != expected
 
 
 def config_functions(tree: ast.AST) -> set[str]:

@@ -74,7 +74,7 @@ class Descendants:
         self._me = psutil.Process()
         self._before = set(self._me.children(recursive=True))
         self.shared = SharedMemory()
-        self.waited_for: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
+        self.waited_pids: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
 
     def alive(self) -> list[psutil.Process]:
         """Return the descendants that still run, and reap finished orphans among them."""
@@ -85,13 +85,13 @@ class Descendants:
         if not is_gone(process):
             return False
         with suppress(psutil.NoSuchProcess, ChildProcessError):
-            if process.ppid() == self._me.pid and process.pid not in self.waited_for:
+            if process.ppid() == self._me.pid and process.pid not in self.waited_pids:
                 os.waitpid(process.pid, os.WNOHANG)
         return True
 
     def end_all(self) -> None:
         """End all descendants (`end_processes`), and warn of those that stay."""
-        for process in end_processes(self.alive, self.shared, self.waited_for):
+        for process in end_processes(self.alive, self.shared, self.waited_pids):
             log.warning("process %d (%s) still runs after SIGTERM and SIGKILL", process.pid, process_name(process))
 
 
@@ -104,11 +104,11 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def end_processes(
-    living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_for: Collection[int] = ()
+    living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_pids: Collection[int] = ()
 ) -> Sequence[psutil.Process]:
     """Send SIGTERM, then SIGKILL to the living processes until all have ended; then remove their shared memory.
 
-    `waited_for`: pids of children that other code waits for. Returns the processes that could not be ended.
+    `waited_pids`: pids of children that other code waits for. Returns the processes that could not be ended.
     """
     for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
         left = living()
@@ -118,7 +118,7 @@ def end_processes(
         for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.send_signal(number)
-        psutil.wait_procs([process for process in left if process.pid not in waited_for], timeout=timeout_s)
+        psutil.wait_procs([process for process in left if process.pid not in waited_pids], timeout=timeout_s)
     shared.remove()
     return living()
 

@@ -29,7 +29,7 @@ RUN = "run"  # key of verl's configuration, and of its sections that workers get
 A3 = "a3"  # the line of Atlas A3, with MindSpeed
 VALUE_OBJECTIVES = ("rm", "prm")  # objectives that train a value model and no actor
 _Frozen = Annotated[Mapping[str, Any], PlainSerializer(dict), AfterValidator(MappingProxyType)]
-_LAUNCHER_FIELDS = {"verl", "given", "trees", "no_start"}  # fields of RunSpec that `text` leaves out
+_LAUNCHER_FIELDS = {"verl", "given_keys", "trees", "no_start"}  # fields of RunSpec that `text` leaves out
 _DEFAULT_MAX_NUM_SEQS = 256  # vLLM's default of max_num_seqs below 70 GiB a device (vllm.engine.arg_utils.EngineArgs)
 
 
@@ -77,7 +77,7 @@ class RunSpec:
     train, rollout: how the model is split over all ranks of the run by Megatron, and by vLLM's instances.
     engine: keyword arguments of vLLM's engine beside those that verl passes. rewards: the parts of the reward.
     has_critic: whether verl's trainer trains a critic. start: where the next start of the run begins; no_start: why it
-    cannot start, else empty. given: keys that the command line sets. trees: upstream checkouts to import.
+    cannot start, else empty. given_keys: keys that the command line sets. trees: upstream checkouts to import.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # DictConfig
@@ -96,7 +96,7 @@ class RunSpec:
     start: NextStart = NextStart()
     no_start: str = ""
     verl: DictConfig = field(default_factory=lambda: OmegaConf.create({}, flags={"struct": True}))
-    given: frozenset[str] = frozenset()
+    given_keys: frozenset[str] = frozenset()
     trees: Trees = Trees()
 
     @property
@@ -193,7 +193,7 @@ class RunSpec:
         return self.verl.critic if self.has_critic else None
 
     @property
-    def trained(self) -> dict[str, DictConfig]:
+    def trained_sections(self) -> dict[str, DictConfig]:
         """Return {"actor" or "critic": verl's section} of the models that the run trains."""
         sections = {"actor": self.verl.actor_rollout_ref.actor} if self.trains_actor else {}
         return sections | ({"critic": self.verl.critic} if self.has_critic else {})

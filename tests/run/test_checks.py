@@ -278,7 +278,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     assert faults() == {}
     nowhere = dict.fromkeys(given, "/nowhere") | {"recipe.rewards": "[{name: python, path: /nowhere}]"}
     assert faults(**nowhere).keys() == {"model folder", "data", "hooks"}
-    assert faults(lambda run: replace(run, given=frozenset()), **nowhere) == {}  # plan for another machine
+    assert faults(lambda run: replace(run, given_keys=frozenset()), **nowhere) == {}  # plan for another machine
     tables = {
         "column prompt or data_source or reward_model is missing": {"question": ["a"] * 4},
         "column prompt is missing or of another type": {**rows, "prompt": ["a"] * 4},

@@ -138,7 +138,7 @@ def run_of(arguments):
         values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
         name, overrides = options.config_name, overrides_of(options)
-    return replace(composed(name, overrides), given=frozenset())
+    return replace(composed(name, overrides), given_keys=frozenset())
 
 
 def fault(words, whole=True):

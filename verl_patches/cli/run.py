@@ -117,7 +117,7 @@ def smoke_command(
     inputs = smoke.inputs_of(options, output_root() / "cache")
     all_overrides = smoke.overrides_of(options, inputs.overrides)
     spec = _compose_startable_run(options.config_name, all_overrides, trees_of(upstream))
-    spec = replace(spec, given=frozenset(override_keys(overrides)))  # model and data are made below
+    spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
     require_verl(spec.line, spec.trees)
     dirty = refuse_modified(spec)

@@ -138,7 +138,7 @@ def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: fl
                     driver = subprocess.Popen(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
-                descendants.waited_for = frozenset({driver.pid})
+                descendants.waited_pids = frozenset({driver.pid})
                 timeouts = run.recipe.timeouts
                 code, reason = _supervise(driver, timeouts, folder, descendants, watch, signals, progress, began)
             finally:

@@ -289,7 +289,7 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
         quantized = file.exists() and QUANTIZATION in read_json_object(file)
         parts.append(("first start", held if quantized else size * held))
     if run.verl.trainer.save_freq > 0:
-        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
+        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained_sections]
         saved = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         parts.append(("save", (beside + OPTIMIZER_BYTES) * saved))
         parts.append(("load", beside * len(trained) * held + OPTIMIZER_BYTES * saved))

@@ -58,7 +58,7 @@ def resolve(
     switches.check_against({row.id: row for row in rows})
     facts = _config_facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
     on = frozenset(applied or ())
-    run = RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
+    run = RunSpec(**facts, switches=switches, rows=on, given_keys=frozenset(given), trees=trees)
     if applied is not None:
         return run
     features = {name for name, is_on in feature_states(run).items() if is_on}

@@ -19,7 +19,7 @@ def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
     """
     trainer, ours = run.verl.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if row not in run.rows]
-    for name, section in run.trained.items():
+    for name, section in run.trained_sections.items():
         if not section.megatron.get("use_distributed_optimizer", True):
             fault = f"{name}.megatron.use_distributed_optimizer is false, expected true"
             yield Check("optimizer", False, f"{fault}: each rank offloads and saves its own states")

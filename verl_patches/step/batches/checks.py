@@ -27,7 +27,7 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
         yield divides("prompts", prompts, run.world_size, key, "prompts a rank")
     key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
     yield divides("responses", prompts * n, train.dp, key, "responses a train replica")
-    for name, trained in run.trained.items():
+    for name, trained in run.trained_sections.items():
         mini, micro = trained.ppo_mini_batch_size, trained.ppo_micro_batch_size_per_gpu
         key = f"{name}.ppo_mini_batch_size (must divide data.train_batch_size)"
         yield divides(f"{name} mini batch", prompts, mini, key, "mini batches a step")
