@@ -41,7 +41,7 @@ PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROL
 
 
 def choices(*words: str, note: str = "") -> Any:
-    """Return the constraint of a text that is one of `words`, for `Annotated[str, one_of(...)]`; errors add `note`."""
+    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`; errors add `note`."""
     expected = f"one of {', '.join(words)}"
     return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
 

@@ -28,7 +28,7 @@ class SeenProcess:
     """Describe one process as its node sees it.
 
     beat: its last record; host: the node's host name; in_place_s: seconds in the present call and phase; silent_s:
-    seconds since its last beat; state: that of processes.state_of; still_s: seconds since the last call, phase or
+    seconds since its last beat; state: that of processes.process_state; still_s: seconds since the last call, phase or
     operation of a process group began; node: Ray's id of its node.
     """
 

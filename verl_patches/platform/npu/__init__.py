@@ -66,7 +66,7 @@ def check_visible_die(visible: int) -> None:
 
 
 def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
-    """Set the interface in those variables of SOCKETS that this process's environment leaves unset.
+    """Set the interface in those variables of INTERFACE_VARIABLES that this process's environment leaves unset.
 
     `interface`: recipe.hccl.interface; None takes the one towards `head`, the HOST:PORT of Ray's head (None: the head
     of this worker's Ray). Raises ConfigError where the node has no such interface, or where one is the loopback and
