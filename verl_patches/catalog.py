@@ -78,8 +78,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          needs=("rollout.engine",)),
     _row("rollout.no_collector", "override", "vllm.entrypoints.llm:LLM.generate",
          "verl_patches.worker.rollout_engine:RolloutEngine.generate",
-         "Python's garbage collector runs in the midst of decode steps, at other times on each rank, and all ranks of "
-         "an instance wait for the slowest.",
+         "Python's garbage collector runs during decode steps, at different times on each rank, and all ranks of an "
+         "instance wait for the slowest.",
          exit="vLLM freezes the collector while it decodes", needs=("rollout.engine",), role="speed"),
     _row("rollout.dp_place", "wrap", "vllm.config:ParallelConfig.__post_init__",
          "verl_patches.rollout.engine:set_dp_rank_in_launcher",
@@ -511,7 +511,7 @@ MEMORY: tuple[PatchSpec, ...] = (
             exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",), role="speed"),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
-         "verl never looks at what is on the device; the ledger watches what the worker has built.",
+         "verl does not check what is on the device; the ledger compares it with the memory schedule.",
          needs=("update.recipe_worker", "rollout.engine", "memory.order"), role="observe", feature="memory_ledger"),
     _row("memory.order", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
@@ -548,7 +548,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
          processes=_CONTROLLER, role="speed"),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
          "verl_patches.heartbeat.calls:record_starts",
-         "How far apart workers start is known in the workers only, and verl does not look.",
+         "Only the workers know how far apart they start a call, and verl does not record it.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register"), role="observe"),
 )  # fmt: skip
