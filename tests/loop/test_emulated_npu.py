@@ -85,7 +85,7 @@ def assert_buffers_as_planned(run):
     spec = read_run((run.folder / FACTS_FILE).read_text(), OmegaConf.load(run.folder / CONFIG_FILE))
     made = [group for group in run.summary["emulated"]["groups"] if group["ranks"] > 1]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hccl, "MC2_FROM_RANKS", 2)  # here
+        patched.setattr(hccl, "MC2_MIN_RANKS", 2)  # here
         planned = [group for group in hccl.hccl_groups(spec) if not is_not_made_here(group, spec.world_size)]
     small = spec.recipe.hccl.small_groups_mib
     assert [(group["ranks"], group["config"].get("hccl_buffer_size")) for group in made] == [
