@@ -4,6 +4,10 @@ import shlex
 import subprocess
 import sys
 
+import typer
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
 from verl_patches.cli import output
 from verl_patches.cli.output import print_command, print_table
 
@@ -29,3 +33,19 @@ def test_a_command_can_be_pasted(monkeypatch, capsys):
     text = capsys.readouterr().out
     done = subprocess.run(["bash", "-c", text.replace("python", sys.executable, 1)], capture_output=True, text=True)
     assert done.stdout == f"{words[3:]}\n" and text.count(" \\\n") > 1, (text, done.stderr)
+
+
+def shown_help(words, command):
+    """Yield (words of a command, an option's help, the printed help) for a command and those below it."""
+    printed = CliRunner().invoke(app, [*words, "--help"]).output
+    options = [option for option in command.params if not getattr(option, "hidden", False)]
+    yield from ((words, option.help, printed) for option in options if getattr(option, "help", None))
+    for name, child in getattr(command, "commands", {}).items():
+        yield from shown_help([*words, name], child)
+
+
+def test_help_shows_the_whole_text_of_each_option():
+    """Check because typer reads [text] as markup and drops it."""
+    found = list(shown_help([], typer.main.get_command(app)))
+    assert len(found) > 50
+    assert [(words, text) for words, text, printed in found if not {*text.split()} <= {*printed.split()}] == []

@@ -33,7 +33,7 @@ from verl_patches.values import printable
 CONVERSATION_TOKENS = 8192  # most tokens of a conversation, where the model takes more
 SHOWN_WRONG_ANSWERS = 5
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, checkpoint, HF folder or Megatron folder.")]
-ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
+ConfigName = Annotated[str | None, typer.Option(help=f"For weights of no run: a file of configs/ ({CONFIG_NAME}).")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
 TopP = Annotated[float, typer.Option(help="Sample only from the likeliest tokens with this total probability.")]

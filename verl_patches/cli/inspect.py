@@ -38,7 +38,7 @@ ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 12
 
 CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
 METRIC_HELP = f"Compare only this metric: {', '.join(METRICS)}, or a name of the sources; can be repeated."
-LIMIT_HELP = "METRIC=VALUE: largest error allowed.  [default: reward=0.04, or without rewards loss=0.02]"
+LIMIT_HELP = "METRIC=VALUE: largest error allowed; default: reward=0.04, or without rewards loss=0.02."
 FORMULA_HELP = f"The error: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
 BASELINE_HELP = "A file of curves: with --write A's are written to it, else A is compared with it."
 

@@ -32,10 +32,10 @@ from verl_patches.weights.source import INDEX, Source, open_source
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 LINE_HELP = "The Megatron whose parameters are used: a3 (MindSpeed-LLM) or pypi."
-DTYPE_HELP = "bf16, fp8 (with --hf) or keep.  [default: bf16 of a source in FP8, else keep]"
+DTYPE_HELP = "bf16, fp8 (with --hf) or keep; default: bf16 of a source in FP8, else keep."
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
 SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
-PROCESSES_HELP = "Files that are written at a time.  [default: one per core, fewer if memory is short]"
+PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer if memory is short."
 FILE_HELP = "Largest size of a HF file, in GB."
 
 app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
