@@ -124,7 +124,9 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     for name, case in cases.items():
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
-            words = command_line_arguments(engine_settings(case["config"], run_from_config(case["config"]).recipe, case["hf"]))
+            words = command_line_arguments(
+                engine_settings(case["config"], run_from_config(case["config"]).recipe, case["hf"])
+            )
             args = start._parse_arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
         except ConfigError as error:

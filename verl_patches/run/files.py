@@ -64,7 +64,9 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         )
         yield Check("model folder", False, text)
     if not path.exists():
-        yield _absent_check("model folder", [path], _MODEL_KEY, _MODEL_KEY in run.given_keys, "the folder of a HF model")
+        yield _absent_check(
+            "model folder", [path], _MODEL_KEY, _MODEL_KEY in run.given_keys, "the folder of a HF model"
+        )
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation

@@ -61,7 +61,10 @@ def prepare(section: Any) -> None:
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
             "call verl_patches.model.mindspeed.start.prepare(section) first in the process"
         )
-    words, compile_of_torch = command_line_arguments(engine_settings(section, run_from_config(section).recipe)), torch.compile
+    words, compile_of_torch = (
+        command_line_arguments(engine_settings(section, run_from_config(section).recipe)),
+        torch.compile,
+    )
     with _replaced_argv(words), _redirect_prints("MindSpeed-LLM's adaptor"):
         importlib.import_module("mindspeed_llm")
     adaptor_applied.value, torch.compile = True, compile_of_torch

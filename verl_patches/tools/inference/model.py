@@ -78,7 +78,9 @@ def find_model(
             f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
-    spec = resolve(instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees))
+    spec = resolve(
+        instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees)
+    )
     if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
