@@ -172,14 +172,14 @@ class LLM:
 def build(monkeypatch):
     """Return build(rows, **arguments), which makes our engine over `LLM` with these patches in its own context."""
 
-    def of(rows, **arguments):
+    def make_engine(rows, **arguments):
         monkeypatch.setattr(patches.process_engine, "value", SimpleNamespace(wanted=rows))
         return make_subclass(LLM, RolloutEngine)(**arguments)
 
     monkeypatch.setattr(contexts, "_context", WorkerContext())
     monkeypatch.setattr(checked_device, "value", None)
     monkeypatch.setattr(weights_move, "value", False)
-    return of
+    return make_engine
 
 
 @pytest.mark.parametrize(("rows", "load_format", "stay"), [

@@ -309,8 +309,8 @@ def _try_import(
             return f"the process exited while it imported {where}", None
         fault, missing, elsewhere = json.loads(answer.read_text())
     pins = load_pins().line(line)
-    of_line = {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
-    if missing and (elsewhere or missing.partition(".")[0] in of_line):
+    line_packages = {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
+    if missing and (elsewhere or missing.partition(".")[0] in line_packages):
         return None, f"this machine has no {missing}"
     return fault, None
 
