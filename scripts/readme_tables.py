@@ -188,7 +188,7 @@ def checks_table() -> str:
     for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
         text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
         for row in rows:
-            cells = row.name, row.how, row.expected, row.todo
+            cells = row.name, row.method, row.expected, row.todo
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return "\n".join(text)

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     stage.say("~ starting Ray" if address is None else f"~ joining the Ray cluster at {address}")
     with contextlib.redirect_stdout(_WatchedStream(sys.stdout, ENDED_LINE)) as output:
         # imported here, because the controller imports this module too
-        from verl_patches.launch.ray_cluster import leave_out, ray_options
+        from verl_patches.launch.ray_cluster import ray_options, reserve_left_out_nodes
 
         ray_start.start(**ray_options(run))
         stage.say("~ Ray is up, starting the controller")
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
         watcher, failed = None, True
         try:
-            leave_out(run)
+            reserve_left_out_nodes(run)
             if watch.action != "off":
                 collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
                 load_s = run.recipe.timeouts.load_s
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         except ray.exceptions.RayError as error:
             output.seen.wait(_FORWARD_LIMIT_S)
             if watcher is not None:
-                watcher.explain(error)
+                watcher.explain_error(error)
             raise
         finally:
             if watcher is not None:

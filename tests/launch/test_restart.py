@@ -8,8 +8,8 @@ from tests.launch.drivers import FOLDER, run_named_t
 from tests.runs import composed
 from tests.weights.cases import make_start
 from verl_patches.launch import restart
-from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.launch.supervise.watcher import fault_in
+from verl_patches.launch.restart import Restarts, is_retryable
+from verl_patches.launch.supervise.watcher import fault_kind
 from verl_patches.run.record.record import read_summary
 from verl_patches.weights.run_folders import starts_in
 
@@ -30,7 +30,7 @@ NOT_WORTH = [
 
 @pytest.mark.parametrize("reason", WORTH + NOT_WORTH)
 def test_only_failures_by_chance_are_tried_again(reason):
-    assert may_help(reason) is (reason in WORTH)
+    assert is_retryable(reason) is (reason in WORTH)
 
 
 def steps(numbers):
@@ -153,10 +153,12 @@ def joined(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
     restarts, folder = joined(*nodes, **options)
-    assert restarts.another(1, "StallError: a", folder) and not restarts.another(1, "ValueError: a", folder)
-    assert words in restarts.after(1, "StallError: rank 2 is stopped", folder)
+    assert restarts.allows_restart(1, "StallError: a", folder) and not restarts.allows_restart(
+        1, "ValueError: a", folder
+    )
+    assert words in restarts.record_failure(1, "StallError: rank 2 is stopped", folder)
     assert restarts.run().recipe.restart.without_nodes == left_out
-    assert not restarts.another(1, "StallError: again", folder)
+    assert not restarts.allows_restart(1, "StallError: again", folder)
 
 
 def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_collective_the_second_time(joined):
@@ -168,7 +170,7 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
         for node in nodes:
             record = {"culprits": [{"name": "rank 2", "node": node}], "raised": raised}
             (folder / "watch.json").write_text(json.dumps(record))
-            restarts.after(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL", folder)
+            restarts.record_failure(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL", folder)
             left_out.append(restarts.run().recipe.restart.without_nodes)
         return left_out
 
@@ -186,4 +188,4 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
     ("torch.OutOfMemoryError: NPU out of memory", None),
 ])  # fmt: skip
 def test_errors_of_a_device_and_of_a_collective_are_told_apart(text, kind):
-    assert fault_in(text) == kind and may_help(text) is (kind is not None)
+    assert fault_kind(text) == kind and is_retryable(text) is (kind is not None)

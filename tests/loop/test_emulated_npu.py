@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.launch.smoke import PROVED
+from verl_patches.launch.smoke import PROOF_TEXTS
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
 from verl_patches.run import hccl
@@ -72,7 +72,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert_nobody_else_can_reach(run)
     called = run.summary["emulated"]["functions"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < called.keys()
-    assert run.output.splitlines()[-2] == f"This proved: {PROVED['a3 npu_emulated']}."
+    assert run.output.splitlines()[-2] == f"This proved: {PROOF_TEXTS['a3 npu_emulated']}."
 
 
 def is_not_made_here(group, world):

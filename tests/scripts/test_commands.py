@@ -21,7 +21,7 @@ from tests.scripts.test_docs import CODE, FENCE, PAGES, ROOT
 from verl_patches.__main__ import app
 from verl_patches.cli.run import check_switches
 from verl_patches.errors import ConfigError
-from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.run.record.compare import write_baseline
@@ -137,7 +137,7 @@ def run_of(arguments):
     if name is None:
         values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
-        name, overrides = options.config_name, overrides_of(options)
+        name, overrides = options.config_name, smoke_overrides(options)
     return replace(composed(name, overrides), given_keys=frozenset())
 
 

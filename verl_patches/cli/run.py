@@ -114,8 +114,8 @@ def smoke_command(
     """
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
-    inputs = smoke.inputs_of(options, output_root() / "cache")
-    all_overrides = smoke.overrides_of(options, inputs.overrides)
+    inputs = smoke.smoke_inputs(options, output_root() / "cache")
+    all_overrides = smoke.smoke_overrides(options, inputs.overrides)
     spec = _compose_startable_run(options.config_name, all_overrides, trees_of(upstream))
     spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
@@ -405,12 +405,12 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
-        if proof := smoke.PROVED.get(f"{run.line} {run.platform}"):
+        if proof := smoke.PROOF_TEXTS.get(f"{run.line} {run.platform}"):
             compared = run.recipe.weight_sync.enabled and run.recipe.logprob_check.action == "stop"
             if not run.samples:
                 proof = "training on fixed data runs here, without a rollout engine"
             exceptions = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
-            typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.NOT_PROVED}.")
+            typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.UNPROVED_TEXT}.")
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():

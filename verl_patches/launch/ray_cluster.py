@@ -108,7 +108,7 @@ def require_nodes(run: RunSpec) -> None:
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
     """Refuse `nodes` unless trainer.nnodes of them have trainer.n_gpus_per_node devices each."""
-    resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
+    resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
     held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
     left_out = run.recipe.restart.without_nodes
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
@@ -124,11 +124,11 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
 
 def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the nodes of list_nodes() that have trainer.n_gpus_per_node devices."""
-    resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
+    resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
     return [node for node in nodes if int(node["resources"].get(resource, 0)) >= wanted]
 
 
-def leave_out(run: RunSpec) -> None:
+def reserve_left_out_nodes(run: RunSpec) -> None:
     """Keep this job off recipe.restart.without_nodes by giving their devices to placement groups that nothing uses.
 
     The driver calls this before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray
@@ -136,7 +136,7 @@ def leave_out(run: RunSpec) -> None:
     """
     import ray
 
-    wanted, resource = set(run.recipe.restart.without_nodes), _resource(run)
+    wanted, resource = set(run.recipe.restart.without_nodes), _device_resource(run)
     for node in ray_nodes.living_nodes() if wanted else ():
         address, count = node["address"], node["resources"].get(resource, 0)
         if count and wanted & {node["id"], address}:
@@ -145,5 +145,5 @@ def leave_out(run: RunSpec) -> None:
                 log.warning("node %s could not be left out: another job has devices of it", address)
 
 
-def _resource(run: RunSpec) -> str:
+def _device_resource(run: RunSpec) -> str:
     return "NPU" if run.verl.trainer.device == "npu" else "GPU"

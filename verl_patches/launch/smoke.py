@@ -32,13 +32,15 @@ from verl_patches.model.tiny import make_tiny_model
 make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
-# "line platform" -> what a smoke run there proves if it ends well; NOT_PROVED: what none proves (docs/ascend.md)
-PROVED = {
+# "line platform" -> what a smoke run there proves if it ends well; UNPROVED_TEXT: what none proves (docs/ascend.md)
+PROOF_TEXTS = {
     "pypi cpu": "the whole loop (patches, layouts, weight sync) runs here on packages of line pypi, not production's",
     "a3 cpu": "production's verl, Megatron and MindSpeed run the whole loop here, with vLLM's engine V0",
     "a3 npu_emulated": "production's Python runs the whole loop here: verl, Megatron, MindSpeed, vLLM V1, vllm-ascend",
 }
-NOT_PROVED = "anything about NPU kernels and their numerics, HCCL, torchair's compiler, what fits on a device, or speed"
+UNPROVED_TEXT = (
+    "anything about NPU kernels and their numerics, HCCL, torchair's compiler, what fits on a device, or speed"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class SmokeOptions:
         """Return the name of the config file that the run is composed from."""
         return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
 
-    def choice_of(self, group: str) -> str:
+    def chosen_name(self, group: str) -> str:
         """Return the name that the last override GROUP=NAME chooses, or the default."""
         names = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
         return names[-1] if names else DEFAULTS[group]
@@ -83,7 +85,7 @@ class SmokeOptions:
             return self.run
         parts = ["learn" if self.learn else "smoke"]
         for group, default in DEFAULTS.items():
-            if (name := self.choice_of(group)) != default:
+            if (name := self.chosen_name(group)) != default:
                 parts.append(f"rollout_{name}" if group == "rollout" else name)
         if self.line != "pypi":
             parts.append("npu_emulated" if self.emulate_npu else self.line)
@@ -91,7 +93,7 @@ class SmokeOptions:
 
     def check(self) -> None:
         """Raise ConfigError for a layout that the line lacks, and for options that do not go together."""
-        check_choice("layout", self.choice_of("layout"), CONFIGS_DIR / "layout" / self.line)
+        check_choice("layout", self.chosen_name("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
             raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
         if self.learn and self.replay_rollout:
@@ -101,7 +103,7 @@ class SmokeOptions:
             )
 
 
-def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
+def smoke_overrides(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
     """Return all Hydra overrides of a smoke: those of its options, of model and data (`Inputs`), then the user's.
 
     layout=NAME becomes layout=LINE/NAME. Raise ConfigError for a wrong combination.
@@ -112,7 +114,7 @@ def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]
         f"recipe.run={_quoted(options.run_name)}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
-        f"layout={options.line}/{options.choice_of('layout')}",
+        f"layout={options.line}/{options.chosen_name('layout')}",
         *(f"{section}.seed={options.seed}" for section in seeded),
     ]
     if options.emulate_npu:
@@ -154,19 +156,19 @@ class Inputs:
         if not self.model.exists():
             say(f"making the tiny model, seed {self.options.seed}")
             words = str(self.model), str(self.options.seed), str(CONFIGS_DIR / self.options.model_shape)
-            _run([sys.executable, "-c", _MAKE_MODEL, *words], "the tiny model")
+            _run_command([sys.executable, "-c", _MAKE_MODEL, *words], "the tiny model")
         for folder, task in self.tasks.items():
             if not folder.exists():
                 say(f"preparing the data: {folder.name.partition('-')[0]}")
                 _make_data(task, folder)
 
 
-def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
+def smoke_inputs(options: SmokeOptions, cache: Path) -> Inputs:
     """Return the model and data of `options`; a digest of all that a folder is made from is in its name.
 
     An objective on fixed data (algo=...) has only the learnable task, with answers.
     """
-    algorithm = options.choice_of("algo")
+    algorithm = options.chosen_name("algo")
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     given = {"input": SAMPLE, "tokenizer_name_or_path": model, "seq_length": PROMPT_TOKENS}
@@ -184,7 +186,7 @@ def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
 def _make_data(task: Sequence[str], folder: Path) -> None:
     making = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        _run([sys.executable, *task, "-o", str(making)], "the data")
+        _run_command([sys.executable, *task, "-o", str(making)], "the data")
         making.rename(folder)
     except OSError:
         if not folder.exists():  # false where another run has made it meanwhile
@@ -193,7 +195,7 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _run(command: Sequence[str], product: str) -> None:
+def _run_command(command: Sequence[str], product: str) -> None:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     env, text = {**os.environ, **settings, "PYTHONPATH": path}, f"command: {' '.join(command)}"

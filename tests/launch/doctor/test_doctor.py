@@ -55,7 +55,7 @@ def answer_of(probes=PROBED, found="fine there", **changes):
 
 def compared(node, answer):
     """Return {name: finding} of the rows about all nodes, and the findings of each node."""
-    report, _ = doctor.compared(node, answer)
+    report, _ = doctor.check_answer(node, answer)
     own = {row.name for row in doctor.NODE_ROWS}
     across = {one.name: one for one in report.findings if one.name not in own}
     return across, [one for one in report.findings if one.name in own]

@@ -10,11 +10,12 @@ import psutil
 import pytest
 
 from tests.launch.jobs.conftest import ended
-from verl_patches.launch.jobs.render import BEGINS
+from verl_patches.launch.jobs.render import OUTPUT_MARKER
 from verl_patches.run.environment import REPOSITORY
 
 # a node that answers every verb of node.sh: with the address of `up`, the archive of `logs`, a code for `check`
-NODE = f"""echo "Welcome, loading modules"; echo "{BEGINS}"; cat > "$IN.$$"; [[ "$*" != *" check "* ]] || exit $CHECK
+NODE = f"""echo "Welcome, loading modules"; echo "{OUTPUT_MARKER}"; cat > "$IN.$$"
+[[ "$*" != *" check "* ]] || exit $CHECK
 case "$*" in *" logs "*) cat "$IN/archive";; *" check "*) echo free 10.0.0.1;; esac"""
 
 
@@ -129,7 +130,7 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(job, scripts, c
     cut = io.BytesIO((tmp_path / "archive").read_bytes()[:40]).getvalue()
     (tmp_path / "cut").write_bytes(cut)
     docker(
-        f'*--quiet*) [ $HOST = 10.0.0.3 ] || echo $HOST;; exec*logs*) echo "{BEGINS}"; '
+        f'*--quiet*) [ $HOST = 10.0.0.3 ] || echo $HOST;; exec*logs*) echo "{OUTPUT_MARKER}"; '
         '[ $HOST = 10.0.0.1 ] && cat "$IN/archive" || cat "$IN/cut"'
     )
     made = scripts({**job, "nodes": 3, "hosts": ["10.0.0.1", "10.0.0.2", "10.0.0.3"]})
@@ -145,7 +146,7 @@ def test_the_command_is_started_once_where_connections_are_lost(job, scripts, ca
     """Let the first connection fail, the second break after the start; then the head is not reached at all."""
     job = {key: value for key, value in job.items() if key not in ("image", "volumes")}
     ssh = f"""n=$(cat {tmp_path}/n 2> /dev/null || echo 0); echo $((n + 1)) > {tmp_path}/n; [ $n != 0 ] || exit 255
-    cat > /dev/null; echo "Welcome"; echo "{BEGINS}"
+    cat > /dev/null; echo "Welcome"; echo "{OUTPUT_MARKER}"
     case "$2" in *" run "*) [ $n != 1 ] || exit 255;; *follow*) echo "rest of $2"; exit 3;; esac"""
     program("ssh", ssh)
     made = scripts(job)
@@ -166,7 +167,8 @@ def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, script
     job = {key: value for key, value in job.items() if key not in ("image", "volumes")}
     program(
         "ssh",
-        f'cat > /dev/null; echo "{BEGINS}"; case "$2" in *state*) echo 255;; *"follow 0 0") echo out; exit 255;; esac',
+        f'cat > /dev/null; echo "{OUTPUT_MARKER}"; '
+        'case "$2" in *state*) echo 255;; *"follow 0 0") echo out; exit 255;; esac',
     )
     code, out, err = ended(call(scripts(job) / "follow.sh"))
     assert (code, out) == (255, "out\n"), err

@@ -22,7 +22,7 @@ import pytest
 from tests.launch.jobs.conftest import ended
 from verl_patches.errors import ConfigError
 from verl_patches.launch.jobs.job import Job
-from verl_patches.launch.jobs.node import missing_nodes, place
+from verl_patches.launch.jobs.node import missing_nodes, node_addresses
 
 ROOT = Path(__file__).resolve().parents[3]
 CLONE_NEWNET = 0x40000000  # sched.h
@@ -98,10 +98,10 @@ def stand_in(job, tmp_path):
 
 def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
     hosts = [HOST, "127.0.0.3", "192.0.2.77"]
-    assert place(1, 3, HOST, "", 6379, hosts) == ("127.0.0.3", HOST)
-    assert place(0, 1, "127.0.0.4", "", 6379, []) == ("127.0.0.4", "127.0.0.4")
-    assert place(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
-    assert place(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
+    assert node_addresses(1, 3, HOST, "", 6379, hosts) == ("127.0.0.3", HOST)
+    assert node_addresses(0, 1, "127.0.0.4", "", 6379, []) == ("127.0.0.4", "127.0.0.4")
+    assert node_addresses(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
+    assert node_addresses(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
     for words, text in (
         ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is none of this machine's addresses"),
         ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is none of this machine"),
@@ -112,7 +112,7 @@ def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
         ((1, 2, "", "", 6379, []), "the address of Ray's head is unknown"),
     ):
         with pytest.raises(ConfigError, match=text):
-            place(*words)
+            node_addresses(*words)
 
 
 def test_missing_nodes_are_named_each_with_the_reason():

@@ -67,7 +67,7 @@ def sent(logged):
     def sent(folder, to="memory://t/j"):
         """Upload and return (whether all is there, the log)."""
         logged.clear()
-        return upload.send(folder, to), logged.text.partition("/j: ")[2]
+        return upload.send_files(folder, to), logged.text.partition("/j: ")[2]
 
     return sent
 
@@ -78,7 +78,7 @@ def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent)
     assert store.sent == ALL_SENT
     names = ("rank_0.safetensors", "critic/manifest.json", "manifest.json")
     copies = [f"/t/j/global_step_1/{name}" for name in names]
-    assert set(store.store) == {*copies, "/t/j/run.log", f"/t/j/{upload.MARK}"}
+    assert set(store.store) == {*copies, "/t/j/run.log", f"/t/j/{upload.MARK_FILE}"}
     assert [name for name in store.store if name in copies] == copies
     assert "0 files sent" in sent(results)[1] and len(store.sent) == 4
     later = time.time() + 60
@@ -111,9 +111,9 @@ def test_files_that_another_put_there_are_refused_and_kept(results, tmp_path, se
     assert sent(other, to)[0] and sent(other, to)[0]
     whole, found = sent(results, to)
     assert not whole and f"copies of {results}, found {other}" in found and copy.read_text() == "other"
-    (tmp_path / "u" / "j" / upload.MARK).unlink()
+    (tmp_path / "u" / "j" / upload.MARK_FILE).unlink()
     whole, found = sent(other, to)
-    assert not whole and f"files without {upload.MARK}" in found and copy.read_text() == "other"
+    assert not whole and f"files without {upload.MARK_FILE}" in found and copy.read_text() == "other"
 
 
 def test_an_upload_that_is_cut_off_leaves_whole_files_and_goes_on(tmp_path, sent, monkeypatch):
@@ -132,7 +132,7 @@ def test_an_upload_that_is_cut_off_leaves_whole_files_and_goes_on(tmp_path, sent
         patch.setattr(LocalFileSystem, "put_file", cut_off)
         sent(source, f"file://{target}")
     there = {path.name for path in target.iterdir() if not path.name.endswith(".partial")}
-    assert there == {"0.bin", "1.bin", "2.bin", upload.MARK}  # the half of 3.bin has another name
+    assert there == {"0.bin", "1.bin", "2.bin", upload.MARK_FILE}  # the half of 3.bin has another name
     before = (target / "1.bin").stat().st_mtime_ns
     assert sent(source, f"file://{target}")[1].startswith("2 files") and (target / "1.bin").stat().st_mtime_ns == before
     assert all((target / f"{number}.bin").read_text() == str(number) * 1000 for number in range(5))

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.runs import tiny
 from verl_patches.heartbeat import heartbeat
-from verl_patches.launch.ray_cluster import leave_out
+from verl_patches.launch.ray_cluster import reserve_left_out_nodes
 from verl_patches.launch.supervise.stall import Bounds, LostNodeError, StallError
 from verl_patches.launch.supervise.watcher import Watcher
 from verl_patches.run.resolve import changed_run
@@ -77,7 +77,7 @@ def main():
 
     without = {"recipe.restart.without_nodes": ["127.0.0.2", "no such node"]}
     before = ray.available_resources()["GPU"]
-    leave_out(changed_run(tiny(), without))
+    reserve_left_out_nodes(changed_run(tiny(), without))
     until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))
     found["free"] = [before, ray.available_resources()["GPU"]]
 
@@ -97,7 +97,7 @@ def main():
     try:
         ray.get(actors[2].raises_of_its_device.remote())
     except ray.exceptions.RayTaskError as error:
-        watcher.explain(error)
+        watcher.explain_error(error)
     found["device"] = json.loads((folder / "watch.json").read_text())
     calls = [actor.update_actor.remote() for actor in actors]
     in_calls = ["update_actor"] * 3
@@ -112,7 +112,7 @@ def main():
     cluster.remove_node(third, allow_graceful=False)  # SIGKILL
     found["lost"] = until(lambda: raised(watcher, LostNodeError))
     try:
-        watcher.explain(ValueError("a worker's error that follows from it"))
+        watcher.explain_error(ValueError("a worker's error that follows from it"))
     except LostNodeError as error:
         found["explained"] = str(error)
     watcher.close(failed=True)

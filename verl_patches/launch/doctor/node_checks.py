@@ -38,7 +38,7 @@ from verl_patches.upstream.pins import load_pins
 
 TOOL_S = 30
 CHECK_S = 200  # limit of one check; more than all_reduce_probe.PROBE_S
-_OF_GLOO = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GIB, GB = 1 << 30, 1e9
 # {on npu: least limit}; on npu 16 workers have Ray's and HCCL's sockets and some hundred threads each
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
@@ -106,8 +106,8 @@ class Node:
     @cached_property
     def interface(self) -> tuple[str, str] | None:
         """Return (network interface, reason) as a worker of this node chooses it; None where Ray's head is unknown."""
-        if own := self.machine.environ.get(_OF_GLOO):  # HCCL's variable may be a prefix or an exclusion
-            return own.split(",")[0], f"{_OF_GLOO} of this node's environment"
+        if own := self.machine.environ.get(_GLOO_INTERFACE):  # HCCL's variable may be a prefix or an exclusion
+            return own.split(",")[0], f"{_GLOO_INTERFACE} of this node's environment"
         if chosen := self.run.recipe.hccl.interface:
             return chosen, "recipe.hccl.interface"
         if self.nodes == 1:
@@ -140,7 +140,7 @@ class NodeCheck:
     """Describe one check of doctor: how it is made, what it expects, and the command that mends a fault."""
 
     name: str
-    how: str
+    method: str
     expected: str
     todo: str
     results: Callable[..., Iterable[Result]]

@@ -37,11 +37,11 @@ Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one lin
 PlainText = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
 Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
+SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o LogLevel=ERROR".split()
 # {variable that the scripts of public samples export: field}
-FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
+ENVIRONMENT_FIELDS = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
 # fields in which ${NAME} is replaced by the value of a variable
-EXPANDED = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
+EXPANDED_FIELDS = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also inside a line of bash -c
 
@@ -62,7 +62,7 @@ class Ssh(_Strict):
     """Describe how ssh reaches hosts. `container_options`: further options of docker run, where there is an image."""
 
     user: PlainText | None = None
-    command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
+    command: Annotated[list[Line], Field(min_length=1)] = SSH_COMMAND
     container_options: list[Line] = []
 
 
@@ -101,7 +101,7 @@ class Upload(_Strict):
 
 
 class Job(_Strict):
-    """Describe a job as its file does; FROM_ENVIRONMENT lists fields that variables may give instead.
+    """Describe a job as its file does; ENVIRONMENT_FIELDS lists fields that variables may give instead.
 
     Unknown keys are refused. provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder
     of the host: folder of the container}, with an image; only they outlive a container. nodes, dies: how many nodes,
@@ -139,7 +139,7 @@ class Job(_Strict):
     slurm: Slurm = Slurm()
 
     @model_validator(mode="after")
-    def _whole(self) -> Job:
+    def _check_fields(self) -> Job:
         if self.provider == "ssh" and len(self.hosts) != self.nodes:
             raise ValueError(f"hosts has {len(self.hosts)} addresses, expected one of each of the {self.nodes} nodes")
         if len(set(self.hosts)) != len(self.hosts):
@@ -204,10 +204,10 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
     """Read a job file; raise a ConfigError that names the file where it is not valid."""
     given = dict(read_yaml(path))
     source = str(path)
-    environ = _completed(given, path, environ)
-    for variable, field in FROM_ENVIRONMENT.items():
+    environ = _expand_variables(given, path, environ)
+    for variable, field in ENVIRONMENT_FIELDS.items():
         if environ.get(variable):
-            _take(given, field, variable, environ[variable], source)
+            _set_from_variable(given, field, variable, environ[variable], source)
     try:
         return Job.model_validate(given)
     except ValidationError as error:
@@ -215,7 +215,7 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
         raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
 
 
-def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Expand ${NAME}, and rename replica_count to nodes; return the environment with that of env_file.
 
     A variable of `environ` takes precedence over env_file. Raise ConfigError where one is unset or a secret.
@@ -225,14 +225,14 @@ def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) 
     listed = given.get("secrets")
     secrets = listed if isinstance(listed, list) else []
 
-    def put(node: Any, where: str) -> Any:
+    def expand(node: Any, where: str) -> Any:
         if isinstance(node, dict):
-            return {put(key, where): put(value, f"{where}.{key}") for key, value in node.items()}
+            return {expand(key, where): expand(value, f"{where}.{key}") for key, value in node.items()}
         if isinstance(node, list):
-            return [put(value, where) for value in node]
-        return _REFERENCE.sub(lambda match: value_of(match[1], where), node) if isinstance(node, str) else node
+            return [expand(value, where) for value in node]
+        return _REFERENCE.sub(lambda match: variable_value(match[1], where), node) if isinstance(node, str) else node
 
-    def value_of(name: str, where: str) -> str:
+    def variable_value(name: str, where: str) -> str:
         value = environ.get(name, "")
         if name in secrets or is_secret_variable(name) or is_secret_value(value):
             raise ConfigError(f"{source}: {where}: ${{{name}}} is a secret, whose value would be written into files")
@@ -241,13 +241,13 @@ def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) 
         return value
 
     if "env_file" in given:
-        named = put(given["env_file"], "env_file")
+        named = expand(given["env_file"], "env_file")
         if not isinstance(named, str):
             raise ConfigError(f"{source}: env_file: expected a path, found {named!r}")
         path = source.absolute().parent / named
         given["env_file"] = str(path)
         environ = {**_read_env_file(path), **{k: v for k, v in environ.items() if v}}
-    given.update({key: put(given[key], key) for key in EXPANDED if key in given})
+    given.update({key: expand(given[key], key) for key in EXPANDED_FIELDS if key in given})
     return environ
 
 
@@ -268,7 +268,7 @@ def _read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def _take(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
+def _set_from_variable(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
     """Fill a field from a variable of the environment; raise ConfigError where the file says otherwise."""
     taken: Any = value
     if field != "interface":

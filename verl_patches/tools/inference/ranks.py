@@ -22,7 +22,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import short_temp_dir
-from verl_patches.launch.ray_cluster import leave_out, ray_options, require_nodes
+from verl_patches.launch.ray_cluster import ray_options, require_nodes, reserve_left_out_nodes
 from verl_patches.run.environment import RAY_FOLDER
 from verl_patches.run.ray_nodes import error_line
 from verl_patches.spec import RunSpec
@@ -91,7 +91,7 @@ def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
         ray_start.start(**options)
         signal.signal(signal.SIGTERM, ends)  # replaces Ray's own handler
         stack.callback(ray.shutdown)
-        leave_out(run)
+        reserve_left_out_nodes(run)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
         waits = threading.Timer(SILENT_S, _say_what_for, [pool])
