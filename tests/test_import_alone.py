@@ -166,6 +166,6 @@ def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
             start(trainer, bare_config())
     else:
         start(trainer, bare_config())
-        assert trainer.init_workers.func is import_alone.unless_start_fails
+        assert trainer.init_workers.func is import_alone.run_unless_start_fails
         assert trainer.modified_sources == {"verl": ["verl/a.py (modified)"]}
         assert "started without its launcher" in caplog.text and "dirty: verl" in caplog.text

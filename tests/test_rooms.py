@@ -118,7 +118,7 @@ def test_no_rooms_and_no_files_import_each_other(trees):
     control = {**rooms, "run": {*rooms["run"], "plan"}}  # plan imports run
     assert import_cycles(control) == {("plan", "run")}
     assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
-    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import Run")
+    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import TrainerRun")
     assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
 
 

@@ -24,7 +24,7 @@ from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
 from verl_patches.spec import RUN, RunSpec, write_run
-from verl_patches.trainer.ray_start import unless_start_fails
+from verl_patches.trainer.ray_start import run_unless_start_fails
 from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
 
@@ -59,7 +59,7 @@ def recipe_by_default(original: Callable) -> Callable:
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
             send_settings(**worker_settings(run))
-            self.init_workers = functools.partial(unless_start_fails, self.init_workers)
+            self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
 
     return __init__

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         # imported here, because the controller imports this module too
         from verl_patches.launch.ray_cluster import ray_options, reserve_left_out_nodes
 
-        ray_start.start(**ray_options(run))
+        ray_start.start_ray(**ray_options(run))
         stage.say("~ Ray is up, starting the controller")
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-            ray_start.result_of(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
+            ray_start.wait_for_result(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
             failed = False
             output.seen.wait(_FORWARD_LIMIT_S)
             if timeline := run.verl.ray_init.get("timeline_json_file"):

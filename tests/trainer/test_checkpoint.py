@@ -26,7 +26,7 @@ from tests.runs import tiny, trainer_config
 from verl_patches.errors import ConfigError
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
-from verl_patches.trainer.checkpoint import Checkpoints, data_state
+from verl_patches.trainer.checkpoint import Checkpoints, loader_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint_files import CheckpointError, Place, StoredTensor, write_rank
 from verl_patches.weights.manifest import (
@@ -91,7 +91,7 @@ SETTINGS = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
 
 @pytest.fixture
 def saves(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
+    monkeypatch.setattr(checkpoint, "comparable_settings", lambda config: SETTINGS)
 
     def make(folder=tmp_path, start=None, **trainer):
         """Make the checkpoints in `folder`, or of this start of the run t."""
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
     run.save()
     with pytest.raises(CheckpointError, match="disk full"):
         run.finish()
-    run._given_up.set()
+    run._aborted.set()
     run._thread.join()
     assert run.chain.checkpoints() == {}
     save(with_critic(saves()), 2)
@@ -201,7 +201,7 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
     run.save()
     with pytest.raises(CheckpointError, match="rank 1: disk full"):
         run.finish()
-    run.give_up(wait=True)
+    run.abort_save(wait=True)
     assert run.chain.newest() == tmp_path / "global_step_1"
     save(saves(), 2)
     assert names(tmp_path) == ["global_step_1", "global_step_2"]
@@ -231,7 +231,7 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
         return look if grow else 7
 
     monkeypatch.setattr(checkpoint, "size_bytes", written)
-    run.give_up(wait)
+    run.abort_save(wait)
     assert (run.chain.newest() == folder) is whole
     said = [text for (text,) in run.said if "is waited for" in text]  # each look is output, as recipe.timeouts expects
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
@@ -250,7 +250,7 @@ def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):
         run.wait_before_update()
     assert workers.waits == 1
     workers.failing = False
-    run.give_up(wait=False)
+    run.abort_save(wait=False)
     run.wait_before_update()  # nobody writes any more
     assert workers.waits == 1
 
@@ -434,7 +434,7 @@ def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(wo
         sampler = torch.utils.data.RandomSampler(range(10), generator=generator)
         found = StatefulDataLoader(range(10), batch_size=4, num_workers=workers, sampler=sampler, drop_last=drop_last)
         if ours:
-            checkpoint._keep_generator(found)
+            checkpoint._use_resumable_sampler(found)
         return found
 
     per_pass = 2 if drop_last else 3
@@ -480,5 +480,5 @@ def test_a_state_that_is_neither_json_nor_tensors_is_refused_before_the_first_st
 
 def test_a_state_of_a_sampler_comes_back_with_its_tensors():
     value = {"a": [torch.arange(3), {"b": torch.tensor(2.5)}], "c": "text", "d": None, "/": True, "e": 1 << 70}
-    found, tensors = data_state(loader(sampler=Sampler(value)))
+    found, tensors = loader_state(loader(sampler=Sampler(value)))
     assert len(tensors) == 2 and json.loads(json.dumps(found)) == found

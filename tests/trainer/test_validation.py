@@ -5,7 +5,7 @@ import itertools
 import pytest
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 
-from verl_patches.trainer.validation import pass_at_k, validation_of, with_pass_at_k
+from verl_patches.trainer.validation import pass_at_k, read_validation, with_pass_at_k
 
 
 @pytest.mark.parametrize(("n", "correct"), [(4, 0), (4, 1), (4, 3), (4, 4), (7, 2)])
@@ -50,6 +50,6 @@ def test_pass_at_k_is_of_variables_that_are_0_or_1_and_needs_several_responses()
 def test_the_score_is_the_mean_of_the_sources_and_a_step_without_validation_has_none():
     metrics = {"val-core/a/x/acc/mean@4": 0.25, "val-core/a/x/acc/best@4/mean": 0.5, "val-aux/a/x/acc/pass@4": 0.75}
     metrics |= {"val-core/b/reward/mean@4": 0.75, "val-aux/b/reward/mean@4": 9.0, "val-aux/a/x/acc/std@4": 9.0}
-    found = validation_of({**metrics, "critic/score/mean": 9.0})
+    found = read_validation({**metrics, "critic/score/mean": 9.0})
     assert found["score"] == 0.5 and list(found["metrics"]) == [*metrics][:4]
-    assert validation_of({"critic/score/mean": 0.5, "val-aux/a/reward/mean@1": 0.5}) is None
+    assert read_validation({"critic/score/mean": 0.5, "val-aux/a/reward/mean@1": 0.5}) is None

@@ -32,7 +32,7 @@ from verl_patches.run.compose import output_root
 from verl_patches.run.record.record import PROGRESS_FILE, SUMMARY_FILE, last_lines, read_object, read_summary
 from verl_patches.run.record.report import medians, resumed_text, step_value
 from verl_patches.shared_files import LOCK, is_locked
-from verl_patches.trainer.record import NOW
+from verl_patches.trainer.record import NOW_FILE
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start, starts_in
 
@@ -77,7 +77,7 @@ def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     clocks. Raise ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
-    summary, doing = read_summary(folder), read_object(folder / NOW)
+    summary, doing = read_summary(folder), read_object(folder / NOW_FILE)
     steps, exit_reason = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}

@@ -38,7 +38,7 @@ from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summa
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
-from verl_patches.trainer.record import STEP
+from verl_patches.trainer.record import STEP_PREFIX
 from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
@@ -384,7 +384,7 @@ def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iter
             if line.startswith("~ "):
                 stage.update(now, description=text)
                 again_at = 0.0
-                last = "" if line.startswith(STEP) else text
+                last = "" if line.startswith(STEP_PREFIX) else text
             if line.startswith(shown_prefixes):
                 console.print(text)
             elif piped and last and seconds >= again_at:

@@ -25,7 +25,7 @@ _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in 
 
 
 def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
-    """Return {engine, network} of every worker, the form that ray_start.start and worker_settings.send_settings take.
+    """Return {engine, network} of every worker, as start_ray and send_settings (trainer/) take them.
 
     engine: verl's actor_rollout_ref section with the facts of the run; line a3 prepares its engine from it before
     Megatron is imported.
@@ -40,7 +40,7 @@ def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
 
 
 def ray_options(run: RunSpec) -> dict[str, Any]:
-    """Return the arguments of ray_start.start that join recipe.ray_address, or start a local Ray for this run alone."""
+    """Return the arguments of start_ray that join recipe.ray_address, or start a local Ray for this run alone."""
     recipe = run.recipe
     options = {
         "environment": worker_environment(run),

@@ -19,7 +19,7 @@ from verl_patches.run.files import total_steps
 from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
-from verl_patches.trainer.record import NOW
+from verl_patches.trainer.record import NOW_FILE
 from verl_patches.weights.run_folders import chain_of_start, start_in
 
 _FINAL_REASON = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
@@ -45,7 +45,7 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     """
     doing = {}
     with suppress(ConfigError):  # a damaged checkpoint
-        doing = read_object(folder / NOW)
+        doing = read_object(folder / NOW_FILE)
     total = doing.get("steps") or total_steps(run)
     try:
         saved = chain_of_start(start_in(folder)).checkpoints()

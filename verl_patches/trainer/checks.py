@@ -66,11 +66,11 @@ def profile_checks(run: RunSpec) -> Iterator[Check]:
     faults = list(_profile_faults(run))
     yield from (Check("profile", False, fault) for fault in faults)
     if not faults:
-        phases = ", ".join(section.phases or [phase for phase in PROFILED_PHASES if phase not in _without(run)])
+        phases = ", ".join(section.phases or [phase for phase in PROFILED_PHASES if phase not in _absent_phases(run)])
         yield Check("profile", True, f"steps {list(section.steps)}, ranks {list(section.ranks)}: {phases}")
 
 
-def _without(run: RunSpec) -> set[str]:
+def _absent_phases(run: RunSpec) -> set[str]:
     """Return the phases that the run does not have: of a critic, of reward models, of a rollout."""
     absent = {phase.schedule_name for phase in STEP_PHASES if phase.critic and not run.has_critic}
     absent |= set() if run.reward_models else {"rm_scores"}
@@ -88,7 +88,7 @@ def _profile_faults(run: RunSpec) -> Iterator[str]:
     for step in section.steps or ():
         if last is not None and step > last:
             yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
-    if absent := _without(run).intersection(section.phases or ()):
+    if absent := _absent_phases(run).intersection(section.phases or ()):
         yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, by its algorithm and rewards"
     if run.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"

@@ -14,20 +14,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_MEAN = re.compile(r"val-core/.+/mean@\d+")
-_KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
+_MEAN_METRIC = re.compile(r"val-core/.+/mean@\d+")
+_RECORDED_METRIC = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
 
 
-def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_validation(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return {score, metrics} of the validation in verl's metrics of a step; None if the step did not validate.
 
     score: mean over data sources of mean@n of each source's core variable. metrics: {name: value} of mean, best and maj
     of core variables, and pass@k; all others are in metrics.jsonl only.
     """
-    means = [float(value) for name, value in metrics.items() if _MEAN.fullmatch(name)]
+    means = [float(value) for name, value in metrics.items() if _MEAN_METRIC.fullmatch(name)]
     if not means:
         return None
-    kept = {name: float(value) for name, value in metrics.items() if _KEPT.fullmatch(name)}
+    kept = {name: float(value) for name, value in metrics.items() if _RECORDED_METRIC.fullmatch(name)}
     return {"score": statistics.fmean(means), "metrics": kept}
 
 

@@ -41,7 +41,7 @@ from verl_patches.step.objectives.advantages import dataset_responses
 from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
 
 T = TypeVar("T")
-_ROLLOUT = "rollout_log_probs"
+_ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class WorkerCalls:
@@ -76,7 +76,7 @@ class WorkerCalls:
 
     def end_rollout(self) -> list[CheckedSamples]:
         """Put engines to sleep; return their samples for the log-prob check."""
-        return _given(self._group.end_rollout())
+        return _present_answers(self._group.end_rollout())
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return old_log_probs and entropys, both [B, S_response]."""
@@ -84,7 +84,7 @@ class WorkerCalls:
 
     def log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
         """Compute and keep old log-probs on the workers; return each sample's entropy (`send_back`: log-probs too)."""
-        return _given(self._group.log_prob_cached(send_back))
+        return _present_answers(self._group.log_prob_cached(send_back))
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ref_log_prob [B, S_response]."""
@@ -92,7 +92,7 @@ class WorkerCalls:
 
     def ref_log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
         """Compute and keep reference log-probs on the workers; return them with `send_back`."""
-        return _given(self._group.ref_log_prob_cached(send_back))
+        return _present_answers(self._group.ref_log_prob_cached(send_back))
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Return the critic's values [B, S_response]."""
@@ -108,10 +108,10 @@ class WorkerCalls:
 
     def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
         """Update the actor on the batch that stayed on the workers; return verl's metrics of each replica."""
-        return _given(self._group.update_cached(advantages))
+        return _present_answers(self._group.update_cached(advantages))
 
 
-def _given(answers: Sequence[T | None]) -> list[T]:
+def _present_answers(answers: Sequence[T | None]) -> list[T]:
     return [answer for answer in answers if answer is not None]
 
 
@@ -189,7 +189,7 @@ class RecipeWorkerGroup:
             self._scores_to = self._record_to
         output.batch[SAMPLE] = torch.arange(len(output))
         if self._skip_old_log_prob:  # verl 0.4.0 would compare them with old log-probs, which are not in this batch
-            self._rollout_log_probs = output.batch.pop(_ROLLOUT, None)
+            self._rollout_log_probs = output.batch.pop(_ROLLOUT_LOG_PROBS, None)
         self._on_call(self.step, "reward")
         return output
 
@@ -259,7 +259,7 @@ class RecipeWorkerGroup:
             metrics = self._calls.update_cached(self.cache.advantages(batch))
             return DataProto(meta_info={"metrics": metrics[0]})
         if self._rollout_log_probs is not None:
-            batch.batch[_ROLLOUT] = self._rollout_log_probs[batch.batch[SAMPLE]]
+            batch.batch[_ROLLOUT_LOG_PROBS] = self._rollout_log_probs[batch.batch[SAMPLE]]
         return self._calls.update_actor(batch)
 
     def _wait_for_checkpoint(self) -> None:

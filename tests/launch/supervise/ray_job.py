@@ -19,7 +19,7 @@ from verl_patches.launch.ray_cluster import reserve_left_out_nodes
 from verl_patches.launch.supervise.stall import Bounds, LostNodeError, StallError
 from verl_patches.launch.supervise.watcher import Watcher
 from verl_patches.run.resolve import changed_run
-from verl_patches.trainer.run import Run, reason_of
+from verl_patches.trainer.run import TrainerRun, exit_reason
 
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
 
@@ -84,14 +84,14 @@ def main():
     nodes = [own, third.node_id, second.node_id]
     actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(rank) for rank, node in enumerate(nodes)]
     pids = ray.get([actor.pid.remote() for actor in actors])
-    run = object.__new__(Run)
-    run.group, run.places = SimpleNamespace(step=7, _workers=actors), {1: "pid 5 on there"}
+    run = object.__new__(TrainerRun)
+    run.group, run.worker_places = SimpleNamespace(step=7, _workers=actors), {1: "pid 5 on there"}
     try:
         ray.get(actors[1].raises.remote())
     except ray.exceptions.RayTaskError as error:
-        found["raised"] = reason_of(error, run.raised_by(error))
+        found["raised"] = exit_reason(error, run.raising_rank_text(error))
         run.group._workers = [actors[0], actors[2]]
-        found["raised elsewhere"] = run.raised_by(error)
+        found["raised elsewhere"] = run.raising_rank_text(error)
     watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1), world=3)
     watcher.check()
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.trainer.record import delta_of_steps
+from verl_patches.trainer.record import mean_logprob_delta
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import chain_of, read_start
 
@@ -34,7 +34,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         elif val and link.holds(val["step"]):
             val_before = val_before or val
         steps += [step for step in part.get("steps", ()) if link.holds(step["step"])]
-    return {**own, "steps": steps, "val_before": val_before, "logprob_delta": delta_of_steps(steps)}
+    return {**own, "steps": steps, "val_before": val_before, "logprob_delta": mean_logprob_delta(steps)}
 
 
 def _read_own_summary(folder: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
         if "_temp_dir" in options:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
         ends = signal.getsignal(signal.SIGTERM)
-        ray_start.start(**options)
+        ray_start.start_ray(**options)
         signal.signal(signal.SIGTERM, ends)  # replaces Ray's own handler
         stack.callback(ray.shutdown)
         reserve_left_out_nodes(run)
@@ -98,7 +98,7 @@ def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
         waits.start()
         stack.callback(waits.cancel)
         with _errors_of_ranks():
-            group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
+            group = ray_start.run_unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
             ray.get([worker.build.remote(folder.absolute(), run, length) for worker in group._workers])
         yield RankedEngine(group._workers, run.rollout.tp)
 
