@@ -147,7 +147,7 @@ def joined(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("nodes", "options", "left_out", "words"), [
     ("abc", {}, ["b"], ", without b: "),
-    ("ab", {}, [], ", on b again, as no spare node is there: "),
+    ("ab", {}, [], ", again on b, as Ray has no spare node: "),
     ("abc", {"left_out": ["c"]}, ["c"], "no spare node"),
     ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # the record is of a stall that was survived
 ])  # fmt: skip

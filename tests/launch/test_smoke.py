@@ -109,7 +109,7 @@ def test_the_name_of_a_run_says_what_is_not_the_default_unless_it_is_given(overr
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"emulate_npu": True}, "expected --line a3"), ({"learn": True, "replay_rollout": Path("/")}, "remove one")],
+    [({"emulate_npu": True}, "expected --line a3"), ({"learn": True, "replay_rollout": Path("/")}, "one of the two")],
 )
 def test_wrong_combinations_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -118,7 +118,7 @@ def test_wrong_combinations_are_refused(options, message):
 
 def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypatch, tmp_path):
     monkeypatch.setattr(smoke, "_MAKE_MODEL", "raise SystemExit('no room for the model')")
-    with pytest.raises(ConfigError, match=r"the tiny model could not be made \(exit 1\):\n  no room for the model"):
+    with pytest.raises(ConfigError, match=r"the tiny model failed with exit code 1:\n  no room for the model"):
         smoke.smoke_inputs(SmokeOptions(), tmp_path).make(lambda text: None)
 
 

@@ -108,7 +108,7 @@ def _run_start(
             again = next_start(restarts.base_run)
             Progress(folder).say(f"| {restarts.record_failure(code, reason, folder)}")
         except (ConfigError, OSError) as error:
-            reason = f"{reason}; not started again: {error}"
+            reason = f"{reason}; no restart: {error}"
     head["wall_s"] = wall_s = round(time.monotonic() - began, 1)
     try:
         code, reason = write_summary(folder, code, reason, head, watch.peaks())
@@ -253,8 +253,8 @@ def _short_parent_folder() -> Path:
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
             return Path(parent)
     raise ConfigError(
-        f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
-        f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
+        f"TMPDIR: expected a writable folder whose path leaves room for Ray's sockets ({SOCKET_PATH_BYTES} bytes in "
+        f"all), found {tempfile.gettempdir()}, and /tmp cannot be used either. Set TMPDIR to a folder with a short path"
     )
 
 
@@ -322,7 +322,7 @@ def _draw_figures(folder: Path) -> None:
         if any(step.get("memory") for step in summary["steps"]):
             save_figure(memory_figure(summary), folder / "memory.png")
     except ConfigError as error:
-        Progress(folder).say(f"| not drawn: {error}")
+        Progress(folder).say(f"| training.png or memory.png was not drawn: {error}")
 
 
 def _driver_summary(folder: Path) -> dict[str, Any]:
@@ -351,9 +351,9 @@ def write_summary(
     if code == 0 and summary.get("exit") == "ok":
         reason = "ok"
     elif code == 0:
-        code, reason = 1, _driver_reason(summary) or "the driver ended without finishing its summary"
+        code, reason = 1, _driver_reason(summary) or "the driver exited with 0 before it had completed its summary.json"
     elif reason is None:
-        reason = f"the driver exited with {code}; its log shows no error"
+        reason = f"the driver exited with {code}; driver.log shows no error"
     minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     # not the driver's, which may have ended before it wrote them
     known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}

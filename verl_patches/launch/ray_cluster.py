@@ -95,7 +95,7 @@ def require_nodes(run: RunSpec) -> None:
     if port is not None and (holder := port_holder(port, ("127.0.0.1", ""))):
         raise ConfigError(
             f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
-            "port, or null for any free one"
+            "port, or null to use any free port"
         )
     if run.recipe.ray_address is not None:
         check_nodes(run, list_nodes(run.recipe.ray_address))
@@ -142,7 +142,8 @@ def reserve_left_out_nodes(run: RunSpec) -> None:
         if count and wanted & {node["id"], address}:
             group = ray.util.placement_group([{resource: count, f"node:{address}": 0.001}], strategy="STRICT_PACK")
             if not group.wait(ANSWER_S):
-                log.warning("node %s could not be left out: another job has devices of it", address)
+                text = "node %s (recipe.restart.without_nodes) may get workers: another job holds devices of it"
+                log.warning(text, address)
 
 
 def _device_resource(run: RunSpec) -> str:

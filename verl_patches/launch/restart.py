@@ -99,20 +99,20 @@ class Restarts:
         return [culprit for culprit in culprits if culprit.get("node") in before]
 
     def _leave_out_nodes(self, culprits: Sequence[dict[str, Any]]) -> str:
-        """Leave the culprits' nodes out of the next start where enough others exist, and return a text about it."""
+        """Leave the culprits' nodes out of the next start where enough others exist; return what the message adds."""
         names = {culprit["node"] for culprit in culprits if culprit.get("node")}
         if self.base_run.recipe.ray_address is None or not names:
             return ""
         try:
             fit = nodes_with_devices(self.base_run, list_nodes(self.base_run.recipe.ray_address))
         except ConfigError as error:
-            return f" (the nodes are unknown: {error})"
+            return f" (no node is left out, as Ray's nodes cannot be listed: {error})"
         known = {*names, *self._left_out_nodes}
         faulty = {node["address"] for node in fit if node["id"] in names}
         others = [node for node in fit if not known & {node["id"], node["address"]}]
         if not faulty:
             return ""  # Ray has lost them already
         if len(others) < self.base_run.verl.trainer.nnodes:
-            return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
+            return f", again on {', '.join(sorted(faulty))}, as Ray has no spare node"
         self._left_out_nodes += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"

@@ -95,11 +95,11 @@ class SmokeOptions:
         """Raise ConfigError for a layout that the line lacks, and for options that do not go together."""
         check_choice("layout", self.chosen_name("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
-            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
+            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only line for NPUs")
         if self.learn and self.replay_rollout:
             raise ConfigError(
-                f"--learn with --replay-rollout {self.replay_rollout}: recorded responses do not change, so nothing is "
-                "learnt; remove one"
+                f"--learn with --replay-rollout {self.replay_rollout}: expected one of the two, as recorded responses "
+                "do not change and nothing would be learnt"
             )
 
 
@@ -202,10 +202,10 @@ def _run_command(command: Sequence[str], product: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, env=env)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"smoke: {product} was not made within {PREPARE_S} s; {text}") from None
+        raise ConfigError(f"smoke: making {product} took more than {PREPARE_S} s and was stopped; {text}") from None
     if done.returncode:
         tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise ConfigError(f"smoke: {product} could not be made (exit {done.returncode}):\n  {tail}\n  {text}")
+        raise ConfigError(f"smoke: making {product} failed with exit code {done.returncode}:\n  {tail}\n  {text}")
 
 
 def _digest(files: Sequence[Path], *words: str) -> str:

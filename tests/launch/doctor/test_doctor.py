@@ -105,7 +105,7 @@ def test_one_node_that_differs_is_named(production, changes, name, text):
 def test_output_that_is_no_report_of_this_checkout_is_a_problem_of_its_node(production):
     output = '{"rows": [{"name": "disk"}], "nodes": [{}]}'
     across, own = compared(production, answer_of(answer={"code": 0, "output": output, "error": ""}))
-    assert across["nodes: report"].where == "10.0.0.1" and "no report" in across["nodes: report"].found
+    assert across["nodes: report"].where == "10.0.0.1" and "not a report" in across["nodes: report"].found
     assert {one.where for one in own} == {"all 2 nodes"}
 
 

@@ -55,7 +55,7 @@ def test_a_container_is_started_with_its_labels_and_goes_after_its_logs_and_its_
     docker("diff*) echo 'A /home/me/notes'; echo 'C /tmp/verl_patches_cluster/ray/x.parquet'; echo 'A /x/.cache/y.pt'")
     made = scripts(job)
     code, _, err = ended(call(made / "up.sh"))
-    assert code == 0 and "1 containers of registry/a3:1 run, 1 of them new" in err, err
+    assert code == 0 and "1 containers of registry/a3:1 run; 1 were started now" in err, err
     (started,) = (line for line in program.docker() if line.startswith("docker run"))
     assert "--name j " in started and "--label verl_patches.job=j --label verl_patches.digest=" in started
     assert f"--volume {next(iter(job['volumes']))}:/c/outputs " in started and "/data:/data" not in started
@@ -83,12 +83,12 @@ def test_secrets_come_before_the_scripts_on_standard_input_alone(job, scripts, c
     assert "of = " not in "".join(path.read_text() for path in made.iterdir())
     (tmp_path / "values.env").write_text("")
     code, _, err = ended(call(made / "up.sh", HF_TOKEN="x", WANDB=""))
-    assert code == 2 and "job j needs WANDB (secrets:), unset here: export it first; nothing was started" in err
+    assert code == 2 and "secret WANDB of job j is unset here: export it first; nothing was started" in err
 
 
 @pytest.mark.parametrize(
     ("label", "image", "fault"),
-    [("j", "a3:1", None), ("other", "a3:1", "that up.sh did not start"), ("j", "a3:2", "another image or job file")],
+    [("j", "a3:1", None), ("other", "a3:1", "not started by up.sh"), ("j", "a3:2", "another image or job file")],
 )
 def test_a_container_of_somebody_else_or_of_another_image_is_left_alone(
     job, scripts, call, program, docker, digest, label, image, fault
@@ -121,7 +121,7 @@ def test_down_does_not_delete_a_container_that_holds_files_of_a_run(job, scripts
     path = "/c/checkpoints/global_step_8/manifest.json"
     docker(f"diff*) echo 'A {path}'")
     code, _, err = ended(call(scripts(job) / "down.sh"))
-    assert code == 1 and f"files of runs, such as A {path}" in err and "docker cp j:PATH" in err, err
+    assert code == 1 and f"such as A {path}" in err and "docker cp j:PATH" in err, err
     assert not any(line.startswith("docker rm") for line in program.docker())
 
 
@@ -160,7 +160,7 @@ def test_the_command_is_started_once_where_connections_are_lost(job, scripts, ca
     with (made / "job.sh").open("a") as values:
         values.write("reconnect_s=0\n")
     code, _, err = ended(call(made / "run.sh"))
-    assert code == 1 and "for 0 s: run.sh again" in err
+    assert code == 1 and "for 0 s: start run.sh again" in err
 
 
 def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, scripts, call, program):
@@ -176,9 +176,9 @@ def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, script
 
 def test_placeholders_and_an_ssh_that_is_not_installed_are_named_before_anything_is_called(job, scripts, call, program):
     code, _, err = ended(call(scripts({**job, "hosts": ["node-01.example"]}) / "up.sh"))
-    assert code == 2 and "found node-01.example, a placeholder" in err
+    assert code == 2 and "found the placeholder node-01.example" in err
     code, _, err = ended(call(scripts({**job, "ssh": {"command": ["no-ssh"]}}) / "down.sh"))
-    assert code == 2 and "no-ssh is not installed here" in err and program.calls() == ""
+    assert code == 2 and "no-ssh is not installed on this machine" in err and program.calls() == ""
 
 
 def sleeping(process):
@@ -198,5 +198,5 @@ def test_a_signal_ends_the_calls_and_says_what_goes_on(job, scripts, call, progr
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
     code, _, err = ended(process)
-    assert code == 143 and err.splitlines()[-1].startswith("interrupted; nodes may still be starting Ray; down.sh")
+    assert code == 143 and err.splitlines()[-1].startswith("interrupted; nodes may still be starting Ray; run down.sh")
     assert psutil.wait_procs(calls, timeout=600)[1] == []

@@ -103,10 +103,10 @@ def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
     assert node_addresses(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
     assert node_addresses(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
     for words, text in (
-        ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is none of this machine's addresses"),
-        ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is none of this machine"),
-        ((1, 3, "127.0.0.1", "", 6379, hosts), "here the loopback, which is not node 0"),
-        ((0, 3, "127.0.0.1", "", 6379, []), "give `interface`, or an IP address"),
+        ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is not an address of this machine"),
+        ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is not one of this machine"),
+        ((1, 3, "127.0.0.1", "", 6379, hosts), "the loopback on this machine, not node 0"),
+        ((0, 3, "127.0.0.1", "", 6379, []), "set interface, or give an IP address"),
         ((1, 3, "no.such.host.invalid", "", 6379, hosts), "no.such.host.invalid cannot be resolved"),
         ((1, 2, HOST, "odd0", 6379, []), "interface odd0"),
         ((1, 2, "", "", 6379, []), "the address of Ray's head is unknown"),
@@ -124,8 +124,8 @@ def test_missing_nodes_are_named_each_with_the_reason():
     with socket.create_server(("127.0.0.5", 6380)):
         nodes = [member(0), member(1, alive=False), member(4, name="other")]
         found = missing_nodes("drill", 5, 6380, hosts, nodes)
-    assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another head" in found[3]
-    assert found[2] == "node 2 (127.0.0.4): port 6380 of its raylet: Connection refused"
+    assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another Ray cluster" in found[3]
+    assert found[2] == "node 2 (127.0.0.4): no raylet at port 6380: Connection refused"
     assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
     assert "never joined" in missing_nodes("drill", 5, 6380, [], nodes)[2]
 
@@ -139,7 +139,7 @@ def test_a_head_that_is_not_there_is_named_after_the_wait(job, node):
 
 def test_a_rank_that_is_none_is_refused(job, node):
     code, _, err = node({**job, "nodes": 2, "hosts": []}, "check", "2", MASTER_ADDR=HOST, NODE_RANK="")
-    assert code == 2 and "Expected a rank, 0 to 1, found 2" in err
+    assert code == 2 and "expected 0 to 1, found 2" in err
 
 
 def test_a_second_call_joins_or_refuses(stand_in, node):
@@ -159,7 +159,7 @@ def test_a_second_call_joins_or_refuses(stand_in, node):
     holder = subprocess.Popen(["flock", f"{job['folder']}/.lock", "sleep", "600"])
     while subprocess.run(["flock", "--nonblock", f"{job['folder']}/.lock", "true"]).returncode == 0:
         assert holder.poll() is None
-    assert "another call of node.sh is at work" in node(job, "up")[2]
+    assert "another call of node.sh runs in" in node(job, "up")[2]
     psutil.Process(holder.pid).children()[0].kill()
     holder.wait()
 
@@ -170,10 +170,10 @@ BEGINS_LINE = "verl_patches: output begins\n"
 def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in, node, begin, monkeypatch):
     monkeypatch.setenv("TOKEN", "t")
     job, gate = stand_in, Path(stand_in["env"]["GATE"])
-    assert node(job, "run", "0", "a")[0] == 1 and "is not up here" in node(job, "run", "0", "a")[2]
+    assert node(job, "run", "0", "a")[0] == 1 and "does not run here" in node(job, "run", "0", "a")[2]
     node(job, "up")
     assert node(job, "state")[1] == f"{BEGINS_LINE}none\n"
-    assert "no command of job drill was started on this node: run.sh starts it" in node(job, "follow", "0", "0")[2]
+    assert "no command of job drill was started on this node: start it with run.sh" in node(job, "follow", "0", "0")[2]
     assert node(job, "run", "0", "a")[0] == 0 and node(job, "state")[1] == f"{BEGINS_LINE}running\n"
     assert "runs already" in node(job, "run", "0", "b")[2]
     code, _, err = node({**job, "command": ["true"]}, "run", "0", "b")

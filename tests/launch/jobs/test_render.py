@@ -146,7 +146,7 @@ def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loop
             own_hosts = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
             batch = ["unshare", "--mount", "bash", "-c", own_hosts, "x", *nodes.words(0)]
             code, _, err = ended(call(made / "slurm.sh", before=batch, **environ))
-            assert code != 0 and "HF_TOKEN: a secret of the job, which sbatch must inherit" in err
+            assert code != 0 and "secret HF_TOKEN is unset: export it where sbatch is called" in err
             code, out, err = ended(call(made / "slurm.sh", before=batch, HF_TOKEN="t0ken", **environ))
             assert (code, out) == (5, "hello t0ken from batch-0\n"), err
             assert f"node 1: starting Ray at {nodes.hosts[1]}, head {nodes.hosts[0]}:6379" in err

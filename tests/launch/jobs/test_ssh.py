@@ -73,7 +73,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
     made = scripts(job)
     try:
         code, _, err = ended(call(made / "up.sh"))
-        assert code == 0 and "all 2 nodes of job over-ssh are in Ray" in err, err
+        assert code == 0 and "all 2 nodes of job over-ssh have joined Ray" in err, err
         code, _, err = ended(call(made / "up.sh"))
         assert code == 0 and err.count("is up already") == 2, err
         first = call(made / "run.sh")
@@ -84,7 +84,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         assert second.stdout.readline() == "line 1 of a b\n"
         os.killpg(second.pid, signal.SIGINT)
         code, _, err = ended(second)
-        assert code == 130 and "the command goes on: follow.sh shows its output again" in err, err
+        assert code == 130 and "the command still runs: follow.sh shows its output again" in err, err
 
         third = call(made / "run.sh")
         assert third.stdout.readline() == "line 1 of a b\n"
@@ -94,7 +94,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         gate(job, 2)
         gate(job, 3)
         code, out, err = ended(third)
-        assert code == 5 and out == "line 3 of a b\n" and "was lost; the command goes on" in err, (code, out, err)
+        assert code == 5 and out == "line 3 of a b\n" and "was lost; the command still runs" in err, (code, out, err)
         assert "runs already" in err  # one command, for three callers
         code, out, _ = ended(call(made / "follow.sh"))
         assert code == 5 and out.count("\n") == 3
@@ -164,7 +164,7 @@ def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes
     words = [str(tmp_path / "ssh_config") if word.endswith("ssh_config") else word for word in nodes.ssh]
     for changes, text in (
         ({"ssh": {"command": words}}, "Permission denied (publickey)"),
-        ({"python": "/no/python3"}, "no program /no/python3 (python)"),
+        ({"python": "/no/python3"}, "python: no program /no/python3"),
         ({"checkout": "/no/checkout"}, "cd: /no/checkout: No such file or directory"),
     ):
         code, _, err = ended(call(scripts({**job, **changes}) / "up.sh"))

@@ -98,7 +98,7 @@ def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the
     store.faults = {"manifest.json": PermissionError("denied to s3cret-value\n here")}
     whole, found = sent(results)
     assert (whole, found[:12]) == (False, "2 files sent")
-    assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
+    assert "some were not sent: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
     store.faults = {}
     assert sent(results)[0] and store.sent == ALL_SENT
     assert "absent: expected a file or a folder" in sent(results / "absent", "memory://t/x/j")[1]
@@ -162,9 +162,9 @@ WORK = "mkdir -p outputs/saved; echo w > outputs/saved/w; echo l > outputs/log; 
 def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path):
     (tmp_path / "to").write_text("no folder")
     code, out = run(job_of(tmp_path, WORK.format(0), f"file://{tmp_path}/to"))
-    assert code == 1 and out.index("ended") < out.index("NOT ALL") and "the command ended with 0" in out
+    assert code == 1 and out.index("ended") < out.index("some were not sent") and "the command ended with 0" in out
     (tmp_path / "to").unlink()
-    again = shlex.split(out.partition("To send the rest: ")[2].splitlines()[0])
+    again = shlex.split(out.partition("To send them: ")[2].splitlines()[0])
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, env=env, check=True)
     assert "2 files sent" in done.stdout

@@ -25,7 +25,7 @@ from verl_patches.run.ray_nodes import read_report
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # limit for all checks of a node
-NO_REPORT = {"error": "no node gave a report"}  # the result of an all-reduce that no node took part in
+NO_REPORT = {"error": "not measured: no node returned a report"}  # in place of the result of an all-reduce
 _FINDING_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
 CLOCK_S = 1.0  # tolerated difference of clocks: times of Ray's heartbeats and of logs are compared between nodes
 
@@ -106,21 +106,21 @@ def _node_count(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     for place, one in _nodes_by_place(answer).items():
         if _node_report(one) is None:
             given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
-            lines = given["error"].strip().splitlines() or ["its output is no report of this checkout"]
+            lines = given["error"].strip().splitlines() or ["its output is not a report of this version of doctor"]
             todo = "run it on that node: python -m verl_patches doctor CONFIG --this-node"
-            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report", todo, "report", place)
+            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", place)
 
 
 def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     clocks = {place: one["clock"] for place, one in _nodes_by_place(answer).items() if one["clock"]}
     if not clocks:
-        raise NotRunError("no node answered about its time")
+        raise NotRunError("no node returned its clock")
     middle = median_high(clock["ahead_s"] for clock in clocks.values())
     apart = {address: clock["ahead_s"] - middle for address, clock in clocks.items()}
     for address, ahead in apart.items():
         if abs(ahead) > CLOCK_S:
             found = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} most nodes"
-            yield Result(False, f"{found} (within {clocks[address]['within_s']:.3f} s)", where=address)
+            yield Result(False, f"{found} (measured to {clocks[address]['within_s']:.3f} s)", where=address)
     if (worst := max(map(abs, apart.values()))) <= CLOCK_S:
         yield Result(True, f"at most {worst:.3f} s apart")
 
@@ -142,11 +142,11 @@ def _probe_result(result: Mapping[str, Any]) -> Result:
 
 ALL_ROWS = (
     NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
-        "train --dry-run prints the ray commands", _node_count),
-    NodeCheck("clocks", "the node's clock against this node's, corrected by the way there and back",
+        "start the missing nodes: train --dry-run prints the commands", _node_count),
+    NodeCheck("clocks", "difference from this node's clock, corrected by the round-trip time",
         f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
-    NodeCheck("gloo, all nodes", "an all-reduce of one process a node", "the right sum",
+    NodeCheck("gloo, all nodes", "an all-reduce with one process per node", "the correct sum",
         "ping and nc between the nodes' addresses; open the firewall between them", _gloo),
-    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the right sum",
+    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the correct sum",
         "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

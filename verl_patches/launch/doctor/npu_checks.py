@@ -29,7 +29,7 @@ _BOARD_FIELDS = ("Compatibility", "Software Version", "Firmware Version")
 def require_npu(node: Node) -> None:
     """Raise NotRunError where the run is for another platform."""
     if not node.npu:
-        raise NotRunError(f"no NPU here: recipe.platform is {node.run.recipe.platform}")
+        raise NotRunError(f"only for NPUs: recipe.platform is {node.run.recipe.platform}")
 
 
 def read_npu_smi(node: Node) -> NpuSmi:
@@ -67,7 +67,7 @@ def _memory(node: Node) -> Iterator[Result]:
     expected = f"{need / 1e9:.1f} GB free (modelled peak)"
     for die in smi.dies:
         if die.total_mb is None or die.used_mb is None:
-            yield Result(False, "npu-smi prints no figures", name=_die_name(die))
+            yield Result(False, "npu-smi printed no memory figures", name=_die_name(die))
             continue
         free = (die.total_mb - die.used_mb) * MIB
         least = free if least is None else min(least, free)
@@ -107,7 +107,7 @@ def _links(node: Node) -> Iterator[Result]:
     if without:
         text = node.machine.output("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
         pod = field_value(text or "", "Super Pod ID")
-        found = f"{without} of {len(smi.dies)} dies have no address of their own: HCCS only, within SuperPoD {pod}"
+        found = f"{without} of {len(smi.dies)} dies have no RoCE address: they use HCCS only, within SuperPoD {pod}"
         yield Result(True, found, name="ports", state="note")
     if fine:
         yield Result(True, f"{fine} dies: HCCS {HEALTH_OK}, link UP, net health Success")
@@ -137,7 +137,7 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
 def _hccl(node: Node) -> Iterator[Result]:
     smi = read_npu_smi(node)
     if smi.processes:
-        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them (row npu memory)")
+        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them; the check npu memory lists them")
     name = node.interface[0] if node.interface else None
     measured = all_reduce_probe.measure_node("hccl", node.dies, name, node.machine.environ)
     yield Result(True, all_reduce_probe.speed_text(measured, f"{node.dies} dies, {all_reduce_probe.MIB} MiB"))
@@ -145,12 +145,12 @@ def _hccl(node: Node) -> Iterator[Result]:
 
 NPU_ROWS = (
     NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
-    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free for the run's modelled peak",
+    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free memory for the run's modelled peak",
         "npu-smi info names the processes; end them on the host", _memory),
     NodeCheck("npu firmware", "npu-smi info -t board -i CARD", "Compatibility OK",
         "install driver and firmware of one release, then reboot the host", _board),
     NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
         "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
-    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the right sum",
+    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the correct sum",
         "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

@@ -141,40 +141,40 @@ class Job(_Strict):
     @model_validator(mode="after")
     def _check_fields(self) -> Job:
         if self.provider == "ssh" and len(self.hosts) != self.nodes:
-            raise ValueError(f"hosts has {len(self.hosts)} addresses, expected one of each of the {self.nodes} nodes")
+            raise ValueError(f"hosts has {len(self.hosts)} addresses, expected {self.nodes}, one for each node")
         if len(set(self.hosts)) != len(self.hosts):
-            raise ValueError("hosts has an address twice")
+            raise ValueError("hosts has an address twice, expected another one for each node")
         if self.provider == "kubernetes" and not self.image:
-            raise ValueError("image is missing, which provider kubernetes needs")
+            raise ValueError("image is missing: provider kubernetes needs one")
         if self.provider == "kubernetes" and self.secrets and not self.kubernetes.secret:
-            raise ValueError("kubernetes.secret is missing: the name of the Secret that has the job's secrets as keys")
+            raise ValueError("kubernetes.secret is missing: it names the Secret whose keys are the job's secrets")
         if self.provider in ("kubernetes", "slurm") and not self.command:
-            raise ValueError(f"command is missing, which provider {self.provider} starts")
+            raise ValueError(f"command is missing: provider {self.provider} needs the command to run")
         if self.provider == "slurm" and self.env_file and self.secrets:
-            raise ValueError("secrets of env_file do not reach Slurm: export them where sbatch is called")
+            raise ValueError("env_file gives no secrets to Slurm: remove it, and export them where sbatch is called")
         if self.volumes and not self.image:
-            raise ValueError("volumes are folders of containers, but the job has no image")
+            raise ValueError("volumes are mounted into containers, but image is missing: give one, or remove volumes")
         if len(set(self.volumes.values())) != len(self.volumes):
-            raise ValueError("volumes has a folder of the container twice")
+            raise ValueError("volumes mounts two folders at the same folder of the container")
         if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
-            raise ValueError("uploads has a target twice")
+            raise ValueError("uploads has the same target (to) twice")
         spans = sorted((span, name) for name, span in self.port_plan.spans().items())
         for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
             if first <= last:
-                raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
+                raise ValueError(f"ports: {name} and {other} overlap at {first}; change gcs, first or workers")
         known = set(self.env) & set(self.secrets)
         shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
         if known or shown:
             names = ", ".join(sorted({*known, *shown}))
-            raise ValueError(f"env has the value of {names}: give secrets by name only, under secrets:")
+            raise ValueError(f"env has the value of {names}: remove it, and list secrets by name, under secrets")
         if self.uploads and not self.command:
-            raise ValueError("uploads are of the results of the job's command, which is missing")
+            raise ValueError("uploads copies the results of the job's command, but command is missing")
         if shown := [upload.to for upload in self.uploads if is_secret_value(upload.to)]:
-            raise ValueError(f"upload {len(shown)} has a password in its address: give it under secrets:")
+            raise ValueError(f"uploads: {len(shown)} addresses have a password: give it as a variable, under secrets")
         slurm = self.slurm.options, self.slurm.srun_options
         for words in (self.command, self.ssh.command, self.ssh.container_options, *slurm):
             if options := secret_options(words):
-                raise ValueError(f"a command or option has the value of {', '.join(options)}: give it under secrets:")
+                raise ValueError(f"a command or option has the value of {', '.join(options)}: list it under secrets")
         return self
 
     @property
@@ -235,7 +235,10 @@ def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str,
     def variable_value(name: str, where: str) -> str:
         value = environ.get(name, "")
         if name in secrets or is_secret_variable(name) or is_secret_value(value):
-            raise ConfigError(f"{source}: {where}: ${{{name}}} is a secret, whose value would be written into files")
+            raise ConfigError(
+                f"{source}: {where}: ${{{name}}} is a secret, and its value would be written to files: "
+                "list it under secrets"
+            )
         if not value:
             raise ConfigError(f"{source}: {where}: ${{{name}}} is unset; give it in env_file or export it")
         return value
@@ -292,7 +295,7 @@ def require_volumes(job: Job) -> None:
         place = str(PurePosixPath(job.checkout, folder))
         if not any(PurePosixPath(place).is_relative_to(volume) for volume in job.volumes.values()):
             raise ConfigError(
-                f"job {job.name}: volumes: expected a folder of the hosts at {place}, where {why}, found "
-                f"{', '.join(job.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
+                f"job {job.name}: volumes: expected a folder of the hosts mounted at {place}, where {why}, found "
+                f"{', '.join(job.volumes.values()) or 'none'}. The files would be deleted with the containers. Add "
                 f"/data/{job.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
             )

@@ -43,20 +43,23 @@ def node_addresses(
         address = _reachable_address(head, interface, "".join(hosts[1:2]), port) if nodes > 1 else _resolve_host(head)
         if not _is_own_address(address):
             raise ConfigError(
-                f"node 0 holds Ray's head, but its address {head} is none of this machine ({_own_addresses()}): start "
-                "it there, or correct MASTER_ADDR"
+                f"node 0 runs Ray's head, but its address {head} is not one of this machine ({_own_addresses()}): "
+                "start node 0 on that machine, or correct MASTER_ADDR"
             )
         return address, address
     found = _resolve_host(head)
     if found in LOOPBACK:
-        raise ConfigError(f"Ray's head is {head}, here the loopback, which is not node 0: give its IP address")
+        raise ConfigError(
+            f"Ray's head is {head}, which is the loopback on this machine, not node 0: give the IP address of node 0"
+        )
     if hosts:
         address = _reachable_address(hosts[rank], interface, found, port)
     else:
         address = _interface_address(interface) if interface else _route_address(found, port)
     if not _is_own_address(address):
         raise ConfigError(
-            f"{hosts[rank] if hosts else address} is none of this machine's addresses ({_own_addresses()})"
+            f"node {rank}: {hosts[rank] if hosts else address} is not an address of this machine ({_own_addresses()}): "
+            "start this node on the machine that has it, or correct hosts"
         )
     return address, found
 
@@ -70,7 +73,8 @@ def _reachable_address(name: str, interface: str, other: str, port: int) -> str:
         return _interface_address(interface)
     if not other:
         raise ConfigError(
-            f"{name} is here the loopback ({address}), which no other node reaches: give `interface`, or an IP address"
+            f"{name} is the loopback on this machine ({address}), which other nodes cannot reach: set interface, or "
+            "give an IP address"
         )
     return _route_address(_resolve_host(other), port)
 
@@ -144,11 +148,14 @@ def missing_nodes(
     missing = {}
     for rank in sorted(set(range(nodes)) - alive):
         if rank in dead:
-            missing[rank] = f"node {rank} ({dead[rank]['address']}) was in, then its raylet ended or lost the network"
+            address = dead[rank]["address"]
+            missing[rank] = f"node {rank} ({address}) had joined, then its raylet ended or lost the network"
         elif hosts:
             fault = _connection_fault(hosts[rank], port)
-            why = f"of its raylet: {fault}" if fault else "answers, but it is not in this Ray: has it another head?"
-            missing[rank] = f"node {rank} ({hosts[rank]}): port {port} {why}"
+            why = f"no raylet at port {port}: {fault}"
+            if not fault:
+                why = f"the raylet at port {port} belongs to another Ray cluster"
+            missing[rank] = f"node {rank} ({hosts[rank]}): {why}"
         else:
             missing[rank] = f"node {rank} never joined"
     return missing
@@ -179,7 +186,9 @@ def _answer_question(question: str, words: Sequence[str]) -> str:
         known = ask_nodes(request, float(limit_s) + CALL_S)["nodes"]
         if missing := missing_nodes(job, int(nodes), int(port), hosts, known):
             said = "; ".join(missing.values())
-            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} are not in Ray after {limit_s} s: {said}")
+            raise RecipeError(
+                f"{len(missing)} of {nodes} nodes of job {job} have not joined Ray after {limit_s} s: {said}"
+            )
     return ""
 
 

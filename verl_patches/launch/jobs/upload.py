@@ -70,7 +70,7 @@ def send_files(source: Path, to: str) -> bool:
         for size in _send_missing_files(source, to):
             sizes.append(size)
     except Exception as error:  # a store may raise anything: no credentials, no network, no bucket
-        fault = f"; NOT ALL: {_redacted_text(error)}"
+        fault = f"; some were not sent: {_redacted_text(error)}"
     log.info("%s to %s: %d files sent (%s)%s", source, to, len(sizes), size_text(sum(sizes)), fault)
     return not fault
 
@@ -78,7 +78,7 @@ def send_files(source: Path, to: str) -> bool:
 def _send_missing_files(source: Path, to: str) -> Iterator[int]:
     """Send the files that `to` lacks and yield the size of each in bytes; raises errors of fsspec, and ConfigError."""
     if not source.exists():
-        raise ConfigError(f"{source}: expected a file or a folder, found none")
+        raise ConfigError(f"{source}: expected a file or a folder to upload, found none")
     store, root = url_to_fs(to, **({"auto_mkdir": True} if to.startswith(("file:", "local:")) else {}))
     there = {name: found for name, found in store.find(root, detail=True).items() if not name.endswith(PARTIAL)}
     mark, own = f"{root}/{MARK_FILE}", str(source.resolve())
@@ -133,7 +133,7 @@ def main(words: Sequence[str]) -> int:
     sent = [send_files(Path(source), to) for to, source in uploads.items()]
     if not all(sent):
         again = shlex.join([sys.executable, "-m", "verl_patches.launch.jobs.upload", *pairs])
-        log.error("uploads: not all was sent; the command ended with %d. To send the rest: %s", code, again)
+        log.error("uploads: some files were not sent; the command ended with %d. To send them: %s", code, again)
         code = code or 1
     return code
 

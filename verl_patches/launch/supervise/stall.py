@@ -164,7 +164,8 @@ def unstarted_ranks_text(processes: Sequence[SeenProcess], world: int) -> str:
     texts = []
     if missing := _missing_ranks(ranks, world):
         names = f"rank{'s' if len(missing) > 1 else ''} {ranks_text(missing)}"
-        texts.append(f"{names} of {world} ha{'ve' if len(missing) > 1 else 's'} no heartbeat: not placed, or importing")
+        verb = "have" if len(missing) > 1 else "has"
+        texts.append(f"{names} of {world} {verb} no heartbeat: not placed by Ray, or still importing")
     if inside:
         texts.append(f"{_rank_names(inside)} {_verb(inside)} in the worker's constructor")
     return "; ".join(texts)

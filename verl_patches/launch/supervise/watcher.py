@@ -113,11 +113,11 @@ class Watcher:
         processes = self.processes()
         starting = any(seen.beat.call == START for seen in processes)
         if starting and (late := unstarted_ranks_text(processes, self._world)):
-            log.warning("watch: when the start failed: %s", late)
+            log.warning("watch: at the failed start: %s", late)
         if gone := [seen for seen in processes if seen.state == "gone"]:
             self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
         elif (kind := fault_kind(str(error))) and (raised := self._raising_rank(str(error))):
-            self._record([raised], f"{raised.where} raised an error of its {kind}", [], kind)
+            self._record([raised], f"{raised.where} raised a {kind} error", [], kind)
 
     def close(self, failed: bool) -> None:
         """Remove the heartbeats on every node; of a run that failed, first kill its remaining processes."""
@@ -278,7 +278,7 @@ class _RemoteNode:
 
 
 def _collect_answers(calls: Sequence[Any]) -> list[Any]:
-    """Return the result of each call, None for a call that has not ended within ASK_S."""
+    """Return the result of each call, None for a call that failed or has not ended within ASK_S."""
     answers = call_results(calls, ASK_S)
     for error in answers:
         if isinstance(error, Exception):
