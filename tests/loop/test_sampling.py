@@ -26,9 +26,7 @@ def test_every_kept_group_has_rewards_that_differ(smoke, tmp_path):
         assert len(groups) == 4 and all(len(scores) == 2 and scores[0] != scores[1] for scores in groups)
         assert kept["prompts"] == 4 * kept["drawn_batches"] and 4 <= kept["differ"]
         assert not step["memory"]["violations"]["count"]
-        line = (
-            f"{kept['differ']} of {kept['prompts']} prompts in {kept['drawn_batches']} batches have rewards that differ"
-        )
-        assert f"step {step['step']}: {line}" in run.progress
+        line = f"step {step['step']}: {kept['differ']} of {kept['prompts']} prompts in {kept['drawn_batches']} batches"
+        assert f"{line} have responses with different rewards" in run.progress
     assert sum(step["keep_groups"]["drawn_batches"] for step in run.steps) > 2
     assert all(step["keep_groups"]["kept_share"] < 1 for step in run.steps)  # control: others were drawn too

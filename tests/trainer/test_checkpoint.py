@@ -136,7 +136,7 @@ OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
 
 
 @pytest.mark.parametrize(("model", "total", "file", "words"), [
-    (OTHER_MODEL, 99, "trainer.json", r"another model: n_routed_experts 8 \(expected 4\)"),
+    (OTHER_MODEL, 99, "trainer.json", r"its model differs from this run's: n_routed_experts 8 \(expected 4\)"),
     (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # which follows from the data
     (TINY, 3, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),
     (TINY, 99, "trainer.pt", "it has no trainer.json"),  # a pickle, which is not read
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
         saves(**path_of(2, tmp_path)).load()
     other = json.loads((folder / "critic" / "manifest.json").read_text()) | {"identity": "another"}
     (folder / "critic" / "manifest.json").write_text(json.dumps({**other, "digest": content_digest(other)}))
-    with pytest.raises(ConfigError, match="of another checkpoint"):
+    with pytest.raises(ConfigError, match="belongs to another checkpoint"):
         with_critic(saves(**path_of(2, tmp_path))).load()
     shutil.rmtree(folder / "critic")
     for load in (with_critic(saves(**path_of(2, tmp_path))).load, saves().chain.newest):
@@ -233,7 +233,9 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
     monkeypatch.setattr(checkpoint, "size_bytes", written)
     run.abort_save(wait)
     assert (run.chain.newest() == folder) is whole
-    said = [text for (text,) in run.said if "is waited for" in text]  # each look is output, as recipe.timeouts expects
+    said = [
+        text for (text,) in run.said if "waiting for its checkpoint" in text
+    ]  # each look is output, as recipe.timeouts expects
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
 
 
@@ -472,7 +474,7 @@ class Sampler(SequentialSampler):
 def test_a_state_that_is_neither_json_nor_tensors_is_refused_before_the_first_step_by_its_key(saves, tmp_path, value):
     run = saves()
     run.trainer.train_dataloader = loader(sampler=Sampler(value))
-    with pytest.raises(ConfigError, match=r"mine\.seen\.1: is of type") as caught:
+    with pytest.raises(ConfigError, match=r"mine\.seen\.1: found a value of type") as caught:
         run.load()
     assert type(value).__name__ in str(caught.value) and names(tmp_path) == []
     saves(save_freq=-1).load()  # control: it would never be saved

@@ -163,6 +163,6 @@ def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
     place = {"rank": 1, "stage": 1, "parameter": "decoder.layers.3.w", "parameters": 4}
     assert found == {"steps": 1, "in_a_row": 1, "ranks": [0, 1], "nearest": place}
     assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in step_record.skipped_text(found)
-    assert "no rank's own gradient" in step_record.skipped_text(step_record.skipped_totals([report(0)]))
+    assert "each rank's own gradients are finite" in step_record.skipped_text(step_record.skipped_totals([report(0)]))
     assert step_record.skipped_text(step_record.skipped_totals([report(0, skipped=0, in_a_row=0)])) == ""
     assert step_record.skipped_totals([None, None]) is None

@@ -2,7 +2,7 @@
 
     alarm            what is compared                                               bound (recipe.alarms)
     nan              one of FINITE_METRICS is NaN or infinite                       none: always
-    skipped_steps    optimizer steps left out for NaN or infinite gradients         none: always
+    skipped_steps    optimizer steps skipped for NaN or infinite gradients          none: always
     expert_collapse  tokens of the busiest expert / mean, training and rollout      expert_load
     length_collapse  mean response length / median of the first steps               length_share
     length_limit     share of the responses that end at the length limit            at_limit
@@ -82,7 +82,7 @@ def _non_finite_alarms(metrics: Mapping[str, Any]) -> Iterator[Alarm]:
 def _skipped_step_alarms(step: Mapping[str, Any]) -> Iterator[Alarm]:
     count = (step["skipped"] or {}).get("steps")
     if count:
-        yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) were left out: NaN or infinite gradients")
+        yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) skipped for NaN or infinite gradients")
 
 
 def _expert_alarms(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
@@ -128,7 +128,7 @@ def check_alarms(record: Mapping[str, Any], action: str) -> None:
         first = record["alarms"][0]
         raise AlarmError(
             f"step {record['step']}: alarm {first['name']}: {first['text']}. "
-            "recipe.alarms.action=warn goes on in spite of it"
+            "Set recipe.alarms.action=warn to continue with a warning"
         )
 
 
@@ -138,6 +138,6 @@ def check_skipped_steps(record: Mapping[str, Any], limit: int) -> None:
     if skipped and skipped["in_a_row"] >= limit:
         raise SkippedStepsError(
             f"step {record['step']}: {skipped_text(skipped)}; expected fewer than {limit} in a row "
-            "(recipe.train.max_skipped_steps). The weights are those of the last step that was done. Look at that "
+            "(recipe.train.max_skipped_steps). The weights are those of the last step that was not skipped. Check that "
             "rank's inputs and kernels first; a lower learning rate helps only if grad_norm grew before"
         )

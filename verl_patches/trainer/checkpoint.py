@@ -166,7 +166,9 @@ class Checkpoints:
         With the launcher trainer/checks.py refuses it before the start.
         """
         if self.config.trainer.get("default_hdfs_dir"):
-            raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
+            raise ConfigError(
+                "trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only"
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; raise the error of a worker or of the completing thread."""
@@ -205,7 +207,7 @@ class Checkpoints:
         ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
             with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
-                self._say(f"the run has failed; its checkpoint in progress is waited for, {size_text(written)} written")
+                self._say(f"the run has failed; waiting for its checkpoint in progress, {size_text(written)} written")
             self._thread.join(min(_GRACE_S, ends - time.monotonic()))
             before, written = written, size_bytes(self._folder_in_writing)
         self._aborted.set()
@@ -237,7 +239,7 @@ class Checkpoints:
         try:
             self.chain.remove_oldest(self.max_to_keep, writing)
         except OSError as error:  # the new checkpoint is complete, so this is no error of the run
-            self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
+            self._not_removed.append(f"an old checkpoint of {self.folder} cannot be removed and stays there: {error}")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
         layout, dtype = str(self.run.train), self.run.recipe.dtype
@@ -304,7 +306,7 @@ class Checkpoints:
             raise ConfigError(
                 f"trainer.default_local_dir is {self.folder}, which holds global_step_{later[0]} of another run; "
                 f"expected none after step {begun}, as this run would save over it: give another folder, move it away, "
-                "or go on from the newest with trainer.resume_mode=auto"
+                "or continue from the newest with trainer.resume_mode=auto"
             )
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
@@ -335,24 +337,24 @@ class Checkpoints:
         """Raise ConfigError if the checkpoint is of another model, line or data, or if no step is left to run."""
         recipe, faults = self.config.recipe, []
         if unlike := size_differences(manifest.model, self._model()):
-            faults.append(f"it is of another model: {unlike}")
+            faults.append(f"its model differs from this run's: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
-            faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
+            faults.append(f"it was saved by a run of recipe.line={manifest.facts['line']}, expected {recipe.line}")
         if not (folder / STATE_FILE).is_file():
             faults.append(f"it has no {STATE_FILE}")
         if (critic := manifest.facts.get(CRITIC)) is not None and read_manifest(folder / CRITIC).identity != critic:
-            faults.append(f"{CRITIC}/{MANIFEST} is of another checkpoint")
+            faults.append(f"{CRITIC}/{MANIFEST} belongs to another checkpoint")
         if (critic is not None) != (self.critic is not None):
-            faults.append("it has no critic" if critic is None else "it has a critic, this run has none")
+            faults.append("it has no critic, expected one" if critic is None else "it has a critic, this run has none")
         if faults:
-            raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
+            raise ConfigError(f"cannot resume from {folder}: {'; '.join(faults)}")
         step, total = manifest.facts["step"], self.trainer.total_training_steps
         require_steps_left(folder, step, total, "trainer.total_training_steps")
         require_same_data(folder, manifest, self.data, recipe.resume_other_data)
         now = comparable_settings(self.config)
         if manifest.facts["digest"] != now["digest"]:
             changed = setting_changes(manifest.facts["settings"], now["settings"])
-            log.warning("the recipe is not that of %s: %s", folder, "; ".join(changed) or "other patches")
+            log.warning("the configuration differs from that of %s: %s", folder, "; ".join(changed) or "other patches")
 
 
 def checkpoint_chain(run: RunSpec) -> Chain:
@@ -451,9 +453,9 @@ def loader_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise ConfigError(
-            f"checkpoint: state_dict() of the data loader, key {'.'.join(map(str, path)) or '(all)'}: is of type "
-            f"{type(value).__name__}; expected tensors or what JSON has (dict with text as keys, list, text, number, "
-            "bool, None), also of the sampler and the data set; or set trainer.save_freq=-1"
+            f"checkpoint: state_dict() of the data loader, key {'.'.join(map(str, path)) or '(all)'}: found a value of "
+            f"type {type(value).__name__}; expected tensors or JSON values (dict with text keys, list, text, number, "
+            "bool, None). Change the sampler or data set that returns it, or set trainer.save_freq=-1"
         )
 
     return stored(loader.state_dict(), []), tensors

