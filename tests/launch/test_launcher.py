@@ -24,7 +24,7 @@ from verl_patches.run.environment import REPOSITORY
 pytestmark = pytest.mark.slow  # each starts processes
 
 # the watch's error, which the driver raises after the controller has written why it ended itself
-LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
+RAISE_LOST_NODE = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
 
 
 def is_running(folder, name="child.pid"):
@@ -62,7 +62,7 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
     ("code", "exit_code", "reason"),
     [
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
-        (SUMMARY.replace('"ok"', '"2 workers died"') + LOST, 1, "LostNodeError: node a is lost"),
+        (SUMMARY.replace('"ok"', '"2 workers died"') + RAISE_LOST_NODE, 1, "LostNodeError: node a is lost"),
         ("pass", 1, "without finishing"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],

@@ -13,14 +13,14 @@ from verl_patches.launch.supervise.watcher import fault_kind
 from verl_patches.run.record.record import read_summary
 from verl_patches.weights.run_folders import starts_in
 
-WORTH = [
+RETRYABLE_REASONS = [
     "verl_patches.launch.supervise.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
     "a worker process died in step 3, by a signal or out of memory: rank 1 (pid 5 on h); look at dmesg there",
     "driver ended by SIGKILL",
     "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "rank 0 (pid 1 on h) in step 1: RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer",
 ]
-NOT_WORTH = [
+FINAL_REASONS = [
     "verl_patches.errors.ConfigError: a worker process died of it",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
     "verl_patches.step.log_probs.logprob_check.WeightSyncError: step 3: differ",
@@ -28,9 +28,9 @@ NOT_WORTH = [
 ]
 
 
-@pytest.mark.parametrize("reason", WORTH + NOT_WORTH)
+@pytest.mark.parametrize("reason", RETRYABLE_REASONS + FINAL_REASONS)
 def test_only_failures_by_chance_are_tried_again(reason):
-    assert is_retryable(reason) is (reason in WORTH)
+    assert is_retryable(reason) is (reason in RETRYABLE_REASONS)
 
 
 def steps(numbers):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from loop_runs import ROOT, STREAMS, Finished, look, smoke_command
+from loop_runs import ROOT, STREAMS, Finished, add_listeners, smoke_command
 
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import trees_of
@@ -57,7 +57,7 @@ def _run(arguments: tuple[str, ...], folder: Path, environment) -> None:
         def watch():
             while not ended.wait(1):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    look(psutil.Process(launcher.pid), listeners, folders)
+                    add_listeners(psutil.Process(launcher.pid), listeners, folders)
 
         if environment is dict:  # warm workers are not children of the run
             threading.Thread(target=watch).start()

@@ -124,7 +124,7 @@ def resumed(run):
     return run
 
 
-def path_of(step, folder):
+def checkpoint_path(step, folder):
     return {"resume_mode": "resume_path", "resume_from_path": str(folder / f"global_step_{step}")}
 
 
@@ -144,7 +144,7 @@ OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
 def test_what_cannot_be_gone_on_with_is_refused_before_workers_read_it(saves, tmp_path, model, total, file, words):
     save(saves(), 3)
     (tmp_path / "global_step_3/trainer.json").rename(tmp_path / "global_step_3" / file)
-    run = saves(**path_of(3, tmp_path))
+    run = saves(**checkpoint_path(3, tmp_path))
     run.model, run.trainer.total_training_steps = model, total
     with pytest.raises(ConfigError, match=words):
         run.load()
@@ -168,29 +168,29 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
     assert run.chain.checkpoints() == {}
     save(with_critic(saves()), 2)
     folder = tmp_path / "global_step_2"
-    resumed(again := with_critic(saves(**path_of(2, tmp_path))))
+    resumed(again := with_critic(saves(**checkpoint_path(2, tmp_path))))
     assert again.trainer.critic_wg.loaded == again.trainer.actor_rollout_wg.loaded == [2, 2]
     assert folder_problems(folder / "critic", read_manifest(folder / "critic")) == []
     with pytest.raises(ConfigError, match="it has a critic"):
-        saves(**path_of(2, tmp_path)).load()
+        saves(**checkpoint_path(2, tmp_path)).load()
     other = json.loads((folder / "critic" / "manifest.json").read_text()) | {"identity": "another"}
     (folder / "critic" / "manifest.json").write_text(json.dumps({**other, "digest": content_digest(other)}))
     with pytest.raises(ConfigError, match="belongs to another checkpoint"):
-        with_critic(saves(**path_of(2, tmp_path))).load()
+        with_critic(saves(**checkpoint_path(2, tmp_path))).load()
     shutil.rmtree(folder / "critic")
-    for load in (with_critic(saves(**path_of(2, tmp_path))).load, saves().chain.newest):
+    for load in (with_critic(saves(**checkpoint_path(2, tmp_path))).load, saves().chain.newest):
         with pytest.raises(ConfigError, match="critic"):
             load()
     save(saves(), 3)
     with pytest.raises(ConfigError, match="it has no critic"):
-        with_critic(saves(**path_of(3, tmp_path))).load()
+        with_critic(saves(**checkpoint_path(3, tmp_path))).load()
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(saves, tmp_path):
     save(saves(), 3)
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
     with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
-        saves(**path_of(7, tmp_path)).load()
+        saves(**checkpoint_path(7, tmp_path)).load()
 
 
 def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(saves, tmp_path, monkeypatch):
@@ -345,7 +345,7 @@ def test_a_step_whose_save_was_killed_is_saved_again(saves, tmp_path):
 
 def test_a_folder_that_another_run_saved_to_is_not_mixed_with_this_one(saves, tmp_path):
     save(saves(), 2, 4)
-    for given, step in (({"resume_mode": "disable"}, 2), (path_of(2, tmp_path), 4)):
+    for given, step in (({"resume_mode": "disable"}, 2), (checkpoint_path(2, tmp_path), 4)):
         with pytest.raises(ConfigError, match=f"holds global_step_{step} of another run.*resume_mode=auto"):
             saves(**given).load()
         saves(**given, save_freq=-1).load()  # it writes nothing there

@@ -40,7 +40,7 @@ def production():
     return Node(composed("deepseekv3_256die_true_weight").with_verl({"trainer.nnodes": 3}))
 
 
-def answer_of(probes=PROBED, found="fine there", **changes):
+def make_answer(probes=PROBED, found="fine there", **changes):
     """Return ray_nodes.py's answer of three nodes; `changes` are the second one's, `found` is its disk finding."""
     nodes = []
     for number in range(3):
@@ -75,10 +75,10 @@ def test_this_machine_is_fine_and_says_what_it_cannot_check():
 
 
 def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, production):
-    across, own = compared(production, answer_of(clock={"ahead_s": 0.9, "within_s": 0.002}))
+    across, own = compared(production, make_answer(clock={"ahead_s": 0.9, "within_s": 0.002}))
     assert {one.state for one in across.values()} == {"fine"}
     assert [(one.name, one.where) for one in own] == [("disk", "all 3 nodes"), ("gloo", "all 3 nodes")]
-    across, own = compared(smoke, answer_of(found="full"))
+    across, own = compared(smoke, make_answer(found="full"))
     assert [name for name, one in across.items() if one.state == "not run"] == ["hccl, all nodes"]
     assert [one.where for one in own if one.name == "disk"] == ["10.0.0.0, 10.0.0.2", "10.0.0.1"]
 
@@ -97,20 +97,20 @@ def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, producti
     ],
 )
 def test_one_node_that_differs_is_named(production, changes, name, text):
-    across, _ = compared(production, answer_of(**changes))
+    across, _ = compared(production, make_answer(**changes))
     wrong = {key: one for key, one in across.items() if one.state == "problem"}
     assert list(wrong) == [name] and text in wrong[name].found and wrong[name].todo
 
 
 def test_output_that_is_no_report_of_this_checkout_is_a_problem_of_its_node(production):
     output = '{"rows": [{"name": "disk"}], "nodes": [{}]}'
-    across, own = compared(production, answer_of(answer={"code": 0, "output": output, "error": ""}))
+    across, own = compared(production, make_answer(answer={"code": 0, "output": output, "error": ""}))
     assert across["nodes: report"].where == "10.0.0.1" and "not a report" in across["nodes: report"].found
     assert {one.where for one in own} == {"all 2 nodes"}
 
 
 def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(production):
-    answer = answer_of(found="full", address="10.0.0.0")
+    answer = make_answer(found="full", address="10.0.0.0")
     answer["nodes"][1]["answer"]["output"] = "a warning\n" + answer["nodes"][1]["answer"]["output"]
     across, own = compared(production, answer)
     assert "nodes: report" not in across and ray_nodes._interface(answer["nodes"][1]["answer"]["output"]) == "eth0"

@@ -24,7 +24,7 @@ from verl_patches.upstream.versions import installed_line
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
-OF_A3 = {name: version.replace("*", "9") for name, version in load_pins().line("a3").packages.items()}.get
+A3_VERSIONS = {name: version.replace("*", "9") for name, version in load_pins().line("a3").packages.items()}
 
 
 def tool(changes=()):
@@ -156,11 +156,11 @@ def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(
     (found,) = findings(make_node(), "versions").values()
     assert (found.state, found.expected) == ("problem", "the packages of line a3")
     assert found.found == "the packages of line pypi" and found.todo.startswith("keep them")
-    mixed = {name: OF_A3(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
+    mixed = {name: A3_VERSIONS.get(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
     found = findings(make_node(distribution=mixed.get, ascend=tmp_path), "versions")
     assert found["versions: torch"].todo.startswith("install torch 2.5.1")
     assert (found["versions: driver"].found, found["versions: driver"].todo) == ("24.1.rc3", "install driver 25.2.0")
-    assert (installed_line(), installed_line(Machine(distribution=OF_A3))) == ("pypi", "a3")
+    assert (installed_line(), installed_line(Machine(distribution=A3_VERSIONS.get))) == ("pypi", "a3")
 
 
 def test_limits_and_memory(make_node, tmp_path, monkeypatch):

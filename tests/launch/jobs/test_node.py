@@ -27,7 +27,7 @@ from verl_patches.launch.jobs.node import missing_nodes, node_addresses
 ROOT = Path(__file__).resolve().parents[3]
 CLONE_NEWNET = 0x40000000  # sched.h
 HOST = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address
-ON = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
+GATED_COMMAND = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +51,7 @@ def job():
         named = {"folder": f"{made}/f", "logs": f"{made}/logs", "python": sys.executable, "checkout": str(ROOT)}
         env = {"GATE": f"{made}/gate", "ASCEND_PROCESS_LOG_PATH": f"{made}/plog"}
         sizes = {"nodes": 1, "dies": 1, "device": "GPU", "hosts": [HOST], "wait_s": 300}
-        of_job = {"name": "drill", **sizes, "env": env, "command": ["bash", "-c", ON], **named}
+        of_job = {"name": "drill", **sizes, "env": env, "command": ["bash", "-c", GATED_COMMAND], **named}
         yield of_job
         for process in marked(of_job):  # of a test that failed
             with suppress(psutil.NoSuchProcess):

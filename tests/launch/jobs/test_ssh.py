@@ -48,7 +48,7 @@ def gate(job, number):
 
 
 @pytest.fixture
-def lines_of_processes():
+def process_lines():
     """Collect the command lines of all processes while the test runs."""
     seen, end = set(), threading.Event()
 
@@ -68,7 +68,7 @@ def lines_of_processes():
 
 
 def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_true(
-    nodes, job, scripts, call, tmp_path, lines_of_processes
+    nodes, job, scripts, call, tmp_path, process_lines
 ):
     made = scripts(job)
     try:
@@ -110,7 +110,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
     assert {path.name for path in (nodes.folder / "0").iterdir()} == {".lock"}
     # the secret, which the command had (its exit code), is in no file and on no command line; the controls are
     assert written == files_with(SECRET.encode(), logs) == [] and files_with(b"line 1 of", logs) != []
-    lines = "\n".join(lines_of_processes)
+    lines = "\n".join(process_lines)
     assert SECRET not in lines and "s3cret" not in lines and "bash -s -- up 1" in lines
     code, _, err = ended(call(made / "follow.sh"))
     assert code == 1 and "no command of job over-ssh was started" in err

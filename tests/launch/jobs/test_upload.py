@@ -144,7 +144,7 @@ def test_a_store_without_its_package_is_refused_in_one_sentence_before_the_comma
     assert f"this machine can write, found {to}" in logged.text and logged.text.count("\n") == 1
 
 
-def job_of(tmp_path, line, to, **more):
+def make_job(tmp_path, line, to, **more):
     given = {"checkout": str(tmp_path), "command": ["bash", "-c", line], **more}
     return Job(**JOB, **given, python=sys.executable, uploads=[{"from": "outputs", "to": to}])
 
@@ -161,7 +161,7 @@ WORK = "mkdir -p outputs/saved; echo w > outputs/saved/w; echo l > outputs/log; 
 
 def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path):
     (tmp_path / "to").write_text("no folder")
-    code, out = run(job_of(tmp_path, WORK.format(0), f"file://{tmp_path}/to"))
+    code, out = run(make_job(tmp_path, WORK.format(0), f"file://{tmp_path}/to"))
     assert code == 1 and out.index("ended") < out.index("some were not sent") and "the command ended with 0" in out
     (tmp_path / "to").unlink()
     again = shlex.split(out.partition("To send them: ")[2].splitlines()[0])
@@ -169,11 +169,11 @@ def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path)
     done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, env=env, check=True)
     assert "2 files sent" in done.stdout
     assert (tmp_path / "to/j/saved/w").exists()
-    assert run(job_of(tmp_path, WORK.format(3), f"file://{tmp_path}/to"))[0] == 3
+    assert run(make_job(tmp_path, WORK.format(3), f"file://{tmp_path}/to"))[0] == 3
 
 
 def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_path):
-    words = upload.command_words(job_of(tmp_path, "echo $$ > pid; sleep 600 & wait", f"file://{tmp_path}/to"))
+    words = upload.command_words(make_job(tmp_path, "echo $$ > pid; sleep 600 & wait", f"file://{tmp_path}/to"))
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         (tmp_path / "pid").unlink(missing_ok=True)
         process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
