@@ -114,10 +114,10 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < run.verl.trainer.nnodes:
         found = ", ".join(f"{address}: {count}" for address, count in held[:20]) or "no node"
+        found += f", without {', '.join(left_out)}" if left_out else ""
         raise ConfigError(
             f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} each "
-            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}"
-            f"{', without ' + ', '.join(left_out) if left_out else ''}). "
+            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}). "
             "Start the missing ones (--dry-run prints the ray commands) or correct the config"
         )
 

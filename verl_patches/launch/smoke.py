@@ -171,9 +171,10 @@ def smoke_inputs(options: SmokeOptions, cache: Path) -> Inputs:
     algorithm = options.chosen_name("algo")
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
-    given = {"input": SAMPLE, "tokenizer_name_or_path": model, "seq_length": PROMPT_TOKENS}
+    paths = {"input": SAMPLE, "tokenizer_name_or_path": model}
     maths = ["-m", "verl_patches", "data", "build", str(SAMPLE.with_name("sample.yaml"))]
-    maths += [f"{key}={json.dumps(str(value)) if isinstance(value, Path) else value}" for key, value in given.items()]
+    maths += [f"{key}={json.dumps(str(path))}" for key, path in paths.items()]
+    maths.append(f"seq_length={PROMPT_TOKENS}")
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}

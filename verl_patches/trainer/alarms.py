@@ -87,7 +87,10 @@ def _skipped_step_alarms(step: Mapping[str, Any]) -> Iterator[Alarm]:
 
 def _expert_alarms(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
     for side, load in (step["expert_load"] or {}).items():
-        if load and limit is not None and (share := load["max_over_mean"]) > limit:
+        if not load or limit is None:
+            continue
+        share = load["max_over_mean"]
+        if share > limit:
             text = f"{side}: the busiest expert gets {share:.1f} times the mean number of tokens; expected at most"
             yield Alarm("expert_collapse", share, limit, f"{text} {limit:g}")
 

@@ -342,7 +342,8 @@ class Checkpoints:
             faults.append(f"it was saved by a run of recipe.line={manifest.facts['line']}, expected {recipe.line}")
         if not (folder / STATE_FILE).is_file():
             faults.append(f"it has no {STATE_FILE}")
-        if (critic := manifest.facts.get(CRITIC)) is not None and read_manifest(folder / CRITIC).identity != critic:
+        critic = manifest.facts.get(CRITIC)
+        if critic is not None and read_manifest(folder / CRITIC).identity != critic:
             faults.append(f"{CRITIC}/{MANIFEST} belongs to another checkpoint")
         if (critic is not None) != (self.critic is not None):
             faults.append("it has no critic, expected one" if critic is None else "it has a critic, this run has none")

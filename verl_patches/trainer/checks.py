@@ -34,10 +34,12 @@ def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
         )
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
-    held = f"in {trainer.default_local_dir}, which all nodes must share"
-    held += f"; continues from {run.start.resumed}" if run.start.resumed else ""
-    faults += [run.no_start] if run.no_start else []
-    yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
+    detail = f"in {trainer.default_local_dir}, which all nodes must share"
+    if run.start.resumed:
+        detail += f"; continues from {run.start.resumed}"
+    if run.no_start:
+        faults.append(run.no_start)
+    yield Check("checkpoints", not faults, "; ".join(faults) or detail, note=not faults)
 
 
 def restart_checks(run: RunSpec) -> Iterator[Check]:
@@ -53,8 +55,8 @@ def restart_checks(run: RunSpec) -> Iterator[Check]:
         faults.append(f"trainer.save_freq is {trainer.save_freq}, so there is no checkpoint; set it to 1 or more")
     if trainer.resume_mode != "auto":
         faults.append(f"trainer.resume_mode is {trainer.resume_mode}; expected auto, which takes the newest checkpoint")
-    held = f"at most {restart.times} times, from the newest checkpoint"
-    yield either("restart", not faults, held, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")
+    detail = f"at most {restart.times} times, from the newest checkpoint"
+    yield either("restart", not faults, detail, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")
 
 
 def profile_checks(run: RunSpec) -> Iterator[Check]:
@@ -72,8 +74,11 @@ def profile_checks(run: RunSpec) -> Iterator[Check]:
 def _absent_phases(run: RunSpec) -> set[str]:
     """Return the phases that the run does not have: of a critic, of reward models, of a rollout."""
     absent = {phase.schedule_name for phase in STEP_PHASES if phase.critic and not run.has_critic}
-    absent |= set() if run.reward_models else {"rm_scores"}
-    return absent if run.samples else {*absent, *ROLLOUT_PHASES}
+    if not run.reward_models:
+        absent.add("rm_scores")
+    if not run.samples:
+        absent.update(ROLLOUT_PHASES)
+    return absent
 
 
 def _profile_faults(run: RunSpec) -> Iterator[str]:

@@ -56,7 +56,8 @@ class TrainerRun:
 
     def __init__(self, trainer: Any):
         self.trainer, self.run = trainer, run_from_config(trainer.config)
-        self.recipe, self.folder = self.run.recipe, self.run.folder if self.run.start.name else None
+        self.recipe = self.run.recipe
+        self.folder = self.run.folder if self.run.start.name else None  # None without the launcher
         self.not_compared = logprob_check.unchecked_reason(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
@@ -144,9 +145,11 @@ class TrainerRun:
         from verl_patches.trainer.worker_group import RecipeWorkerGroup  # imports verl
 
         trainer = self.trainer
-        records = self.recipe.rollout.record and self.fixed_data is None
-        record_to = self.folder / ROLLOUTS if self.folder and records else None
-        profile_to = self.folder and (self.folder / "profile").absolute()
+        record_to = profile_to = None
+        if self.folder is not None:
+            profile_to = (self.folder / "profile").absolute()
+            if self.recipe.rollout.record and self.fixed_data is None:
+                record_to = self.folder / ROLLOUTS
         self.group = RecipeWorkerGroup(
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
         )
@@ -281,7 +284,7 @@ class TrainerRun:
         """Return the step's difference of vLLM's and Megatron's log-probs; None if they were not compared."""
         if self.group.sampled_check is not None:
             report = self.group.sampled_check.report
-            return report and report["delta"]
+            return None if report is None else report["delta"]
         return None if self.not_compared else logprob_check.logprob_delta(metrics)
 
     def _must_compare(self) -> bool:

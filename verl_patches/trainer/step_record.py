@@ -177,8 +177,10 @@ def sync_totals(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
 def rebalance_totals(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
     """Return requests, bytes moved between data-parallel rollout ranks, and slowest rank's seconds; None where off."""
     present = [each for each in counts if each is not None]
+    if not present:
+        return None
     sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
-    return {**sums, "seconds": max(each["seconds"] for each in present)} if present else None
+    return {**sums, "seconds": max(each["seconds"] for each in present)}
 
 
 def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -349,17 +351,18 @@ def table_columns(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def table_header(columns: Sequence[str], fixed_data: bool = False) -> str:
-    """Return the column names of the step table; `columns` comes from `tables`."""
+    """Return the column names of the step table; `columns` comes from `table_columns`."""
     first, last = ("loss", "margin") if fixed_data else ("reward", "|dlogp|")
     return f"{'step':>4} {first:>8} {'grad_norm':>10} {last:>9} " + " ".join(f"{c:>10}" for c in columns)
 
 
 def table_row(step: dict[str, Any], columns: Sequence[str]) -> str:
-    """Return one row of the step table, with the columns of `header`."""
+    """Return one row of the step table, with the columns of `table_header`."""
     first = "-" if step["reward"] is None else f"{step['reward']:.4f}"
     last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     if objective := step.get("objective"):
-        first, last = f"{objective['loss']:.6f}", f"{objective['margin']:.4f}" if "margin" in objective else "-"
+        first = f"{objective['loss']:.6f}"
+        last = f"{objective['margin']:.4f}" if "margin" in objective else "-"
     norm = "skipped" if (step["skipped"] or {}).get("steps") else "-"
     if step["grad_norm"] is not None:
         norm = f"{step['grad_norm']:.5f}"

@@ -153,7 +153,8 @@ class RecipeWorkerGroup:
         if recipe.keep_groups.metric is not None and actor is None:
             self.kept_groups = KeepGroupsLoader(trainer, self._generate, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
-        if (every := recipe.logprob_check.every) is not None and not unchecked_reason(run):
+        every = recipe.logprob_check.every
+        if every is not None and not unchecked_reason(run):
             self.sampled_check = SampledCheck(trainer, every)
 
     def __getattr__(self, name: str) -> Any:

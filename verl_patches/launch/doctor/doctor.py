@@ -36,7 +36,8 @@ Examination = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, i
 def check_this_node(node: Node) -> Examination:
     """Make the checks of this node alone."""
     findings = tuple(finding for row in NODE_ROWS for finding in row.findings(node, npu=node.npu))
-    interface = None if config_error_text(lambda: node.interface) or node.interface is None else node.interface[0]
+    fault = config_error_text(lambda: node.interface)  # the check of the interface reports it
+    interface = node.interface[0] if fault is None and node.interface else None
     known = {"address": socket.gethostname(), "interface": interface}
     return Report(COMMAND, node.run.line, findings), [known]
 

@@ -274,9 +274,14 @@ def _interface(node: Node) -> Iterator[Result]:
         yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
-    own = {part: of for of in INTERFACE_VARIABLES for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
-    faults = (config_error_text(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
-    fault = next(filter(None, faults), None) or config_error_text(require_interface, name, why)
+    sources: dict[str, str] = {}  # {interface: the variable or the reason that names it}
+    for variable in INTERFACE_VARIABLES:
+        names = node.machine.environ.get(variable, "").lstrip("=").split(",")
+        sources |= dict.fromkeys(names, variable)
+    sources[name], fault = why, None
+    for interface, source in sources.items():
+        fault = fault or config_error_text(refuse_loopback, node.nodes, interface, source)
+    fault = fault or config_error_text(require_interface, name, why)
     if fault:
         yield Result(False, fault)
         return

@@ -186,9 +186,7 @@ def _answer_question(question: str, words: Sequence[str]) -> str:
         known = ask_nodes(request, float(limit_s) + CALL_S)["nodes"]
         if missing := missing_nodes(job, int(nodes), int(port), hosts, known):
             said = "; ".join(missing.values())
-            raise RecipeError(
-                f"{len(missing)} of {nodes} nodes of job {job} have not joined Ray after {limit_s} s: {said}"
-            )
+            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} did not join Ray in {limit_s} s: {said}")
     return ""
 
 

@@ -60,7 +60,9 @@ def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
 def _upload_order(file: tuple[str, Path]) -> int:
     """Return a sort key that puts a checkpoint's manifest, which makes it a checkpoint, after all its other files."""
     path = file[1]
-    return 0 if path.name != MANIFEST else 1 if path.parent.name == CRITIC else 2
+    if path.name != MANIFEST:
+        return 0
+    return 1 if path.parent.name == CRITIC else 2
 
 
 def send_files(source: Path, to: str) -> bool:

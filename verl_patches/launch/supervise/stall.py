@@ -149,7 +149,9 @@ def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit_s: fl
     """Return the stall of `first`, overdue in the start, when no process group yet says who waits for whom."""
     text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
     late = unstarted_ranks_text(ranks, world)
-    culprits = () if _missing_ranks(ranks, world) else [seen for seen in ranks if seen.beat.call == START] or [first]
+    culprits = []  # a rank without a heartbeat has no process to name
+    if not _missing_ranks(ranks, world):
+        culprits = [seen for seen in ranks if seen.beat.call == START] or [first]
     return _make_stall(culprits, [first], f"{text}; {late}" if late else text)
 
 
