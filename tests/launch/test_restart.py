@@ -97,7 +97,7 @@ def test_a_run_that_is_started_again_is_one_record_of_folders_that_stay(run, tmp
         folder = tmp_path / "t" / name
         record = json.loads((folder / "summary.json").read_text())
         assert reason in record["exit"] and reason in (folder / "driver.log").read_text()
-        assert (folder / "training.png").is_file()  # of the second start that of the chain
+        assert (folder / "training.png").is_file()  # the second start's figure covers both starts
     assert "restarts" not in json.loads((tmp_path / "t/0001/summary.json").read_text())
     again, summary, _ = run(*tries, (steps([5]), [], None))  # a resume is a start as well
     assert again.folder.name == "0004" and [s["step"] for s in read_summary(again.folder)["steps"]] == [1, 2, 3, 4, 5]
@@ -149,7 +149,7 @@ def joined(tmp_path, monkeypatch):
     ("abc", {}, ["b"], ", without b: "),
     ("ab", {}, [], ", again on b, as Ray has no spare node: "),
     ("abc", {"left_out": ["c"]}, ["c"], "no spare node"),
-    ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # the record is of a stall that was survived
+    ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # a stall that the run survived
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
     restarts, folder = joined(*nodes, **options)

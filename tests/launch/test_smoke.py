@@ -146,7 +146,8 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     options = SmokeOptions(learn=learn)
     run = with_required_files(runs.composed(options.config_name, smoke_overrides(options, first.overrides)))
     assert (run.model_folder / "config.json").is_file() and faults(run) == []
-    other = changed_run(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
+    # another shape than that of the model that was made
+    other = changed_run(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})
     assert "expected the sizes of recipe.model_shape" in faults(other)[0]
     files = [*run.verl.data.train_files, *run.verl.data.val_files]
     assert len(files) == 2 * (len(said) - 1)

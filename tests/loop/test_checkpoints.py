@@ -95,7 +95,7 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
 
     last = runs[1]
     step, worst = load_file(last.folder / "rollouts" / "step_3.safetensors"), {}
-    for number, saved in ((2, saved_checkpoints(last)[2]), (3, last.folder.parent)):  # of a run the newest one
+    for number, saved in ((2, saved_checkpoints(last)[2]), (3, last.folder.parent)):  # the newest checkpoint of a run
         made = tmp_path / str(number)
         command = [sys.executable, "-m", "verl_patches", "weights", "export", str(saved), str(made)]
         subprocess.run(command, check=True)

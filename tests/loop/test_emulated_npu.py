@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 GRAPHS = ("graphs=true", "graph_batch_sizes=[8]", "chunked_prefill_for_mla=true")
 MULTISTREAM = (*GRAPHS, "multistream_mla=true", "multistream_moe=true", "view_optimize=false")
 VLLM_SLEEP = "vllm_sleep_mode=true"
-EVERYTHING = (  # but the swapped optimizer
+EVERYTHING = (  # all but the swapped optimizer
     *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
     "recipe.train.skip_old_log_prob=true",
     "recipe.train.alltoall_overlap=true",

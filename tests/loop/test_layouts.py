@@ -50,7 +50,7 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     options = VERIFY, "recipe.expert_load=true", "algo=pass_k", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
     run = smoke("--dtype", "bf16", "--steps", "2", *options)
     assert_weights_arrive(run, 0.05)
-    for load in (step["expert_load"] for step in run.steps):  # of Megatron's own router
+    for load in (step["expert_load"] for step in run.steps):  # loads of Megatron's own router
         assert load["train"]["max_over_mean"] > 1 and load["rollout"] is None
     (own,) = re.findall(r"all ranks have read \S+ in \S+ s, this one (\d+) bytes", run.log)  # one load, not one a model
     assert 0.4 * stored < int(own) < stored  # two ranks: the experts once, the rest on each
@@ -69,7 +69,7 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
     run, expected = smoke(*options), smoke(*options, f"actor_rollout_ref.model.path={short}")
     assert_weights_arrive(run, verified=True, syncs=2)
     assert read_metrics(run, "grad_norm", "reward") == read_metrics(expected, "grad_norm", "reward")
-    assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # of all 4
+    assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # with all 4 layers
 
 
 @pytest.mark.upstream

@@ -102,7 +102,7 @@ def dies():
     free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
     reports["not set"] = ray.get(free.report.remote())
     agent = ray.remote(num_cpus=0)(NodeAgent).remote()
-    ray.wait([agent.__ray_ready__.remote()])  # ready means failed here
+    ray.wait([agent.__ray_ready__.remote()])  # returns once the actor has failed
     ended = [way(wait.remote(3)) for way in (ray_start.wait_for_result, verls_wait)]
     ray.shutdown()
     return reports, ended

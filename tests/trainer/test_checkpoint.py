@@ -137,9 +137,9 @@ OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
 
 @pytest.mark.parametrize(("model", "total", "file", "words"), [
     (OTHER_MODEL, 99, "trainer.json", r"its model differs from this run's: n_routed_experts 8 \(expected 4\)"),
-    (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # which follows from the data
+    (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # total follows from the data
     (TINY, 3, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),
-    (TINY, 99, "trainer.pt", "it has no trainer.json"),  # a pickle, which is not read
+    (TINY, 99, "trainer.pt", "it has no trainer.json"),  # a pickle is not read
 ])  # fmt: skip
 def test_what_cannot_be_gone_on_with_is_refused_before_workers_read_it(saves, tmp_path, model, total, file, words):
     save(saves(), 3)
@@ -348,7 +348,7 @@ def test_a_folder_that_another_run_saved_to_is_not_mixed_with_this_one(saves, tm
     for given, step in (({"resume_mode": "disable"}, 2), (checkpoint_path(2, tmp_path), 4)):
         with pytest.raises(ConfigError, match=f"holds global_step_{step} of another run.*resume_mode=auto"):
             saves(**given).load()
-        saves(**given, save_freq=-1).load()  # it writes nothing there
+        saves(**given, save_freq=-1).load()  # a run that saves nothing is not refused
     assert names(tmp_path) == ["global_step_2", "global_step_4"]
     again = resumed(saves())
     assert (again.trainer.global_steps, again.trainer.train_dataloader.position) == (4, 4)
@@ -398,12 +398,12 @@ def draw():
     return [random.random(), np.random.rand(), torch.rand(()).item()]
 
 
-@pytest.mark.parametrize("kind", [RandomSampler, torch.utils.data.RandomSampler])  # with a state of its own; verl's
+@pytest.mark.parametrize("kind", [RandomSampler, torch.utils.data.RandomSampler])  # ours, which has a state; verl's
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_run_gets_the_batches_and_random_numbers_that_come_next(saves, tmp_path, workers, kind):
     run = saves()
     run.trainer.train_dataloader = loader(workers, kind=kind)
-    run.load()  # refuses what cannot be saved, which must not take a batch
+    run.load()  # checks that the state can be saved, without drawing a batch
     batches = iter(run.trainer.train_dataloader)
     first = [next(batches).tolist() for _ in range(2)]
     assert first == [batch.tolist() for batch, _ in zip(loader(workers, kind=kind), range(2), strict=False)]

@@ -190,7 +190,7 @@ def test_the_reason_is_recorded_before_a_checkpoint_is_waited_for(made, monkeypa
         made.fit_recorded(fit)
     ((wait, reason),) = seen[:1]
     monkeypatch.setattr(made, "record_outcome", lambda reason: made.summary.missing, raising=False)
-    with pytest.raises(AttributeError):  # as where its disk is full
+    with pytest.raises(AttributeError):  # as with a full disk, the outcome cannot be written
         made.fit_recorded(fit)
     assert len(seen) == 2
     assert wait is (not dead) and "AlarmError: step 7: expert_collapse" in reason and ("rank 3" in reason) is bool(dead)

@@ -233,11 +233,11 @@ def test_the_pass_for_old_log_probs_is_left_out():
     output = generate(group, prompts())
     assert "rollout_log_probs" not in output.batch.keys()
     found = group.compute_log_prob(output)
-    entropys = found.batch.pop("entropys")  # from here on as verl's fit()
+    entropys = found.batch.pop("entropys")  # as verl's fit() does from here on
     assert math.isnan(agg_loss(entropys, torch.ones(4, LENGTH), "token-mean"))
     batch = output.union(found)
     assert "old_log_probs" not in batch.batch.keys()
-    batch.reorder(torch.tensor([2, 0, 3, 1]))  # balanced
+    batch.reorder(torch.tensor([2, 0, 3, 1]))  # in the order of trainer.balance_batch
     group.update_actor(batch)
     (update,) = workers.updates
     assert update["rollout_log_probs"].tolist() == [[-2.0] * LENGTH, [0.0] * LENGTH, [-3.0] * LENGTH, [-1.0] * LENGTH]

@@ -119,7 +119,7 @@ def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(pro
 
 def test_a_ray_that_does_not_answer_is_a_problem_and_this_node_is_checked():
     with socket.socket() as refusing:
-        refusing.bind(("127.0.0.1", 0))  # held, and not listened on
+        refusing.bind(("127.0.0.1", 0))  # bound, but nothing listens
         address = f"127.0.0.1:{refusing.getsockname()[1]}"
         done = run(CONFIG_NAME, f"recipe.ray_address={address}", "--json")
     found = json.loads(done.stdout)
@@ -169,4 +169,4 @@ def test_two_nodes_of_a_real_ray_report_and_sum(smoke):
     across, _ = compared(smoke, answer)
     assert across["clocks"].state == across["gloo, all nodes"].state == "fine"
     assert "2 ranks" in across["gloo, all nodes"].found and "none" in answer["probes"]["broken"]["error"]
-    assert across["nodes"].state == "problem" and "nodes: report" not in across  # the config has three
+    assert across["nodes"].state == "problem" and "nodes: report" not in across  # the config asks for three nodes

@@ -53,7 +53,7 @@ def job():
         sizes = {"nodes": 1, "dies": 1, "device": "GPU", "hosts": [HOST], "wait_s": 300}
         of_job = {"name": "drill", **sizes, "env": env, "command": ["bash", "-c", GATED_COMMAND], **named}
         yield of_job
-        for process in marked(of_job):  # of a test that failed
+        for process in marked(of_job):  # left by a test that failed
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -126,7 +126,7 @@ def test_missing_nodes_are_named_each_with_the_reason():
         found = missing_nodes("drill", 5, 6380, hosts, nodes)
     assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another Ray cluster" in found[3]
     assert found[2] == "node 2 (127.0.0.4): no raylet at port 6380: Connection refused"
-    assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
+    assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # node 1 has joined again
     assert "never joined" in missing_nodes("drill", 5, 6380, [], nodes)[2]
 
 
@@ -145,7 +145,7 @@ def test_a_rank_that_is_none_is_refused(job, node):
 def test_a_second_call_joins_or_refuses(stand_in, node):
     job = stand_in
     assert node(job, "check") == (0, f"{BEGINS_LINE}free {HOST}\n", "")
-    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # that of an image does not count
+    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # an image's MASTER_ADDR is ignored
     code, _, err = node(job, "up")
     assert code == 0 and f"is up already at {HOST}" in err
     assert node(job, "check")[1] == f"{BEGINS_LINE}up {HOST}\n" and len(marked(job)) == 2
@@ -202,7 +202,7 @@ def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in
 
 def test_end_ends_its_own_alone_and_clean_leaves_nothing(stand_in, node, tmp_path):
     job = stand_in
-    other = subprocess.Popen([tmp_path / "raylet", "600"])  # of another Ray
+    other = subprocess.Popen([tmp_path / "raylet", "600"])  # a process of another Ray
     try:
         node(job, "up")
         node(job, "run", "0", "a")

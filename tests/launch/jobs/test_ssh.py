@@ -78,7 +78,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         assert code == 0 and err.count("is up already") == 2, err
         first = call(made / "run.sh")
         assert first.stdout.readline() == "line 1 of a b\n"
-        os.killpg(first.pid, signal.SIGKILL)  # with its ssh: the caller's machine is lost
+        os.killpg(first.pid, signal.SIGKILL)  # kills its ssh too, as if the caller's machine were lost
         first.communicate()
         second = call(made / "follow.sh")
         assert second.stdout.readline() == "line 1 of a b\n"
@@ -152,7 +152,7 @@ def test_a_node_that_is_lost_is_named_and_the_others_are_ended_with_their_logs(n
         nodes.join(1)
     assert down[0] == 1 and f"node 1 ({nodes.hosts[1]}): " in down[2] and f"node 0 ({nodes.hosts[0]}): " not in down[2]
     assert nodes.processes(0) == [] and [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
-    assert ended(call(made / "down.sh"))[0] == 0  # it is back
+    assert ended(call(made / "down.sh"))[0] == 0  # the node answers again
     assert nodes.processes(1) == [] and (logs / f"node-1-{nodes.hosts[1]}" / "ray").is_dir()
 
 
