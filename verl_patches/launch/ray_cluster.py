@@ -109,15 +109,15 @@ def require_nodes(run: RunSpec) -> None:
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
     """Refuse `nodes` unless trainer.nnodes of them have trainer.n_gpus_per_node devices each."""
     resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
-    held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
+    device_counts = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
     left_out = run.recipe.restart.without_nodes
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < run.verl.trainer.nnodes:
-        found = ", ".join(f"{address}: {count}" for address, count in held[:20]) or "no node"
+        found = ", ".join(f"{address}: {count}" for address, count in device_counts[:20]) or "no node"
         found += f", without {', '.join(left_out)}" if left_out else ""
         raise ConfigError(
             f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} each "
-            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}). "
+            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(nodes)} ({found}). "
             "Start the missing ones (--dry-run prints the ray commands) or correct the config"
         )
 

@@ -82,7 +82,7 @@ def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, floa
     skew = {}
     for name in dict.fromkeys(name for name, _ in workers[0]) if workers else ():
         times = [[at for method, at in starts if method == name] for starts in workers]
-        if len({len(of_worker) for of_worker in times}) == 1:
+        if len({len(worker_times) for worker_times in times}) == 1:
             skew[name] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
     return skew
 

@@ -98,9 +98,9 @@ def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield said
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + skipped_text(record["skipped"])
-    if kept := record.get("keep_groups"):
+    if kept_groups := record.get("keep_groups"):
         text = "{differ} of {prompts} prompts in {drawn_batches} batches have responses with different rewards"
-        yield step + text.format(**kept)
+        yield step + text.format(**kept_groups)
     for alarm in record["alarms"]:
         yield f"{step}alarm {alarm['name']}: {alarm['text']}"
 
@@ -113,16 +113,16 @@ def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, f
     and update, and is not subtracted from them.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
-    of_phase = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
+    phase_s = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
     for phase in (phase.name for phase in STEP_PHASES if phase.timer is None):
-        of_phase[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
+        phase_s[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
     if "testing" in timers:
-        of_phase[VALIDATE] = timers["testing"]
-    if "rollout" in of_phase:
-        of_phase["rollout"] += timers.get("gen_max", 0.0)
-        of_phase["rollout"] = max(of_phase["rollout"] - of_phase["reshard"], 0.0)
-    of_phase["step"] = timers.get("step", 0.0)
-    return {phase: round(seconds, 4) for phase, seconds in of_phase.items()}
+        phase_s[VALIDATE] = timers["testing"]
+    if "rollout" in phase_s:
+        phase_s["rollout"] += timers.get("gen_max", 0.0)
+        phase_s["rollout"] = max(phase_s["rollout"] - phase_s["reshard"], 0.0)
+    phase_s["step"] = timers.get("step", 0.0)
+    return {phase: round(seconds, 4) for phase, seconds in phase_s.items()}
 
 
 def token_counts(metrics: Mapping[str, float]) -> dict[str, float] | None:
@@ -163,8 +163,8 @@ def sync_totals(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     sync: dict[str, Any] = {"syncs": max(map(len, workers))}
     sync |= {fact: any(report[fact] for report in every) for fact in ("verified", "learnt")}
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
-        of_rank = [sum(report[name] for report in reports) for reports in workers]
-        sync[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
+        rank_bytes = [sum(report[name] for report in reports) for reports in workers]
+        sync[name] = {"max": max(rank_bytes), "mean": round(sum(rank_bytes) / len(rank_bytes))}
     sync["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
     sync["peak_extra_bytes"] = max(report["peak_extra_bytes"] for report in every)
     sync["seconds"] = {

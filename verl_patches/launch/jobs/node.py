@@ -142,9 +142,9 @@ def missing_nodes(
     job: str, nodes: int, port: int, hosts: Sequence[str], known: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
     """Return {rank: the node and why it is not in Ray}; known: the nodes that Ray's head knows."""
-    of_job = [node for node in known if node["job"] == job]
-    alive = {node["rank"] for node in of_job if node["alive"]}
-    dead = {node["rank"]: node for node in of_job if not node["alive"]}
+    job_nodes = [node for node in known if node["job"] == job]
+    alive = {node["rank"] for node in job_nodes if node["alive"]}
+    dead = {node["rank"]: node for node in job_nodes if not node["alive"]}
     missing = {}
     for rank in sorted(set(range(nodes)) - alive):
         if rank in dead:
@@ -185,8 +185,8 @@ def _answer_question(question: str, words: Sequence[str]) -> str:
         request = {"address": address, "job": job, "nodes": int(nodes), "limit_s": float(limit_s)}
         known = ask_nodes(request, float(limit_s) + CALL_S)["nodes"]
         if missing := missing_nodes(job, int(nodes), int(port), hosts, known):
-            said = "; ".join(missing.values())
-            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} did not join Ray in {limit_s} s: {said}")
+            text = "; ".join(missing.values())
+            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} did not join Ray in {limit_s} s: {text}")
     return ""
 
 

@@ -227,11 +227,11 @@ def find_awaited_ranks(ranks: Iterable[SeenProcess]) -> AwaitedRanks:
         for group in seen.beat.groups:
             members[group].append(seen)
     waiting: defaultdict[int | None, dict[int | None, tuple[str, int, int]]] = defaultdict(dict)
-    for group, of_group in members.items():
-        if len({_count_before(seen, group) for seen in of_group}) != 1 or not _count_before(of_group[0], group):
+    for group, group_ranks in members.items():
+        if len({_count_before(seen, group) for seen in group_ranks}) != 1 or not _count_before(group_ranks[0], group):
             continue
-        most = max(seen.beat.groups[group] for seen in of_group)
-        for seen, other in itertools.permutations(of_group, 2):
+        most = max(seen.beat.groups[group] for seen in group_ranks)
+        for seen, other in itertools.permutations(group_ranks, 2):
             if seen.beat.groups[group] < other.beat.groups[group]:
                 waiting[seen.beat.rank].setdefault(other.beat.rank, (group, seen.beat.groups[group], most))
     return dict(waiting)

@@ -151,16 +151,16 @@ class Watcher:
             other.lost = name not in alive
 
     def _refuse_lost_nodes(self, error: BaseException | None = None) -> None:
-        for address, of_node, how in self._lost_nodes(own=error is not None):
-            ranks = ", ".join(seen.beat.name for seen in of_node)
-            place = next((seen.beat.place for seen in of_node if seen.beat.place), "no call")
+        for address, node_ranks, how in self._lost_nodes(own=error is not None):
+            ranks = ", ".join(seen.beat.name for seen in node_ranks)
+            place = next((seen.beat.place for seen in node_ranks if seen.beat.place), "no call")
             text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
             if error is not None or self._stops:
-                self._record(of_node, text, [])
+                self._record(node_ranks, text, [])
                 raise LostNodeError(text) from error
             if not self._recorded:
                 self._recorded = True
-                self._record(of_node, text, [])
+                self._record(node_ranks, text, [])
                 log.warning("watch: %s", text)
 
     def _lost_nodes(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
