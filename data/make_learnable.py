@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
 from verl_patches.shared_files import write_whole
-from verl_patches.tools.data.handlers import schema_of
-from verl_patches.tools.data.output import TEST, TRAIN, whole_folder, write_rows
+from verl_patches.tools.data.handlers import parquet_schema
+from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_rows
 
 Row = dict[str, Any]
 ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
@@ -83,9 +83,12 @@ def write_task(
     answers: str | None = None,
 ) -> tuple[Path, Path]:
     """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
-    schema, parts = schema_of(ANSWERS if answers else ()), {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)}
+    schema, parts = (
+        parquet_schema(ANSWERS if answers else ()),
+        {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)},
+    )
     made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}
-    with whole_folder(folder, overwrite) as work:
+    with replaced_folder(folder, overwrite) as work:
         for name, rows in made.items():
             write_rows(work / "out" / name, map(json.dumps, rows), schema)
     return folder / TRAIN, folder / TEST

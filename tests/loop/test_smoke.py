@@ -34,7 +34,7 @@ from verl_patches.cli.live import live_facts
 from verl_patches.errors import interruption_text
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.report import figures
-from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
@@ -98,7 +98,7 @@ def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
         first, second = (responses["prompts"][at::2] for at in (0, 1))
         assert torch.equal(first, second) and torch.equal(found["uid"][::2], found["uid"][1::2])
         assert len(found["uid"].unique(dim=0)) == len(first)
-    report = from_rollouts(run.folder, tmp_path / "best", Choice())
+    report = write_rollout_data(run.folder, tmp_path / "best", Choice())
     rows = parquet.read_table(tmp_path / "best" / "train.parquet").to_pylist()
     assert report["steps"] == 3 and report["responses"] == 24 and 0 < len(rows) == report["rows"] <= 12
     assert {row["data_source"] for row in rows} and all(row["reward_model"]["ground_truth"] for row in rows)

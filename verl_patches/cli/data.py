@@ -11,7 +11,7 @@ import typer
 
 from verl_patches.cli.output import Json, print_json, print_text, progress_bar
 from verl_patches.run.compose import output_root
-from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, write_rollout_data
 from verl_patches.weights.run_folders import find_start
 
 app = typer.Typer(no_args_is_help=True, help="Make data files for runs.")
@@ -54,7 +54,7 @@ def from_rollouts_command(
     """Make SFT data or preference pairs from a run's responses and their rewards."""
     choice, folder = Choice(kind, best, threshold, margin), find_start(run, output_root())
     with progress_bar("steps", None, "step") as advance:
-        report = from_rollouts(folder, output, choice, overwrite, advance)
+        report = write_rollout_data(folder, output, choice, overwrite, advance)
     if as_json:
         print_json(report)
         return

@@ -24,7 +24,7 @@ from tests.tools.data.cases import RECORDS, contents, make, read, write_lines
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.tools.data import build as module
-from verl_patches.tools.data.output import whole_folder
+from verl_patches.tools.data.output import replaced_folder
 from verl_patches.tools.data.settings import read_settings
 
 SAMPLE = ROOT / "data" / "deepscaler_sample.json"
@@ -152,7 +152,7 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     ]
     code, report = make(tmp_path, [*MATHS, *bad])
     assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 61
-    assert len(report["bad"]["shown"]) == module.SHOWN and not (tmp_path / "out").exists()
+    assert len(report["bad"]["shown"]) == module.MAX_SENTENCES and not (tmp_path / "out").exists()
     first, empty = list(report["bad"]["shown"].items())[:2]
     assert first[0] == "expected response in answer, found problem; map_keys={response: COLUMN} names another"
     assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
@@ -196,18 +196,18 @@ def test_tricks_with_the_outputs_name_are_refused(tmp_path, monkeypatch, name):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     write_lines(tmp_path / "rows.jsonl", MATHS)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="output"), whole_folder(Path(name), overwrite=True) as work:
+    with pytest.raises(ConfigError, match="output"), replaced_folder(Path(name), overwrite=True) as work:
         (work / "out" / "train.parquet").write_text("x")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
     target = tmp_path / "out"
-    with pytest.raises(ZeroDivisionError), whole_folder(target, overwrite=False) as work:
+    with pytest.raises(ZeroDivisionError), replaced_folder(target, overwrite=False) as work:
         (work / "out" / "train.parquet").write_text("x")
         raise ZeroDivisionError
-    with whole_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process writes it"):
-        with whole_folder(target, overwrite=False):
+    with replaced_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process writes it"):
+        with replaced_folder(target, overwrite=False):
             pass
     assert list(tmp_path.iterdir()) == []
 

@@ -24,7 +24,7 @@ from verl_patches.run.resolve import changed_run
 from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
 from verl_patches.step.replay.recording import save_scores, save_step
-from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
 from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
@@ -105,7 +105,7 @@ def record(folder, step, sampled, rows, tokenizer, prompt=None):
 
 
 def made(run, tmp_path, name="out", **choice):
-    report = from_rollouts(run, tmp_path / name, Choice(**choice))
+    report = write_rollout_data(run, tmp_path / name, Choice(**choice))
     return parquet.read_table(tmp_path / name / "train.parquet").to_pylist(), report
 
 

@@ -14,8 +14,8 @@ from tests.runs import composed
 from tests.tools.data.cases import HELLO, HI, RECORDS, make, read, say
 from verl_patches.errors import ConfigError
 from verl_patches.run.files import data_checks, with_required_files
-from verl_patches.tools.data.build import MADE, make_rows
-from verl_patches.tools.data.handlers import HANDLERS, schema_of, template_of
+from verl_patches.tools.data.build import RESULT_COLUMNS, make_rows
+from verl_patches.tools.data.handlers import HANDLERS, parquet_schema, read_template
 from verl_patches.tools.data.settings import Settings, read_settings
 
 USED_BY = {
@@ -123,11 +123,11 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
     records = [pickle.dumps(record) for record in (*records, RECORDS[name](1))]
     found = make_rows(found, [f"f:{number}" for number in range(len(records))], records)
-    assert found.keys() == MADE.keys() and all(len(column) == len(records) for column in found.values())
+    assert found.keys() == RESULT_COLUMNS.keys() and all(len(column) == len(records) for column in found.values())
     for text, reason, sentence in zip(found["text"], found["reason"], found["sentence"], strict=True):
         assert (reason == "bad" and sentence) if text is None else reason in (None, "sentences")
     made = [json.loads(text) for text in found["text"] if text]
-    schema = schema_of(HANDLERS[name].columns, columns[:1])
+    schema = parquet_schema(HANDLERS[name].columns, columns[:1])
     assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
 
 
@@ -211,18 +211,18 @@ def test_prompt_types(tmp_path):
 def test_a_text_that_is_no_jinja_is_refused_and_one_that_fails_is_a_bad_row():
     for text in ("{{ prompt", "{% include %}", "{% for a in prompt %}"):
         with pytest.raises(ConfigError, match="prompt_type: expected Jinja") as error:
-            template_of(text)
+            read_template(text)
         assert len(str(error.value)) < 600
-    assert template_of("{% for a in prompt %}{{ prompt }}{% endfor %}").render({"prompt": "ab"}) == "abab"
+    assert read_template("{% for a in prompt %}{{ prompt }}{% endfor %}").render({"prompt": "ab"}) == "abab"
     for text in ("{{ prompt.__class__.__mro__ }}", "{% include 'x' %}", "{{ n|int }}"):  # the sandbox; JSON's 1e999
         with pytest.raises(ValueError, match="prompt_type"):
-            template_of(text).render({"prompt": "x", "n": float("inf")})
+            read_template(text).render({"prompt": "x", "n": float("inf")})
 
 
 def test_an_unknown_prompt_type_is_refused():
     for name, message in (("boxd", "did you mean boxed"), ("other", "expected model, boxed")):
         with pytest.raises(ConfigError, match=message):
-            template_of(name)
+            read_template(name)
 
 
 # ---- the keys

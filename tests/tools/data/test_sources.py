@@ -21,7 +21,7 @@ ROW = {"problem": "What is 1 + 1?", "answer": "2"}
 def read(path, **keys):
     """Return (line, value or sentence) of all records below `path`."""
     settings = Settings(input=str(path), handler_name="maths", output_prefix="x", **keys)
-    rows = [row for source in sources.sources_of(settings, path.parent) for row in source.rows()]
+    rows = [row for source in sources.input_sources(settings, path.parent) for row in source.rows()]
     return [(line, str(value) if isinstance(value, ValueError) else value) for line, value in rows]
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch, n
 
 
 def of_url(url, scratch):
-    return list(sources.sources_of(Settings(input=url, handler_name="maths", output_prefix="x"), scratch))
+    return list(sources.input_sources(Settings(input=url, handler_name="maths", output_prefix="x"), scratch))
 
 
 class Bucket(MemoryFileSystem):

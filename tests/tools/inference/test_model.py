@@ -78,7 +78,7 @@ def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model,
             tiny_model, run.parents[1], f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
         )
         prompts = [Prompt(0, {"prompt": "1", "reward_model": {"ground_truth": answer}}, [1])]
-        return _settings(model, prompts, {"n": 1}, scores.scored_by(model.run)[0])
+        return _settings(model, prompts, {"n": 1}, scores.reward_facts(model.run)[0])
 
     first = settings("4")
     assert settings("4") == first != settings("5")
@@ -151,7 +151,7 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
     assert not (tmp_path / "out").exists()
     both = find(tiny_model, run.parents[1], "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
-    assert scores.scored_by(both.run)[1] == ["reward_model"]
+    assert scores.reward_facts(both.run)[1] == ["reward_model"]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_rank_reads_no_experts_of_other_ranks(run_warm, tiny_model):
     """Check by vLLM's own maps; without a map, in an engine without expert parallelism, a rank reads all."""
     code = """
 import sys, torch
-from verl_patches.tools.inference.engine import _tensors, experts_elsewhere
+from verl_patches.tools.inference.engine import _read_tensors, remote_experts
 from verl_patches.weights.source import open_source
 source, model = open_source(__import__('pathlib').Path(sys.argv[1])), torch.nn.Module()
 experts = sorted({name.rsplit('.', 2)[0] for name in source.tensors if '.experts.' in name})
@@ -112,12 +112,12 @@ layer, number = experts[0].rsplit('.', 1)[0], sum(name.startswith(experts[0].rsp
 at = model
 for word in layer.split('.'):
     at.add_module(word, torch.nn.Module()); at = getattr(at, word)
-assert experts_elsewhere(model) == set()
+assert remote_experts(model) == set()
 at.expert_map = torch.tensor([-1] * (number // 2) + list(range(number - number // 2)))
-out = experts_elsewhere(model)
+out = remote_experts(model)
 assert out == {f'{layer}.{e}' for e in range(number // 2)}, out
-read = {name for name, _ in _tensors(source, out)}
+read = {name for name, _ in _read_tensors(source, out)}
 assert source.tensors.keys() - read == {n for n in source.tensors if n.rsplit('.', 2)[0] in out} != set()
-assert {name for name, _ in _tensors(source)} == source.tensors.keys()
+assert {name for name, _ in _read_tensors(source)} == source.tensors.keys()
 """
     run_warm(code, str(tiny_model), patches="line=pypi,platform=cpu").check()

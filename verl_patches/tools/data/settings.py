@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import choices
-from verl_patches.tools.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
+from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL, Handler, read_template
 from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
-REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
+REASON_LIMITS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
 
 
 class Settings(BaseModel):
@@ -39,7 +39,7 @@ class Settings(BaseModel):
     shuffle: bool = True
     seed: Seed = 0
     test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
-    refuse_above: dict[Annotated[str, choices(*REASONS)], Share] = {}
+    refuse_above: dict[Annotated[str, choices(*REASON_LIMITS)], Share] = {}
 
     @property
     def inputs(self) -> list[str]:
@@ -77,7 +77,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
     settings = Settings(**values)
     if faults := list(_faults(settings)):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
-    template_of(settings.prompt_type)
+    read_template(settings.prompt_type)
     return settings
 
 
@@ -87,7 +87,7 @@ def _faults(settings: Settings) -> Iterator[str]:
     fields = HANDLERS[name].fields
     hint = f"{name} has {', '.join(fields)}"
     yield from (f"map_keys: {unknown_key(key, fields, hint)}" for key in settings.map_keys if key not in fields)
-    if taken := {*additional} & {*EXTRA}:
+    if taken := {*additional} & {*EXTRA_INFO_KEYS}:
         yield f"dataset_additional_keys: extra_info has {' and '.join(sorted(taken))} already; leave them out"
     if settings.seq_length and not settings.tokenizer_name_or_path:
         yield "seq_length is in tokens; expected tokenizer_name_or_path too"

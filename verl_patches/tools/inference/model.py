@@ -71,7 +71,7 @@ def find_model(
     if run and config_name:
         raise ConfigError(f"{given} has the settings of {run / CONFIG_FILE}; leave --config-name out")
     name = config_name or CONFIG_NAME
-    config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
+    config = _recorded_config(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
     objective, platform = config.recipe.objective.name, config.recipe.platform
     if run and objective in VALUE_OBJECTIVES:
         raise ConfigError(
@@ -105,7 +105,7 @@ def find_model(
     return Model(spec, str(run / CONFIG_FILE) if run else f"configs/{name}.yaml", sources, length)
 
 
-def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+def _recorded_config(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
     """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
     with loading_errors(
         f"{run / CONFIG_FILE} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"
@@ -118,8 +118,8 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         except ConfigError as error:
             text = "a key that is unknown here was recorded by another version: remove it from the file"
             raise ConfigError(f"{run / CONFIG_FILE}: {error}\n        ({text})") from error
-        verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
-        check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
+        verl_file = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
+        check_verl_values(OmegaConf.to_container(config), read_yaml(verl_file))
         keys = override_keys(overrides)
         if "recipe.dtype" in keys and f"{ROLLOUT_KEY}.dtype" not in keys:  # the file has values in place of references
             config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
