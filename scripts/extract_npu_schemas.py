@@ -55,7 +55,7 @@ def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[st
 def _declared(wheel: Path, wanted: list[str]) -> list[str]:
     if not zipfile.is_zipfile(wheel):
         raise ConfigError(
-            f"{wheel}: not a wheel; expected a file like torch_npu-{op_schemas.VERSION}-cp310-cp310-*.whl"
+            f"{wheel}: not a wheel; expected a file like torch_npu-{op_schemas.TORCH_NPU_VERSION}-cp310-cp310-*.whl"
         )
     with zipfile.ZipFile(wheel) as archive:
         if WHEEL_FILE not in archive.namelist():
@@ -64,7 +64,7 @@ def _declared(wheel: Path, wanted: list[str]) -> list[str]:
     entries = [entry for section in ("custom", "custom_autograd") for entry in content.get(section) or ()]
     lines = {" ".join(entry["func"].split()) for entry in entries}
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
-    missing = set(wanted) - {op_schemas.parse(line).name for line in kept}
+    missing = set(wanted) - {op_schemas.parse_schema(line).name for line in kept}
     if missing:
         raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
     return kept
@@ -75,7 +75,7 @@ def _declared_of_atb(wheel: Path, wanted: list[str]) -> list[str]:
         library = archive.read(ATB_LIBRARY) if ATB_LIBRARY in archive.namelist() else b""
     lines = {match.group().decode() for match in _ATB_SCHEMA.finditer(library)}
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
-    missing = set(wanted) - {op_schemas.parse(line, gather_outputs=False).name for line in kept}
+    missing = set(wanted) - {op_schemas.parse_schema(line, gather_outputs=False).name for line in kept}
     if missing:
         raise ConfigError(f"{wheel.name}: {ATB_LIBRARY} registers no {', '.join(sorted(missing))}")
     return kept
@@ -93,11 +93,11 @@ def main() -> int:
         return 2
     text = json.dumps(found, indent=1) + "\n"
     if not asked.check:
-        op_schemas.FILE.write_text(text)
+        op_schemas.SCHEMA_FILE.write_text(text)
         count = len(found["functions"]) + len(found["atb_functions"])
-        print(f"{op_schemas.FILE.name}: {count} schemas of torch_npu {found['version']}")
+        print(f"{op_schemas.SCHEMA_FILE.name}: {count} schemas of torch_npu {found['version']}")
         return 0
-    known = json.loads(op_schemas.FILE.read_text())
+    known = json.loads(op_schemas.SCHEMA_FILE.read_text())
     lines = [set(content["functions"] + content.get("atb_functions", [])) for content in (known, found)]
     different = sorted(lines[0] ^ lines[1])
     print("\n".join([f"differs: {line}" for line in different]) or f"equal: {len(lines[1])} schemas")

@@ -18,8 +18,8 @@ from verl_patches.errors import ConfigError
 
 
 def test_every_function_of_the_stand_in_has_a_schema_and_the_other_way_round():
-    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(op_schemas.WITH_REFERENCE)
-    assert set(op_schemas.read()) == {*op_schemas.FUNCTIONS, *op_schemas.ATB_FUNCTIONS}
+    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(op_schemas.TRAINING_FUNCTIONS)
+    assert set(op_schemas.read_schemas()) == {*op_schemas.FUNCTIONS, *op_schemas.ATB_FUNCTIONS}
 
 
 def wheel(folder, functions, file=WHEEL_FILE, machine="any", atb_functions=()):
@@ -43,7 +43,7 @@ def test_extraction_from_a_wheel(tmp_path):
         ("declares no npu_c", [path], ["npu_a", "npu_c"], []),
         ("registers no npu_f", [path], ["npu_a"], ["npu_f"]),
         ("expected a torch_npu wheel", [odd], ["npu_a"], []),
-        ("not a wheel", [op_schemas.FILE], ["npu_a"], []),
+        ("not a wheel", [op_schemas.SCHEMA_FILE], ["npu_a"], []),
         ("wheels differ.*other.whl", [path, other], ["npu_a"], []),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -52,13 +52,13 @@ def test_extraction_from_a_wheel(tmp_path):
 
 def test_lines_become_signatures_of_python_and_what_is_no_schema_is_refused():
     line = "f.x(Tensor(a!) self, SymInt[]? b=None, *, str m='A', Tensor(b!) y, Tensor(c!) z) -> (Tensor, int)"
-    schema = op_schemas.parse(line)
+    schema = op_schemas.parse_schema(line)
     assert str(schema.signature) == "(input, b=None, *, m='A', out)"
     assert schema.kinds == {"input": "Tensor", "b": "Optional[List[int]]", "m": "str", "out": "List[Tensor]"}
     assert (schema.name, schema.overload, schema.outputs) == ("f", "x", 2)
-    assert str(op_schemas.parse(line, gather_outputs=False).signature) == "(input, b=None, *, m='A', y, z)"
+    assert str(op_schemas.parse_schema(line, gather_outputs=False).signature) == "(input, b=None, *, m='A', y, z)"
     with pytest.raises(ConfigError, match="not a schema"):
-        op_schemas.parse("f(Tensor) -> Tensor")
+        op_schemas.parse_schema("f(Tensor) -> Tensor")
 
 
 X = torch.zeros(2, 4)

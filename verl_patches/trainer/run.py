@@ -236,7 +236,7 @@ class TrainerRun:
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
         emulator = load_emulation(recipe.platform)
-        self.emulated = None if emulator is None else emulator.summary([report["emulated"] for report in reports])
+        self.emulated = None if emulator is None else emulator.total_usage([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
             sums = [report["log_prob_sums"] for report in reports]
             metrics = rollout_correction.add_worker_metrics(metrics, sums, recipe)

@@ -319,5 +319,5 @@ class RecipeWorker(TrainingWorker):
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "skipped": take_all(context().step_guards),
             "profile": profiler and profiler.take(),
-            "emulated": emulator and emulator.called(self.recipe.platform),
+            "emulated": emulator and emulator.device_usage(self.recipe.platform),
         }

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import silu
 
-from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_one_dtype, torch_npu_op, wide
+from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_one_dtype, to_fp32, torch_npu_op
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
@@ -24,10 +24,10 @@ def npu_rms_norm(input, gamma, epsilon):
     demand(fits, f"gamma {list(gamma.shape)} must have the last dimensions of input {shape}")
     fits = gamma.dtype in (input.dtype, torch.float32)
     demand(fits, f"gamma is {gamma.dtype}, input {input.dtype}: they must be of one dtype, or gamma float32")
-    x = wide(input)
+    x = to_fp32(input)
     over = tuple(range(-dims, 0))
     rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + epsilon)
-    return (x * rstd * wide(gamma)).to(input.dtype), rstd
+    return (x * rstd * to_fp32(gamma)).to(input.dtype), rstd
 
 
 @torch_npu_op
@@ -35,7 +35,7 @@ def npu_swiglu(input, dim):
     """Return silu(first half) * second half along `dim`, whose width must be even."""
     demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
     first, second = input.chunk(2, dim)
-    return (silu(wide(first)) * wide(second)).to(input.dtype)
+    return (silu(to_fp32(first)) * to_fp32(second)).to(input.dtype)
 
 
 @torch_npu_op
@@ -58,14 +58,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     fits = all(c in (1, n) for c, n in zip(cos.shape, x.shape, strict=True))
     demand(fits, f"cos {list(cos.shape)} does not broadcast to x {shape}")
     demand(width % 2 == 0, f"head width {width} must be even")
-    inner = wide(x)
+    inner = to_fp32(x)
     if interleaved:
         even, odd = inner[..., 0::2], inner[..., 1::2]
         turned = torch.stack((-odd, even), -1).flatten(-2)
     else:
         first, second = inner.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
-    return (inner * wide(cos) + turned * wide(sin)).to(x.dtype)
+    return (inner * to_fp32(cos) + turned * to_fp32(sin)).to(x.dtype)
 
 
 @torch_npu_op
@@ -131,8 +131,8 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
     if probs is not None:
         demand(probs.numel() == places, f"probs {list(probs.shape)} must hold {places} weights")
     cut = permuted_tokens.new_zeros(max(places - len(permuted_tokens), 0), width)
-    rows = wide(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long()).view(-1, k, width)
-    total = rows.sum(1) if probs is None else (rows * wide(probs).unsqueeze(-1)).sum(1)
+    rows = to_fp32(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long()).view(-1, k, width)
+    total = rows.sum(1) if probs is None else (rows * to_fp32(probs).unsqueeze(-1)).sum(1)
     return total.to(permuted_tokens.dtype)
 
 
@@ -153,8 +153,8 @@ def npu_moe_gating_top_k(
     demand(fits, f"x {list(x.shape)} must be [T, E], {sizes}")
     demand_one_dtype(x=x, bias=bias)
     demand(k <= k_group * (E // group_count), f"k = {k} is more than {k_group} groups of {E // group_count} hold")
-    scores = wide(x).sigmoid()
-    choice = scores if bias is None else scores + wide(bias)
+    scores = to_fp32(x).sigmoid()
+    choice = scores if bias is None else scores + to_fp32(bias)
     if group_count > 1:
         groups = choice.view(-1, group_count, E // group_count)
         value = groups.topk(min(2, groups.shape[-1])).values.sum(-1)
@@ -175,14 +175,14 @@ def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list
     demand(
         len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3), f"expected 1, 1, 0, 2 or 3: {found}"
     )
-    return [grouped(x[0], weight[0], group_list, 0, group_list_type or 0)]
+    return [grouped_matmul(x[0], weight[0], group_list, 0, group_list_type or 0)]
 
 
-def _product(x, weight):
+def _matmul(x, weight):
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
     k, rows = x.shape[-1], weight.shape[-2]
     demand(k == rows, f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {k} and {rows}")
-    return (wide(x) @ wide(weight)).to(x.dtype)
+    return (to_fp32(x) @ to_fp32(weight)).to(x.dtype)
 
 
 def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
     return bounds
 
 
-def grouped(x, weight, group_list, group_type, group_list_type):
+def grouped_matmul(x, weight, group_list, group_type, group_list_type):
     """Compute one product for each group: of rows (group_type 0), or of columns of x and rows of weight (2)."""
     demand(group_type in (0, 2), f"group_type must be 0 or 2, found {group_type}")
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
@@ -220,7 +220,7 @@ def grouped(x, weight, group_list, group_type, group_list_type):
         bounds = _group_bounds(group_list, group_list_type, rows)
         fits = weight.dim() == 2 and len(weight) == rows
         demand(fits, f"{shapes}: M differs, {rows} and {len(weight)}")
-        return torch.stack([_product(x[:, a:b], weight[a:b]) for a, b in bounds])
+        return torch.stack([_matmul(x[:, a:b], weight[a:b]) for a, b in bounds])
     bounds = _group_bounds(group_list, group_list_type, len(x))
     groups = len(bounds)
     fits = weight.dim() == 3 and len(weight) == groups
@@ -228,4 +228,4 @@ def grouped(x, weight, group_list, group_type, group_list_type):
     demand(x.shape[1] == weight.shape[1], f"{shapes}: K differs, {x.shape[1]} and {weight.shape[1]}")
     # Groups without rows, such as most experts in a small batch, need no product.
     filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
-    return torch.cat([_product(x[a:b], weight[e]) for e, a, b in filled])
+    return torch.cat([_matmul(x[a:b], weight[e]) for e, a, b in filled])

@@ -69,7 +69,7 @@ def causal_attention(
     return torch.cat([attend(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
 
 
-def without_transformer_engine(original):
+def disable_transformer_engine(original):
     """Wrap verl's `_get_base_transformer_config` to turn off features of Transformer Engine and apex."""
 
     @functools.wraps(original)
@@ -96,7 +96,7 @@ def local_block_spec(original):
     return block_spec
 
 
-def as_if_moved_to_cpu(original):
+def cpu_tensor_to_numpy(original):
     """Wrap `maybe_move_tensor_to_cpu` to return a numpy array with as_numpy for CPU tensors too."""
 
     @functools.wraps(original)
@@ -111,7 +111,7 @@ def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = 
     torch.set_rng_state(new_state)
 
 
-def quantize_nothing(original):
+def skip_quantize(original):
     """Wrap `quantize_param_shard` to do nothing where there is no fp8 parameter."""
 
     @functools.wraps(original)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from vllm.platforms.cpu import CpuPlatform
 
 _WORKER_MODULE = "verl_patches.emulation.cpu.vllm_worker"
-_WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWorker"}
+_WORKER_CLASSES = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWorker"}
 
 
 class RolloutCpuPlatform(CpuPlatform):
@@ -50,7 +50,7 @@ class RolloutCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         if backend == "external_launcher":
             parallel.distributed_executor_backend = backend
-        parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+        parallel.worker_cls = _WORKER_CLASSES.get(parallel.worker_cls, parallel.worker_cls)
         vllm_config.compilation_config.custom_ops = ["none"]
         if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
             vllm_config.cache_config.enable_prefix_caching = False

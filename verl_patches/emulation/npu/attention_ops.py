@@ -18,23 +18,23 @@ from verl_patches.emulation.op_schemas import (
     demand_defaults,
     demand_int32,
     demand_one_dtype,
-    no_values,
+    empty_output,
+    to_fp32,
     torch_npu_op,
-    wide,
     with_shapes,
 )
 
 
 def attend(q, k, v, scale, hidden=None):
     """Return softmax(scale * q k^T, -inf where hidden) v [Tq, N, Dv] and the log of the sums [N, Tq], both fp32."""
-    scores = torch.einsum("qnd,knd->nqk", wide(q), wide(k)) * scale
+    scores = torch.einsum("qnd,knd->nqk", to_fp32(q), to_fp32(k)) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     sums = scores.logsumexp(-1)
-    return torch.einsum("nqk,knd->qnd", (scores - sums.unsqueeze(-1)).exp(), wide(v)), sums
+    return torch.einsum("nqk,knd->qnd", (scores - sums.unsqueeze(-1)).exp(), to_fp32(v)), sums
 
 
-def pieces(lengths: Sequence[int]) -> Iterator[slice]:
+def sequence_slices(lengths: Sequence[int]) -> Iterator[slice]:
     """Yield the slice of each sequence in a tensor that packs them one after the other."""
     begin = 0
     for length in lengths:
@@ -56,7 +56,7 @@ def demand_sequences(count: int, **given: Sequence | torch.Tensor) -> None:
     demand(all(n == count for n in found.values()), f"there are {count} sequences, found entries {found}")
 
 
-def paged(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+def read_cache(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
     """Return a sequence's first `length` rows [length, heads, width]; `blocks` [blocks] int32 are its cache blocks."""
     demand_int32(block_table=blocks)
     needed = -(-length // cache.shape[1])
@@ -68,7 +68,7 @@ def paged(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tenso
     return cache[read].flatten(0, 1)[:length]
 
 
-def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+def write_cache(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows [T, heads, width] into their slots of the cache, in place."""
     blocks, size = cache.shape[:2]
     demand(len(slots) == len(rows), f"{len(slots)} slots for {len(rows)} rows: as many are expected")
@@ -101,7 +101,7 @@ def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_ne
         x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
 
 
-def interleaved(x, cos, sin):
+def rotate_interleaved(x, cos, sin):
     """Rotate x [B, N, S, R], whose pairs are neighbours; the result has its pairs in halves."""
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, interleaved=False)
 
@@ -113,7 +113,7 @@ def npu_interleave_rope(x, cos, sin):
     The result has its pairs in halves.
     """
     demand_one_dtype(x=x, cos=cos, sin=sin)
-    return interleaved(x, cos, sin)
+    return rotate_interleaved(x, cos, sin)
 
 
 @atb_op
@@ -121,13 +121,13 @@ def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
     """Write key and value [T, heads, width] into their slots (int32 [T])."""
     demand_int32(slot_indices=slot_indices)
     demand_one_dtype(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    write(key_cache, slot_indices, key)
-    write(value_cache, slot_indices, value)
+    write_cache(key_cache, slot_indices, key)
+    write_cache(value_cache, slot_indices, value)
 
 
 def _cache_shapes(kv, gamma, k_cache, ckv_cache, is_output_kv, **given):
     if not is_output_kv:
-        return k_cache, ckv_cache, no_values(kv), no_values(kv)
+        return k_cache, ckv_cache, empty_output(kv), empty_output(kv)
     latent = gamma.shape[0]
     return k_cache, ckv_cache, torch.empty_like(kv[..., latent:]), torch.empty_like(kv[..., :latent])
 
@@ -148,12 +148,12 @@ def npu_kv_rmsnorm_rope_cache(
     demand(index.dtype == torch.int64, f"index must be int64, found {index.dtype}")
     latent = gamma.shape[0]
     normed, _ = npu_rms_norm(kv[..., :latent], gamma, epsilon)
-    rotated = interleaved(kv[..., latent:], cos, sin)
-    write(k_cache, index.flatten(), rotated[:, 0])
-    write(ckv_cache, index.flatten(), normed[:, 0])
+    rotated = rotate_interleaved(kv[..., latent:], cos, sin)
+    write_cache(k_cache, index.flatten(), rotated[:, 0])
+    write_cache(ckv_cache, index.flatten(), normed[:, 0])
     if is_output_kv:
         return k_cache, ckv_cache, rotated, normed
-    return k_cache, ckv_cache, no_values(kv), no_values(kv)
+    return k_cache, ckv_cache, empty_output(kv), empty_output(kv)
 
 
 @atb_op
@@ -170,9 +170,9 @@ def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_
     demand_sequences(len(block_table), context_lens=lengths, seq_starts=starts)
     demand(all(start >= 0 for start in starts), f"seq_starts must be at least 0, found {starts}")
     demand_lengths(lengths, key=key, value=value)
-    for blocks, start, length, here in zip(block_table, starts, lengths, pieces(lengths), strict=True):
+    for blocks, start, length, here in zip(block_table, starts, lengths, sequence_slices(lengths), strict=True):
         for out, cache in ((key, key_cache), (value, value_cache)):
-            out[here] = paged(cache, blocks, start + length)[start:]
+            out[here] = read_cache(cache, blocks, start + length)[start:]
     return key, value
 
 
@@ -193,7 +193,7 @@ def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_head
     demand(len(sides) == 2 and min(sides) >= longest, f"mask {sides} is smaller than the longest sequence, {longest}")
     heads = [query.shape[1], key.shape[1]]
     demand(heads == [num_heads, num_kv_heads] and num_heads == num_kv_heads, f"heads of query and key are {heads}")
-    for length, here in zip(lengths, pieces(lengths), strict=True):
+    for length, here in zip(lengths, sequence_slices(lengths), strict=True):
         hidden = mask[:length, :length] != 0
         out[here] = attend(query[here], key[here], value[here], scale_value, hidden)[0].view(out[here].shape)
 
@@ -238,7 +238,7 @@ def npu_ring_mla(
     before = [pre_out is not None, prev_lse is not None]
     demand(before == [adds, adds], f"pre_out and prev_lse given {before} do not fit {calc_type}: both must be {adds}")
     lse = [x.dtype for x in (softmax_lse, prev_lse) if x is not None]
-    demand(set(lse) <= {torch.float32, wide(q_nope).dtype}, f"softmax_lse and prev_lse must be float32, found {lse}")
+    demand(set(lse) <= {torch.float32, to_fp32(q_nope).dtype}, f"softmax_lse and prev_lse must be float32, found {lse}")
     q_lens, kv_lens = (seqlen.tolist(),) * 2 if seqlen.dim() == 1 else seqlen.tolist()
     demand_lengths(q_lens, **queries)
     demand_lengths(kv_lens, **keys)
@@ -247,7 +247,9 @@ def npu_ring_mla(
         upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
         fits = mask.shape[-1] == mask.shape[-2] and bool(((mask != 0) == upper).all())
         demand(fits, f"mask {list(mask.shape)} is not triangular: only ones above the diagonal are expected")
-    for here, there, queried, length in zip(pieces(q_lens), pieces(kv_lens), q_lens, kv_lens, strict=True):
+    for here, there, queried, length in zip(
+        sequence_slices(q_lens), sequence_slices(kv_lens), q_lens, kv_lens, strict=True
+    ):
         if length == 0:
             demand(adds or queried == 0, f"{queried} queries have no keys in calc_type_first_ring")
             if adds:
@@ -260,7 +262,7 @@ def npu_ring_mla(
         if adds:
             both = torch.logaddexp(prev_lse[:, here], sums)
             old, new = ((part - both).exp().T.unsqueeze(-1) for part in (prev_lse[:, here], sums))
-            out, sums = wide(pre_out[here]) * old + out * new, both
+            out, sums = to_fp32(pre_out[here]) * old + out * new, both
         output[here], softmax_lse[:, here] = out.to(output.dtype), sums
     return output, softmax_lse
 
@@ -268,13 +270,13 @@ def npu_ring_mla(
 # -- decode: absorbed projections, one query token a sequence ---------------------------------------------------------
 
 
-def decode(query, keys, latent_width, scale):
+def decode_token(query, keys, latent_width, scale):
     """Attend with one query [N, L + R] to keys [S, 1, L + R], whose first L columns are the values.
 
     Returns [N, L] in fp32, NaN without keys.
     """
     if len(keys) == 0:
-        return wide(query).new_full((len(query), latent_width), torch.nan)
+        return to_fp32(query).new_full((len(query), latent_width), torch.nan)
     keys = keys.expand(-1, len(query), -1)
     return attend(query.unsqueeze(0), keys, keys[..., :latent_width], scale)[0][0]
 
@@ -292,7 +294,7 @@ def _npu_paged_attention_mla(
     demand_int32(block_table=block_table, context_lens=context_lens)
     demand_sequences(len(query), block_table=block_table, context_lens=context_lens, out=out)
     for at, length in enumerate(context_lens.tolist()):
-        out[at] = decode(query[at], paged(key_cache, block_table[at], length), mla_vheadsize, scale_value)
+        out[at] = decode_token(query[at], read_cache(key_cache, block_table[at], length), mla_vheadsize, scale_value)
 
 
 @atb_op
@@ -307,13 +309,13 @@ def npu_multi_head_latent_attention(
     demand(kv_headnum == 1 and q_nope.shape[1] == q_headnum, f"{q_headnum} heads and 1 key head: {kv_headnum} found")
     out = torch.empty_like(q_nope)
     for at, length in enumerate(map(int, context_lens)):
-        keys = torch.cat([paged(cache, block_tables[at], length) for cache in (ctkv, k_rope)], -1)
-        out[at] = decode(torch.cat((q_nope[at], q_rope[at]), -1), keys, q_nope.shape[-1], qk_scale)
+        keys = torch.cat([read_cache(cache, block_tables[at], length) for cache in (ctkv, k_rope)], -1)
+        out[at] = decode_token(torch.cat((q_nope[at], q_rope[at]), -1), keys, q_nope.shape[-1], qk_scale)
     return out
 
 
 def _decode_shapes(query, **given):
-    return torch.empty_like(query), no_values(query, torch.float32)
+    return torch.empty_like(query), empty_output(query, torch.float32)
 
 
 @torch_npu_op
@@ -350,7 +352,7 @@ def npu_fused_infer_attention_score(
     demand_sequences(len(query), **rows)
     out = torch.empty_like(query)
     for at, length in enumerate(actual_seq_lengths_kv):
-        keys = [paged(cache.transpose(1, 2), block_table[at], length) for cache in (key, key_rope)]
+        keys = [read_cache(cache.transpose(1, 2), block_table[at], length) for cache in (key, key_rope)]
         one = torch.cat((query[at, :, 0], query_rope[at, :, 0]), -1)
-        out[at, :, 0] = decode(one, torch.cat(keys, -1), query.shape[-1], scale)
-    return out, no_values(query, torch.float32)
+        out[at, :, 0] = decode_token(one, torch.cat(keys, -1), query.shape[-1], scale)
+    return out, empty_output(query, torch.float32)

@@ -17,9 +17,9 @@ from verl_patches.emulation.op_schemas import (
     demand_defaults,
     demand_int32,
     demand_one_dtype,
-    no_values,
+    empty_output,
+    to_fp32,
     torch_npu_op,
-    wide,
     with_shapes,
 )
 
@@ -119,7 +119,7 @@ def npu_moe_finalize_routing(
     rows = [len(places), len(expanded_permuted_rows)]
     demand(rows == [tokens * k] * 2, f"scales {list(scales.shape)} need {tokens * k} places and rows, found {rows}")
     rows = expanded_permuted_rows[places.long()].view(k, tokens, -1)
-    return (wide(rows) * wide(scales).T.unsqueeze(-1)).sum(0).to(expanded_permuted_rows.dtype)
+    return (to_fp32(rows) * to_fp32(scales).T.unsqueeze(-1)).sum(0).to(expanded_permuted_rows.dtype)
 
 
 # -- MC2: tokens to the ranks of their experts and back, in one op each ------------------------------------------------
@@ -148,8 +148,8 @@ def _dispatch_shapes(x, expert_ids, ep_world_size, moe_expert_num, global_bs, **
     _, rows, local = _dispatched_rows(x, expert_ids, ep_world_size, moe_expert_num, global_bs)
     places = x.new_empty(expert_ids.numel(), dtype=torch.int32)
     counts, received = x.new_empty(local, dtype=torch.int64), x.new_empty(ep_world_size, dtype=torch.int32)
-    room, zero = x.new_empty(rows, x.shape[1]), x.new_empty(1, dtype=torch.int32)
-    return room, no_values(x), places, counts, received, zero, no_values(x)
+    buffer, zero = x.new_empty(rows, x.shape[1]), x.new_empty(1, dtype=torch.int32)
+    return buffer, empty_output(x), places, counts, received, zero, empty_output(x)
 
 
 @torch_npu_op
@@ -184,26 +184,26 @@ def npu_moe_distribute_dispatch(
     demand(global_bs % ep_world_size == 0, f"global_bs {global_bs} must be tokens of one rank * {ep_world_size}")
     known = bool(((expert_ids >= 0) & (expert_ids < moe_expert_num)).all())
     demand(known, f"expert_ids must be 0 to {moe_expert_num - 1}")
-    k, room_of = expert_ids.shape[1], (x, expert_ids, ep_world_size, moe_expert_num, global_bs)
-    largest, most, local = _dispatched_rows(*room_of)
+    k, sizes = expert_ids.shape[1], (x, expert_ids, ep_world_size, moe_expert_num, global_bs)
+    largest, most, local = _dispatched_rows(*sizes)
     demand(len(x) * ep_world_size <= largest, f"{len(x)} tokens on {ep_world_size} ranks, global_bs is {global_bs}")
-    group = hccl.group_of_mc2(group_ep)
+    group = hccl.mc2_group(group_ep)
     found = group.rank(), group.size()
     demand(found == (ep_rank_id, ep_world_size), f"{group_ep} has (rank, size) {found}")
     experts, order = expert_ids.flatten().long().sort(stable=True)
     sent = torch.bincount(experts // local, minlength=ep_world_size).tolist()
-    rows, received = hccl.exchange(x[order // k], sent, group, ("global_bs (0: T * ep_world_size)", largest))
-    experts, _ = hccl.exchange(experts, sent, group)
+    rows, received = hccl.exchange_rows(x[order // k], sent, group, ("global_bs (0: T * ep_world_size)", largest))
+    experts, _ = hccl.exchange_rows(experts, sent, group)
     experts, by_expert = (experts % local).sort(stable=True)
-    room = x.new_full((most, x.shape[1]), torch.nan)
-    room[: len(rows)] = rows[by_expert]
+    buffer = x.new_full((most, x.shape[1]), torch.nan)
+    buffer[: len(rows)] = rows[by_expert]
     counts = torch.bincount(experts, minlength=local)
     arguments = {"ep_world_size": ep_world_size, "ep_rank_id": ep_rank_id, "moe_expert_num": moe_expert_num}
     arguments["global_bs"] = global_bs
-    group.dispatched = Dispatch(expert_ids.clone(), arguments, x.dtype, order, sent, received, by_expert)
+    group.last_dispatch = Dispatch(expert_ids.clone(), arguments, x.dtype, order, sent, received, by_expert)
     zero = torch.zeros(1, dtype=torch.int32)
     places = order.to(torch.int32)
-    return room, no_values(x), places, counts, torch.tensor(received, dtype=torch.int32), zero, no_values(x)
+    return buffer, empty_output(x), places, counts, torch.tensor(received, dtype=torch.int32), zero, empty_output(x)
 
 
 def _combine_shapes(expand_x, expert_ids, **given):
@@ -238,22 +238,22 @@ def npu_moe_distribute_combine(
     demand(expert_scales.dtype == torch.float32, f"expert_scales must be float32, found {expert_scales.dtype}")
     shapes = f"expert_scales {list(expert_scales.shape)} and expert_ids {list(expert_ids.shape)}"
     demand(expert_scales.shape == expert_ids.shape, f"{shapes} must be of one shape")
-    group = hccl.group_of_mc2(group_ep)
-    of = group.dispatched
-    demand(of is not None, f"{group_ep} has dispatched nothing: call npu_moe_distribute_dispatch first")
+    group = hccl.mc2_group(group_ep)
+    dispatch = group.last_dispatch
+    demand(dispatch is not None, f"{group_ep} has dispatched nothing: call npu_moe_distribute_dispatch first")
     found = {"ep_world_size": ep_world_size, "ep_rank_id": ep_rank_id, "moe_expert_num": moe_expert_num}
     found["global_bs"] = global_bs
-    demand(found == of.arguments, f"arguments are {found}, the dispatch's were {of.arguments}")
-    demand(torch.equal(of.expert_ids, expert_ids), "expert_ids are not those of the last dispatch of this group")
-    demand(expand_x.dtype == of.dtype, f"expand_x is {expand_x.dtype}, {of.dtype} was dispatched")
-    order, sent, received, by_expert = of.order, of.sent, of.received, of.by_expert
+    demand(found == dispatch.arguments, f"arguments are {found}, the dispatch's were {dispatch.arguments}")
+    demand(torch.equal(dispatch.expert_ids, expert_ids), "expert_ids are not those of the last dispatch of this group")
+    demand(expand_x.dtype == dispatch.dtype, f"expand_x is {expand_x.dtype}, {dispatch.dtype} was dispatched")
+    order, sent, received, by_expert = dispatch.order, dispatch.sent, dispatch.received, dispatch.by_expert
     demand(torch.equal(order.int(), expand_idx), "expand_idx is not that of the last dispatch of this group")
     demand(ep_send_counts.tolist() == received, f"ep_send_counts is {ep_send_counts.tolist()}, expected {received}")
     rows = torch.empty_like(expand_x[: len(by_expert)])
     rows[by_expert] = expand_x[: len(by_expert)]
-    returned, back = hccl.exchange(rows, received, group)
+    returned, back = hccl.exchange_rows(rows, received, group)
     demand(back == sent, f"{back} rows came back, {sent} were sent")
     placed = torch.empty_like(returned)
     placed[order] = returned
     placed = placed.view(*expert_scales.shape, -1)
-    return (wide(placed) * expert_scales.unsqueeze(-1)).sum(1).to(expand_x.dtype)
+    return (to_fp32(placed) * expert_scales.unsqueeze(-1)).sum(1).to(expand_x.dtype)

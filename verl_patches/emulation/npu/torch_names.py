@@ -19,7 +19,7 @@ def is_device(given: Any) -> bool:
     return isinstance(given, str) and given.partition(":")[0] in ("npu", "cuda")
 
 
-class Default:
+class DefaultDevice:
     """Hold whether tensors without a stated device are the accelerator's: inside `with torch.device("npu")`."""
 
     is_device = False
@@ -30,8 +30,8 @@ def enter_context(enter: Callable) -> Callable:
 
     @functools.wraps(enter)
     def __enter__(self):
-        self.outer_default, Default.is_device = Default.is_device, is_device(self.device)
-        if Default.is_device:
+        self.outer_default, DefaultDevice.is_device = DefaultDevice.is_device, is_device(self.device)
+        if DefaultDevice.is_device:
             self.device = torch.device("cpu")
         return enter(self)
 
@@ -43,7 +43,7 @@ def exit_context(leave: Callable) -> Callable:
 
     @functools.wraps(leave)
     def __exit__(self, exc_type, exc_val, exc_tb):
-        Default.is_device = self.outer_default
+        DefaultDevice.is_device = self.outer_default
         return leave(self, exc_type, exc_val, exc_tb)
 
     return __exit__
@@ -110,7 +110,7 @@ def is_true(self: Any) -> bool:
     return True
 
 
-def with_hccl_for_nccl(init_process_group: Callable) -> Callable:
+def use_hccl_for_nccl(init_process_group: Callable) -> Callable:
     """Wrap init_process_group: nccl means hccl, as with transfer_to_npu; the device id is dropped."""
 
     @functools.wraps(init_process_group)
