@@ -23,7 +23,7 @@ from verl_patches.tools.data.handlers import parquet_schema
 from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_rows
 
 Row = dict[str, Any]
-ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
+ANSWER_COLUMNS = ("response", "chosen", "rejected", "label", "steps", "labels")
 TEST_ROWS = 30
 MAX_ROWS = 1_000_000
 PROMPT_SYMBOLS = 12
@@ -49,14 +49,14 @@ def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row
     order: list[str] = []
     while len(order) < count:
         order += rng.sample(list(KINDS), len(KINDS))
-    rows, of_answers = [], Random(f"answers {seed}")
+    rows, answer_rng = [], Random(f"answers {seed}")
     for at, kind in enumerate(order[:count]):
         prompt = " ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS))
         row = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": prompt}], "ability": "kinds"}
         row["reward_model"] = {"style": "rule", "ground_truth": kind}
         row["extra_info"] = {"index": -1, "split": "", "answer": kind, "solution": "", "origin": f"seed {seed}"}
         good = answers == "paired" or at % 2 == 0
-        rows.append({**row, **(_answers(of_answers, kind, good) if answers else {})})
+        rows.append({**row, **(_answers(answer_rng, kind, good) if answers else {})})
     return rows
 
 
@@ -84,7 +84,7 @@ def write_task(
 ) -> tuple[Path, Path]:
     """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
     schema, parts = (
-        parquet_schema(ANSWERS if answers else ()),
+        parquet_schema(ANSWER_COLUMNS if answers else ()),
         {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)},
     )
     made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}

@@ -40,19 +40,23 @@ def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[st
 
     Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
     """
-    wanted, wanted_of_atb = sorted(set(names)), sorted(set(atb_names))
-    declared = {wheel: (_declared(wheel, wanted), _declared_of_atb(wheel, wanted_of_atb)) for wheel in wheels}
+    wanted, wanted_atb = sorted(set(names)), sorted(set(atb_names))
+    declared = {}
+    for wheel in wheels:
+        declared[wheel] = _declared_functions(wheel, wanted), _declared_atb_functions(wheel, wanted_atb)
     versions = {wheel.name.split("-")[1] for wheel in wheels}
     lines = declared[wheels[0]]
-    odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
-    if len(versions) != 1 or odd:
-        raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
+    different = [wheel.name for wheel in wheels if declared[wheel] != lines]
+    if len(versions) != 1 or different:
+        raise ConfigError(
+            f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {different}"
+        )
     hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
     about = {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE}
     return {**about, "functions": lines[0], "atb_source": ATB_LIBRARY, "atb_functions": lines[1]}
 
 
-def _declared(wheel: Path, wanted: list[str]) -> list[str]:
+def _declared_functions(wheel: Path, wanted: list[str]) -> list[str]:
     if not zipfile.is_zipfile(wheel):
         raise ConfigError(
             f"{wheel}: not a wheel; expected a file like torch_npu-{op_schemas.TORCH_NPU_VERSION}-cp310-cp310-*.whl"
@@ -70,7 +74,7 @@ def _declared(wheel: Path, wanted: list[str]) -> list[str]:
     return kept
 
 
-def _declared_of_atb(wheel: Path, wanted: list[str]) -> list[str]:
+def _declared_atb_functions(wheel: Path, wanted: list[str]) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         library = archive.read(ATB_LIBRARY) if ATB_LIBRARY in archive.namelist() else b""
     lines = {match.group().decode() for match in _ATB_SCHEMA.finditer(library)}
@@ -85,14 +89,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", type=Path, nargs="+")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        found = extract(asked.wheels, op_schemas.FUNCTIONS, op_schemas.ATB_FUNCTIONS)
+        found = extract(arguments.wheels, op_schemas.FUNCTIONS, op_schemas.ATB_FUNCTIONS)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     text = json.dumps(found, indent=1) + "\n"
-    if not asked.check:
+    if not arguments.check:
         op_schemas.SCHEMA_FILE.write_text(text)
         count = len(found["functions"]) + len(found["atb_functions"])
         print(f"{op_schemas.SCHEMA_FILE.name}: {count} schemas of torch_npu {found['version']}")

@@ -34,7 +34,7 @@ from importlib import metadata
 sys.path.insert(0, sys.argv[1])
 import lock_a3
 have = {lock_a3.canonicalize_name(found.metadata["Name"]): found.version.partition("+")[0] for found in metadata.distributions()}
-for name, version in lock_a3.locked("3.11").items():
+for name, version in lock_a3.locked_versions("3.11").items():
     if have.get(name) != version and name != "torch-npu": # which the emulated platform refuses
         print(f"{name}=={version}")
 END

@@ -60,7 +60,7 @@ def chain(warm, tmp_path_factory):
                 call(words, warm(env) if "smoke" in words else env)
     runs = {name: OmegaConf.load(folder / name / "latest" / "config.yaml") for name in ("sft", "grpo", "sft_of_best")}
     saved = {name: folder / name / "latest" / "checkpoints" / f"global_step_{STEPS}" for name in runs}
-    base = chains.base_of(folder / "sft")
+    base = chains.base_model(folder / "sft")
     return SimpleNamespace(folder=folder, runs=runs, saved=saved, hf=folder / "hf", base=base, engines=engines)
 
 
@@ -202,7 +202,7 @@ def test_the_best_recorded_responses_are_what_the_next_sft_trains_on(chain):
     prompts = {row["prompt"][-1]["content"] for row in read_rows(chain.folder / "prompts" / "train.parquet")}
     assert {row["prompt"][-1]["content"] for row in rows} <= prompts and len(rows) == STEPS * 12
     assert data.train_files == str(chain.folder / "best" / "train.parquet")
-    assert chains.base_of(chain.folder / "sft_of_best") == chain.base  # and not what GRPO has made
+    assert chains.base_model(chain.folder / "sft_of_best") == chain.base  # and not what GRPO has made
 
 
 def parse_output(text):
