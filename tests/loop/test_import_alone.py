@@ -16,7 +16,7 @@ import yaml
 from loop_runs import ROOT, STREAMS
 
 from tests.conftest import python_with_prelude
-from tests.ranks import held_port
+from tests.ranks import reserved_port
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
 def ray_of_its_own(python, env, ray_folder, cwd):
     """Start a Ray whose client server has a port of its own, as the default one may be another run's."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with held_port() as port:
+    with reserved_port() as port:
         ray = subprocess.Popen([python, *RAY, f"--ray-client-server-port={port}"], env=env, cwd=cwd, **quiet)
         try:
             while not Path(ray_folder, "ray", "ray_current_cluster").is_file():
