@@ -213,7 +213,7 @@ def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
         if setting == truncation:
             assert len(made(run, tmp_path)[0]) == 1
         else:
-            with pytest.raises(ConfigError, match="1 of 1 recorded prompts are not in the run's data"):
+            with pytest.raises(ConfigError, match="expected all 1 recorded prompts, found 0"):
                 made(run, tmp_path, setting)
 
 
@@ -230,10 +230,12 @@ def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_pat
     with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
         made(run, tmp_path)
     save(run, changed_run(spec_of(run), {"recipe.objective.name": "sft"}))
-    with pytest.raises(ConfigError, match="trained on fixed data"):
+    with pytest.raises(ConfigError, match="trains on fixed data"):
         made(run, tmp_path)
     (run / FACTS_FILE).unlink()
-    with pytest.raises(ConfigError, match="expected a run, with config.yaml and facts.json; found FileNotFoundError"):
+    with pytest.raises(
+        ConfigError, match="the folder of a run, with config.yaml and facts.json; found FileNotFoundError"
+    ):
         made(run, tmp_path)
 
 
@@ -241,7 +243,7 @@ def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
     facts = json.loads((run / FACTS_FILE).read_text())
     facts.pop("recipe")
     (run / FACTS_FILE).write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="was recorded by an earlier version: use that version, or record") as error:
+    with pytest.raises(ConfigError, match="found an earlier version's; read it with that version, or record") as error:
         made(run, tmp_path)
     assert "\n" not in str(error.value) and "validation error" not in str(error.value)
 
@@ -251,7 +253,7 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
     remove(run, "scores_2.safetensors")
     assert made(run, tmp_path)[1]["steps"] == 1
     remove(run, "scores_1.safetensors")
-    with pytest.raises(ConfigError, match="recorded no rewards of its 2 steps"):
+    with pytest.raises(ConfigError, match="found 2 steps without rewards"):
         made(run, tmp_path, "b")
 
 
@@ -276,7 +278,7 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
     with pytest.raises(ConfigError, match=str(scores)):
         made(run, tmp_path)
     scores.write_bytes(content)
-    with pytest.raises(RecipeError, match="no row is left of 16 responses"):
+    with pytest.raises(RecipeError, match="found none among 16 responses"):
         made(run, tmp_path, threshold=2.0)
     (tmp_path / "train.parquet").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"train.parquet: expected "):

@@ -77,7 +77,7 @@ def test_map_keys_and_additional_keys(tmp_path):
     extra = {name: row["extra_info"][name] for name in ("level", "tags", "note")}
     assert extra == {"level": "3", "tags": '["x", {"y": null}]', "note": "n"}
     code, report = make(tmp_path, records, "maths", dataset_additional_keys=["gone"], out="b", **keys)
-    assert code == 1 and "gone (dataset_additional_keys), found a, level" in next(iter(report["bad"]["shown"]))
+    assert code == 1 and "expected a column gone, found a, level" in next(iter(report["bad"]["shown"]))
 
 
 def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
@@ -93,7 +93,7 @@ def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
     ("maths", {"problem": "p", "answer": "9" * 513}, "at most 512 characters, found 513"),
     ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
-    ("instruction", {"messages": [HI]}, "messages to end with a message of assistant, found user"),
+    ("instruction", {"messages": [HI]}, "the last message of messages to have role assistant, found user"),
     ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
     ("labelled", {"prompt": "p", "response": "r", "label": 2}, "label to be true or false, found 2"),
     ("process", {"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "a label for each of 1 steps, found 2"),
@@ -183,9 +183,9 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     assert [*made[1]["too_long"]["shown"]] == ["more than 90 tokens"]
     assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
-    with pytest.raises(ConfigError, match=r"0 of 312 rows are left \(312 too_long\); expected 2"):
+    with pytest.raises(ConfigError, match=r"found 0 of 312 rows are left \(left out: 312 too_long\)"):
         make(tmp_path, sample, out="c", seq_length=20, **keys)
-    with pytest.raises(ConfigError, match="nowhere: expected tokenizer_name_or_path to be a model folder"):
+    with pytest.raises(ConfigError, match="nowhere: expected tokenizer_name_or_path to be an existing model folder"):
         make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
 
 
@@ -210,7 +210,7 @@ def test_prompt_types(tmp_path):
 
 def test_a_text_that_is_no_jinja_is_refused_and_one_that_fails_is_a_bad_row():
     for text in ("{{ prompt", "{% include %}", "{% for a in prompt %}"):
-        with pytest.raises(ConfigError, match="prompt_type: expected Jinja") as error:
+        with pytest.raises(ConfigError, match="prompt_type: expected a Jinja template") as error:
             read_template(text)
         assert len(str(error.value)) < 600
     assert read_template("{% for a in prompt %}{{ prompt }}{% endfor %}").render({"prompt": "ab"}) == "abab"
@@ -249,11 +249,11 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
     ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected one of maths, gsm8k"),
-    ({"seq_length": 10}, "seq_length is in tokens; expected tokenizer_name_or_path"),
+    ({"seq_length": 10}, "seq_length counts tokens: expected tokenizer_name_or_path"),
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
-    ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),
+    ({"dataset_additional_keys": ["origin"]}, "extra_info already has origin"),
     ({"output_prefix": "s3://b/c"}, "expected a local folder"),
-    ({"prompt_type": "boxed", "handler_name": "text"}, "raw text has no prompt"),
+    ({"prompt_type": "boxed", "handler_name": "text"}, "makes rows without a prompt"),
 ])  # fmt: skip
 def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message) as error:
@@ -266,7 +266,7 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path, text):
     (tmp_path / "b.yaml").write_text(text)
     with pytest.raises(ConfigError, match="b.yaml"):
         read_settings(tmp_path / "b.yaml")
-    with pytest.raises(ConfigError, match="expected a YAML file of keys .*input=.*rows.jsonl -o DIR"):
+    with pytest.raises(ConfigError, match="expected a YAML file of settings .*input=.*rows.jsonl -o DIR"):
         read_settings(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
         settings_of(tmp_path, "seed")

@@ -58,7 +58,7 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
     [
         ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found none"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
-        (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found not JSON"),
+        (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found invalid JSON"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, line, words):
@@ -72,8 +72,8 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     write_table(pyarrow.table({"other": [1, 2]}), tmp_path / "other.parquet")
     for name, words in (
-        ("p.txt", "expected a file that ends in .json, .jsonl, .parquet, found none"),
-        ("a.parquet", "a.parquet: expected a file that can be read"),
+        ("p.txt", "expected a file that ends in .json, .jsonl, .parquet, found no file"),
+        ("a.parquet", "a.parquet: expected a readable file"),
         ("other.parquet", "other.parquet:1: column"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -127,7 +127,7 @@ def test_other_settings_begin_anew_and_another_writer_is_refused(tmp_path):
     with pytest.raises(KeyError), resumable_output(output, {"n": 1, "model": "a"}) as lines:
         lines.add({"row": 0})
         with (
-            pytest.raises(ConfigError, match="another process writes it"),
+            pytest.raises(ConfigError, match="another process is writing it"),
             resumable_output(output, {"n": 1, "model": "a"}),
         ):
             pass

@@ -88,10 +88,11 @@ def _template_and_tokenizer(prompt_type: str, tokenizer: str | None) -> tuple[An
     """Return (template, tokenizer), made once in each process."""
     if tokenizer is None:
         return read_template(prompt_type), None
-    expected = "tokenizer_name_or_path to be a model folder that is there, or an id"
+    expected = "tokenizer_name_or_path to be an existing model folder or a Hugging Face id"
     found = read_tokenizer(tokenizer, expected, local=os.path.isdir(tokenizer))
     if not found.chat_template:
-        raise ConfigError(f"tokenizer_name_or_path {tokenizer}: it has no chat template, which verl needs")
+        where = f"tokenizer_name_or_path {tokenizer}"
+        raise ConfigError(f"{where}: expected a chat template, which verl needs, found none; give another tokenizer")
     return read_template(prompt_type), found
 
 
@@ -130,8 +131,8 @@ def _row_maker(settings: Settings, workers: int) -> Iterator[Callable[..., dict[
             executor.submit(os.getpid)  # the first submit forks all workers
         yield make
     except BrokenProcessPool as error:
-        text = "a worker of data build was killed; lower workers, or give the machine more memory"
-        raise RecipeError(text) from error
+        text = f"data build: one of {workers} worker processes was killed"
+        raise RecipeError(f"{text}; lower workers, or give the machine more memory") from error
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -216,7 +217,7 @@ def _filter_rows(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tupl
             continue
         longest = {name: max(most, row[f"{name}_tokens"]) for name, most in longest.items()}
         if dedupe and row["digest"] in seen:
-            count_reason("repeated", row["origin"], "as one before it")
+            count_reason("repeated", row["origin"], "repeats an earlier row")
         else:
             kept.append((number, row["prompt"]))
         seen.add(row["digest"])
@@ -227,8 +228,10 @@ def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping
     """Return {file: row numbers} in their order; test has the first rows, and all others with the same prompts."""
     size = len(kept)
     if size < 2:
-        out_of = ", ".join(f"{n} {why}" for why in ("bad", "repeated", "too_long") if (n := report[why]["rows"]))
-        raise ConfigError(f"{size} of {report['read']} rows are left ({out_of or 'no more'}); expected 2 or more")
+        counts = {reason: report[reason]["rows"] for reason in ("bad", "repeated", "too_long")}
+        left_out = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "none"
+        found = f"{size} of {report['read']} rows are left (left out: {left_out})"
+        raise ConfigError(f"input: expected 2 or more rows, to train and to test, found {found}; give more data")
     if settings.shuffle:
         Random(settings.seed).shuffle(kept)
     count = int(settings.test_size) if settings.test_size >= 1 else max(1, round(settings.test_size * size))
@@ -236,8 +239,8 @@ def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping
     test = [number for number, prompt in kept if prompt in prompts]
     train = [number for number, prompt in kept if prompt not in prompts]
     if not train:
-        found = f"test_size is {settings.test_size}: {len(test)} of {size} rows"
-        raise ConfigError(f"{found} leave none to train on; give a smaller one")
+        found = f"{len(test)} of {size} rows, all with a prompt of the test rows; none is left to train on"
+        raise ConfigError(f"test_size is {settings.test_size}: it takes {found}; lower test_size")
     return {TRAIN: train, TEST: test}
 
 

@@ -57,11 +57,10 @@ class Choice:
 
     def __post_init__(self):
         if faults := value_faults(field_types(Choice), asdict(self)):
-            raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
+            raise ConfigError(f"data from-rollouts: {'; '.join(faults)}")
         if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
-            raise ConfigError(
-                f"from-rollouts: --to {self.kind}: --best is for best and --margin for pairs; leave it out"
-            )
+            text = "data from-rollouts: expected --best only with --to best, and --margin only with --to pairs"
+            raise ConfigError(f"{text}, found --to {self.kind}; remove the option")
 
 
 def write_rollout_data(
@@ -78,15 +77,12 @@ def write_rollout_data(
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.
     """
-    with loading_errors(f"{run}: expected a run, with {CONFIG_FILE} and {FACTS_FILE}"):
+    with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
         try:
             spec = read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
         except ValidationError:
-            text = (
-                f"{run / FACTS_FILE}: expected the facts of a run as this version writes them; {run} was recorded by an"
-            )
-            text = f"{text} earlier version: use that version, or record the run again"
-            raise ConfigError(text) from None
+            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
+            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
@@ -113,7 +109,7 @@ def write_rollout_data(
         report["left_out"] = {reason: count for reason, count in sorted(left_out.items()) if count}
         if not report["rows"]:
             why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
-            text = f"{run}: no row is left of {report['responses']} responses ({why})"
+            text = f"{run}: expected rows, found none among {report['responses']} responses ({why})"
             raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
         source = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
         manifest = {"format": "verl_patches data", "version": 1, "run": source, "settings": asdict(choice)}
@@ -128,16 +124,17 @@ def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
         return scored
     if not spec.samples:
-        raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
-    found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
+        raise ConfigError(f"{run}: expected rollouts, found none: it trains on fixed data; give a run that samples")
+    found = f"{len(steps)} steps without rewards, as no update followed" if steps else "no rollouts"
     size = size_text(recorded_bytes(spec))
-    raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
+    text = f"{run}: expected recorded rollouts and their rewards, found {found}"
+    raise ConfigError(f"{text}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
 def _tokenizer(spec: RunSpec) -> Any:
     data = spec.verl.data
     path, code = data.tokenizer or str(spec.model_folder), data.get("trust_remote_code")
-    return read_tokenizer(path, "the run's tokenizer; copy its model here", code=bool(code))
+    return read_tokenizer(path, "the run's tokenizer (copy its model to this path)", code=bool(code))
 
 
 def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
@@ -146,7 +143,7 @@ def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[i
     head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # tokens that a cut keeps of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:
-        with loading_errors(f"{file}: expected the run's data as it was; put it there again"):
+        with loading_errors(f"{file}: expected the run's data, unchanged (restore it if it was moved or edited)"):
             for _, row in read_rows(Path(file)):
                 prompt = row[data.prompt_key]
                 ids = prompt_tokens(tokenizer, prompt)
@@ -155,8 +152,8 @@ def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[i
                     found.setdefault(key, {**row, "prompt": prompt})
     if missing := len(wanted - found.keys()):
         raise ConfigError(
-            f"{missing} of {len(wanted)} recorded prompts are not in the run's data ({', '.join(files)}); "
-            "expected its files, tokenizer and chat template as they were when it ran"
+            f"{', '.join(files)}: expected all {len(wanted)} recorded prompts, found {len(wanted) - missing}; "
+            "restore the run's data, tokenizer and chat template as they were when it ran"
         )
     return found
 
@@ -174,7 +171,7 @@ def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float,
 def _load_tensors(path: Path, *names: str) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
-    with loading_errors(f"{path}: expected a recording with {', '.join(names)}; run it again"):
+    with loading_errors(f"{path}: expected a recording with {', '.join(names)} (record the run again)"):
         tensors = load_file(path)
         return [tensors[name] for name in names]
 

@@ -47,8 +47,9 @@ class Record:
         columns = self.columns.get(field, ())
         found = next((self.values[name] for name in columns if self.values.get(name) is not None), None)
         if found is None and needed:
-            another = f"map_keys={{{field}: COLUMN}} names another"
-            raise ValueError(f"expected {field} in {' or '.join(columns)}, found {self.column_names}; {another}")
+            expected = f"{field} in column {' or '.join(columns)}"
+            hint = f"name its column with map_keys={{{field}: COLUMN}}"
+            raise ValueError(f"expected {expected}, found the columns {self.column_names}; {hint}")
         return found
 
     def text(self, field: str, needed: bool = True) -> str:
@@ -73,14 +74,14 @@ class Template:
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(user)
         except (TemplateError, RecursionError) as error:
-            raise ConfigError(f"prompt_type: expected Jinja, found {user!r:.80}: {error}") from None
+            raise ConfigError(f"prompt_type: expected a Jinja template, found {user!r:.80}: {error}") from None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return the text; raise ValueError where it cannot be made, for example of a missing value."""
         try:
             return self._template.render(values)
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"prompt_type: {error}") from None
+            raise ValueError(f"prompt_type: the template cannot be rendered: {error}") from None
 
 
 def read_template(prompt_type: str) -> Template | None:
@@ -92,7 +93,7 @@ def read_template(prompt_type: str) -> Template | None:
     found = read_yaml(TEMPLATES_FILE)
     if prompt_type in found:
         return Template(**found[prompt_type])
-    fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja text")
+    fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja template")
     raise ConfigError(f"prompt_type is {prompt_type:.80}; {fault.partition('; ')[2]}")
 
 
@@ -106,7 +107,7 @@ def require_text(value: Any, field: str, may_be_empty: bool = False) -> str:
     """Return the same text; raise ValueError if it is not text, is empty, or cannot be stored as UTF-8."""
     _require(isinstance(value, str), f"{field} to be text", value)
     if not value.strip() and not may_be_empty:
-        raise ValueError(f"expected {field} to hold text, found it empty")
+        raise ValueError(f"expected {field} to be text, found empty text")
     value.encode()  # refuses a lone surrogate, as UnicodeEncodeError is a ValueError
     return value
 
@@ -138,7 +139,7 @@ def _conversation(value: Any, field: str, last: str = "assistant") -> list[dict[
     """Return messages whose last one has the role `last`."""
     messages = _messages(value, field)
     if (role := messages[-1]["role"]) != last:
-        raise ValueError(f"expected {field} to end with a message of {last}, found {role}")
+        raise ValueError(f"expected the last message of {field} to have role {last}, found {role}")
     return messages
 
 
@@ -148,7 +149,7 @@ def _prompt(record: Record, value: Any, template: Template | None) -> list[dict[
         messages[-1]["content"] += f"\n{query}"
     if template is not None:
         text = template.render({**record.values, "prompt": messages[-1]["content"]})
-        messages[-1]["content"] = require_text(text, "what prompt_type makes").strip()
+        messages[-1]["content"] = require_text(text, "the text that prompt_type renders").strip()
         system = system or template.system or ""
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -166,7 +167,7 @@ def _read_gsm8k(record: Record) -> Row:
     solution = record.text("response")
     _, sign, answer = solution.rstrip().rpartition("\n")[2].rpartition("####")
     if not sign or not answer:
-        raise ValueError('expected the answer to end in a line "#### 42"')
+        raise ValueError('expected the answer to end in a line such as "#### 42", found no such line')
     return {"prompt": record.get("prompt"), "answer": _answer(answer.replace(",", "")), "solution": solution}
 
 
@@ -195,7 +196,7 @@ def _read_labelled(record: Record) -> Row:
 def _read_process(record: Record) -> Row:
     steps, labels = record.get("steps"), record.get("labels")
     for name, value in (("steps", steps), ("labels", labels)):
-        _require(isinstance(value, list) and value != [], f"{name} to be a list, not empty", value)
+        _require(isinstance(value, list) and value != [], f"{name} to be a list that is not empty", value)
     _require(len(steps) == len(labels), f"a label for each of {len(steps)} steps", len(labels))
     for label in labels:
         _require(isinstance(label, bool | int | float) and 0 <= label <= 1, "labels from 0 to 1", label)
@@ -249,7 +250,7 @@ def make_row(
     extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, solution, origin), strict=True))
     for name in additional:
         if name not in record.values:
-            raise ValueError(f"expected the column {name} (dataset_additional_keys), found {record.column_names}")
+            raise ValueError(f"dataset_additional_keys: expected a column {name}, found {record.column_names}")
         value = record.values[name]
         text = value if isinstance(value, str) else json.dumps(value, default=str, allow_nan=False)
         extra[name] = require_text(text, name, may_be_empty=True)

@@ -30,23 +30,24 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     """
 
     def output_error(text: object) -> ConfigError:
-        return ConfigError(f"output {target}: {text}; choose another output_prefix")
+        return ConfigError(f"output {target}: {text}, or choose another output folder")
 
     if target.name in ("", "..") or not target.name.isprintable():
-        raise output_error("expected the path of a folder to make")
+        raise output_error("expected a path that ends in a printable folder name; correct it")
     work = target.with_name(f".{target.name}{PARTIAL}")
     scratch, replaced = work / "scratch", work / "scratch" / "old"
-    with locked_folder(work, lambda: output_error("another process writes it: wait for its end"), output_error):
+    with locked_folder(work, lambda: output_error("another process is writing it; wait until it ends"), output_error):
         try:
             if replaced.exists() and not target.exists():  # a call was killed between its two renames
                 replaced.rename(target)
             if target.is_symlink() or (target.exists() and not target.is_dir()):
-                raise output_error("expected a folder or nothing")
+                raise output_error("expected a folder or no file, found a file or a link; remove it")
             there = {path.name for path in target.iterdir()} if target.exists() else set()
             if others := there - {TRAIN, TEST, MANIFEST}:
-                raise output_error(f"holds other files, such as {min(others)!r}")
+                expected = f"{TRAIN}, {TEST} and {MANIFEST}"
+                raise output_error(f"expected only {expected}, found other files, such as {min(others)!r}; remove them")
             if there and not overwrite:
-                raise output_error("exists already: give --overwrite to replace it")
+                raise output_error("expected a new folder, found an existing one; replace it with --overwrite")
             shutil.rmtree(scratch, ignore_errors=True)
             (scratch / "out").mkdir(parents=True)
             yield scratch
@@ -57,7 +58,7 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
                     target.rename(replaced)
                 (scratch / "out").rename(target)
         except OSError as error:
-            raise output_error(error) from error
+            raise output_error(f"cannot be written ({error}); free or repair the disk") from error
         finally:
             if replaced.exists() and not target.exists():  # the second rename failed
                 replaced.rename(target)

@@ -59,8 +59,8 @@ class Settings(BaseModel):
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
     """Return the settings of a file, of texts KEY=VALUE, and of `output` (an output_prefix); ConfigError for faults."""
     if file.suffix in (".jsonl", ".parquet"):
-        hint = f"give a file of data as its input: data build data/sample.yaml input={file} -o DIR"
-        raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found data; {hint}")
+        hint = f"pass the data as input: data build data/sample.yaml input={file} -o DIR"
+        raise ConfigError(f"{file}: expected a YAML file of settings (docs/data.md), found data; {hint}")
     values = read_yaml(file)
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -69,7 +69,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
         values[key] = text if key == "prompt_type" else next(iter(parse_yaml(text, key)), None)
     if output is not None:
         values["output_prefix"] = str(output)
-    types, hint = {key: field_types(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
+    types, hint = {key: field_types(Settings)[key] for key in Settings.model_fields}, "docs/data.md lists the keys"
     faults = [unknown_key(str(key), types, hint) for key in values if key not in types]
     faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
     if faults := faults + value_faults(types, values):
@@ -85,13 +85,13 @@ def _faults(settings: Settings) -> Iterator[str]:
     """Yield the faults of values that are valid one by one."""
     name, additional = settings.handler_name, settings.dataset_additional_keys
     fields = HANDLERS[name].fields
-    hint = f"{name} has {', '.join(fields)}"
+    hint = f"handler {name} has the fields {', '.join(fields)}"
     yield from (f"map_keys: {unknown_key(key, fields, hint)}" for key in settings.map_keys if key not in fields)
     if taken := {*additional} & {*EXTRA_INFO_KEYS}:
-        yield f"dataset_additional_keys: extra_info has {' and '.join(sorted(taken))} already; leave them out"
+        yield f"dataset_additional_keys: extra_info already has {' and '.join(sorted(taken))}; remove them"
     if settings.seq_length and not settings.tokenizer_name_or_path:
-        yield "seq_length is in tokens; expected tokenizer_name_or_path too"
+        yield "seq_length counts tokens: expected tokenizer_name_or_path too, found none"
     if name == "text" and settings.prompt_type != MODEL:
-        yield "prompt_type: raw text has no prompt; leave it out"
+        yield "prompt_type: handler text makes rows without a prompt; remove prompt_type"
     if "://" in settings.output_prefix:
-        yield f"output_prefix is {settings.output_prefix}; expected a local folder: copy it from there"
+        yield f"output_prefix is {settings.output_prefix}; expected a local folder; write there and copy the result"

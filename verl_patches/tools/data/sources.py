@@ -36,8 +36,9 @@ def input_sources(settings: Settings, scratch: Path) -> Iterator[Source]:
     """Yield the sources of each input in order; copy remote files to `scratch`; ConfigError for an invalid input."""
     for number, given in enumerate(settings.inputs):
         if is_secret_value(given):
-            raise ConfigError("input: an address holds a secret; credentials are read from the environment alone")
-        with loading_errors(f"input {given}: expected files or a dataset that can be read"):
+            text = "input: expected an address without credentials, found one with a secret"
+            raise ConfigError(f"{text}; pass credentials in environment variables")
+        with loading_errors(f"input {given}: expected readable files or a readable dataset"):
             path = Path(given)
             if _URL_PATTERN.match(given):
                 yield from map(_file_source, _download(given, scratch / f"input{number}"))
@@ -60,8 +61,10 @@ def _readable_files(given: str, files: Iterable[Any]) -> list[Any]:
 
 def _file_source(path: Path) -> Source:
     if not path.is_file() or path.suffix not in ENDINGS:
-        found = "another file" if path.is_file() else "no file"
-        raise ConfigError(f"input {path}: expected {', '.join(ENDINGS)}, a folder or a dataset's id, found {found}")
+        found = "a file of another type" if path.is_file() else "no file"
+        raise ConfigError(
+            f"input {path}: expected a {', '.join(ENDINGS)} file, a folder or a dataset id, found {found}"
+        )
     return Source(printable(path.name), lambda: read_rows(path), file_facts(path))
 
 
@@ -85,7 +88,7 @@ def _dataset_source(given: str, split: str, local: bool) -> Source:
     facts = {"name": given, "split": split, "rows": len(found), "version": str(found.version or "")}
 
     def rows() -> Rows:
-        with loading_errors(f"input {given}: expected rows that can be read"):
+        with loading_errors(f"input {given}: expected readable rows"):
             yield from _numbered_rows(found.with_format("arrow").iter(_BATCH_ROWS))
 
     return Source(printable(Path(given).name), rows, facts)
@@ -98,7 +101,7 @@ def _download(url: str, folder: Path) -> list[Path]:
     try:
         system, place = fsspec.url_to_fs(url)
     except ImportError as error:
-        raise ConfigError(f"input {url}: s3fs is not installed: pip install s3fs, or copy the files") from error
+        raise ConfigError(f"input {url}: package s3fs is not installed; pip install s3fs, or copy the files") from error
     places = _readable_files(url, [place] if system.isfile(place) else system.ls(place, detail=False))
     files = [folder / str(number) / Path(name).name for number, name in enumerate(places)]
     system.get(places, [*map(str, files)])
@@ -110,7 +113,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
 
     Raise ConfigError for a file that cannot be read.
     """
-    with loading_errors(f"{path}: expected a file that can be read"):
+    with loading_errors(f"{path}: expected a readable file"):
         if path.suffix == ".parquet":
             yield from _read_parquet(path, columns)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
@@ -145,13 +148,13 @@ def _parse(text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise ValueError(f"invalid JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
-        raise ValueError("not read: nested too deep") from None
+        raise ValueError("JSON that is nested too deep") from None
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"not JSON: {word}")
+    raise ValueError(f"invalid JSON: {word}")
 
 
 def _read_parquet(path: Path, columns: Sequence[str] | None) -> Rows:
@@ -179,7 +182,7 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     text = prompt if isinstance(prompt, str) else render_chat(tokenizer, prompt)
     text.encode()  # raises UnicodeEncodeError for half a surrogate pair
     if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
-        raise ValueError("expected a text with tokens, found none")
+        raise ValueError("expected text with at least one token, found none")
     return tokens
 
 
@@ -190,7 +193,7 @@ def render_chat(tokenizer: Any, messages: Any) -> str:
         raise ValueError(f"expected text or a list of messages, found {found}")
     for each in messages:
         if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
-            raise ValueError("expected role and content, both text, in each message")
+            raise ValueError("expected role and content in each message, both text")
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template may raise anything

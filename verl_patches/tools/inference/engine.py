@@ -98,7 +98,7 @@ class Engine:
                 **{name: value for name, value in given.items() if value is not None},
             )
         except ValueError as error:  # such as a KV cache that is too small for `length`
-            raise RecipeError(f"{folder}: vLLM's engine does not start: {error}") from error
+            raise RecipeError(f"{folder}: vLLM's engine failed to start: {error}") from error
 
     def run(self, prompts: list[list[int]], params: SamplingParams, first: int) -> Iterator[Any]:
         """Yield vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.

@@ -60,7 +60,8 @@ def find_model(
     """
     if SAVED.fullmatch(given.name) and not has_manifest(given):
         there = ", ".join(path.name for _, path in sorted(complete_in(given.parent)))
-        raise ConfigError(f"{given}: no complete checkpoint; {given.parent} has {there or 'none'}")
+        found = f"{given.parent} has {there or 'none'}"
+        raise ConfigError(f"{given}: expected a complete checkpoint, found none or a part of one; {found}")
     if (given / "config.json").exists():
         saved = SAVED.fullmatch(given.name)
         folders = {int(saved[1]) if saved else 0: given}
@@ -69,22 +70,22 @@ def find_model(
     else:
         run, folders = find_start(given, root, ", or a folder of weights, with config.json"), {}
     if run and config_name:
-        raise ConfigError(f"{given} has the settings of {run / CONFIG_FILE}; leave --config-name out")
+        raise ConfigError(f"{given}: its settings are those of {run / CONFIG_FILE}; remove --config-name")
     name = config_name or CONFIG_NAME
     config = _recorded_config(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
     objective, platform = config.recipe.objective.name, config.recipe.platform
     if run and objective in VALUE_OBJECTIVES:
         raise ConfigError(
-            f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
-            "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
+            f"{given}: expected a language model, found a value model (algo={objective}), which generates no tokens; "
+            "to use it as a reward model, name it in recipe.rewards (docs/recipes.md)"
         )
     spec = resolve(
         instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees)
     )
     if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
         raise ConfigError(
-            f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
-            "(trainer.save_freq=N writes them)"
+            f"{given}: expected complete checkpoints of {run} or of the starts that it resumes, found none; "
+            "run it with trainer.save_freq=N"
         )
     require_trees(spec)
     require_verl(spec.line, spec.trees)
@@ -94,7 +95,7 @@ def find_model(
     for source in sources.values():
         if SCORE in source.tensors:
             raise ConfigError(
-                f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
+                f"{source.folder}: expected a language model, found a value model (it has the tensor {SCORE})"
             )
         if spec.platform == "npu":
             require_checks(instance_checks(replace(spec, model=source.inventory.model)))
@@ -116,7 +117,7 @@ def _recorded_config(run: Path, overrides: Sequence[str], trees: Trees) -> DictC
         try:
             check_recipe(OmegaConf.to_container(config.recipe))
         except ConfigError as error:
-            text = "a key that is unknown here was recorded by another version: remove it from the file"
+            text = "an unknown key was recorded by another version: remove it from the file"
             raise ConfigError(f"{run / CONFIG_FILE}: {error}\n        ({text})") from error
         verl_file = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verl_file))

@@ -105,7 +105,7 @@ def start_ranked_engine(folder: Path, run: RunSpec, length: int) -> Iterator[Ran
 
 def _warn_of_wait(pool: RayResourcePool) -> None:
     if pool.pgs is None:  # no placement group is reserved yet
-        log.warning("waiting for nodes with %s free devices: other jobs of this Ray have them", pool.store)
+        log.warning("waiting for nodes with %s free devices: other jobs of this Ray cluster hold them", pool.store)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def read_prompts(
 def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, or row from 1, values) of each row."""
     if file.suffix not in ENDINGS or not file.is_file():
-        found = "another" if file.exists() else "none"
+        found = "another path" if file.exists() else "no file"
         raise ConfigError(f"{file}: expected a file that ends in {', '.join(ENDINGS)}, found {found}")
     for line, row in read_rows(file, columns):
         if not isinstance(row, dict):
@@ -96,12 +96,14 @@ def resumable_output(output: Path, settings: Mapping[str, Any]) -> Iterator[Line
     digest = hashlib.sha256(json.dumps(settings, default=_json_value).encode()).hexdigest()[:8]
     try:
         if os.path.lexists(output):
-            raise ConfigError(f"{output}: expected a new file, found one: give another, or remove it")
+            raise ConfigError(f"{output}: expected a new file, found an existing one; give another path, or remove it")
         partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
         output.parent.mkdir(parents=True, exist_ok=True)
         file = lock_file(partial)
     except BlockingIOError:
-        raise ConfigError(f"{partial}: another process writes it; wait for it, or give another output") from None
+        raise ConfigError(
+            f"{partial}: another process is writing it; wait until it ends, or give another output"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error}); give another output") from None
     with file:
