@@ -35,8 +35,8 @@ def require(platform: str) -> None:
         found.append(f"torch_npu at {spec.origin}")
     if found:
         raise ConfigError(
-            f"platform npu_emulated: expected a machine without an NPU, found {', '.join(found)}. Its numbers are "
-            "references in plain torch on a CPU: use recipe.platform=npu on this machine"
+            f"platform npu_emulated: expected a machine without an NPU, found {', '.join(found)}. The emulation "
+            "computes on the CPU; use recipe.platform=npu on this machine"
         )
 
 

@@ -75,7 +75,7 @@ def parse_schema(text: str, gather_outputs: bool = True) -> Schema:
     try:
         declared = torch._C.parse_schema(text)
     except RuntimeError as error:
-        raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns: {error}") from error
+        raise ConfigError(f"expected a schema, name(kind argument, ...) -> returns, found {text!r}: {error}") from error
     parameters: dict[str, Parameter] = {}
     kinds: dict[str, str] = {}
     for a in declared.arguments:
@@ -216,7 +216,7 @@ def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
         for name, value in given.items()
         if value is not None and (isinstance(value, torch.Tensor) or value != defaults[name])
     ]
-    demand(not wrong, f"arguments that are not part of the reference must be left out; found {', '.join(wrong)}")
+    demand(not wrong, f"arguments that are not supported must keep their defaults, found {', '.join(wrong)}")
 
 
 def to_fp32(x: torch.Tensor) -> torch.Tensor:

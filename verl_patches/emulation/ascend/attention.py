@@ -28,21 +28,23 @@ def _causal_mask() -> torch.Tensor:
 
 def _check_arguments(layout, sparse_mode, keep_prob, atten_mask, inputs, ends) -> None:
     """Raise ValueError for arguments that a device refuses or misuses, or that the reference does not support."""
-    demand(layout in LAYOUTS, f"input_layout {layout!r} is not part of the reference: {', '.join(LAYOUTS)}")
+    demand(layout in LAYOUTS, f"input_layout must be {' or '.join(LAYOUTS)}, found {layout!r}")
     fits = sparse_mode == CAUSAL and keep_prob == 1
-    demand(fits, f"sparse_mode {sparse_mode} and keep_prob {keep_prob} are not part of the reference: {CAUSAL} and 1")
+    demand(fits, f"sparse_mode must be {CAUSAL} and keep_prob 1, found {sparse_mode} and {keep_prob}")
     dtypes, dims = {x.dtype for x in inputs}, [x.dim() for x in inputs]
-    demand(len(dtypes) == 1 and set(dims) == {3}, f"expected one dtype and 3 dimensions, found {dtypes}, {dims}")
+    demand(len(dtypes) == 1 and set(dims) == {3}, f"q, k and v must have one dtype and 3 dims, found {dtypes}, {dims}")
     fits = atten_mask is not None and atten_mask.dtype in (torch.bool, torch.uint8)
     fits = fits and torch.equal(atten_mask.bool(), _causal_mask())
-    demand(fits, f"sparse_mode {sparse_mode} takes the mask of 2048 x 2048 that is set above the diagonal")
+    demand(fits, f"atten_mask must be 2048 x 2048 and true above the diagonal only, for sparse_mode {sparse_mode}")
     packed = layout == "TND"
-    demand(all((one is not None) == packed for one in ends), "ends of sequences are needed for TND, and for TND only")
+    fits = all((one is not None) == packed for one in ends)
+    demand(fits, "actual_seq_qlen and actual_seq_kvlen must be given for TND, and be None for SBH")
     if packed:
         q_ends, kv_ends = map(list, ends)
         totals = [q_ends[-1:], kv_ends[-1:]] == [[len(inputs[0])], [len(inputs[1])]]
         rising = q_ends == sorted(q_ends) and kv_ends == sorted(kv_ends) and len(q_ends) == len(kv_ends)
-        demand(totals and rising, f"ends {q_ends} and {kv_ends} must rise to {len(inputs[0])} and {len(inputs[1])}")
+        found = f"actual_seq_qlen {q_ends} and actual_seq_kvlen {kv_ends}"
+        demand(totals and rising, f"{found} must increase to {len(inputs[0])} and {len(inputs[1])}")
 
 
 def _sequence_slices(q: torch.Tensor, k: torch.Tensor, ends) -> Iterator[tuple[slice, slice]]:
@@ -80,7 +82,7 @@ def npu_fusion_attention(
     zero, its maximum is -inf and its sum 0 (a device leaves that undefined).
     """
     ends, packed = (actual_seq_qlen, actual_seq_kvlen), input_layout == "TND"
-    demand(padding_mask is None and prefix is None and pse is None, "pse, padding_mask and prefix must be left out")
+    demand(padding_mask is None and prefix is None and pse is None, "pse, padding_mask and prefix must be None")
     _check_arguments(input_layout, sparse_mode, keep_prob, atten_mask, (query, key, value), ends)
     heads = key.shape[1] if packed else key.shape[2] // (query.shape[2] // head_num)
     fits = heads > 0 and head_num % heads == 0 and (not packed or query.shape[1] == head_num)

@@ -33,7 +33,7 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     With group_type 2, x [K, M] times weight [M, N] gives [E, K, N]. A group_list of numbers is always cumulative, as in
     the C++.
     """
-    demand(len(x) == len(weight) == 1 and not bias, "x and weight hold one tensor each, and there is no bias")
+    demand(len(x) == len(weight) == 1 and not bias, "x and weight must hold one tensor each, and bias none")
     kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
     return [ops.grouped_matmul(x[0], weight[0], group_list, group_type, kind)]
 
@@ -82,7 +82,7 @@ def npu_matmul_add_fp32(x, weight, C):
     demand(C.dtype == torch.float32, f"C must be float32, found {C.dtype}")
     found = f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype}"
     fits = x.dtype == weight.dtype and x.dim() == weight.dim() == 2 and len(x) == len(weight)
-    demand(fits, f"{found} must be [M, N] and [M, K]")
+    demand(fits, f"expected [M, N] and [M, K] of one dtype, found {found}")
     C.add_(to_fp32(x).t() @ to_fp32(weight))
 
 
@@ -108,10 +108,10 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
 )
 def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, maximize, **given):
     """Make AdamW step state_step (one number, the first is 1) in place; max_exp_avg_sq is for amsgrad only."""
-    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
+    demand(not amsgrad and not maximize, "amsgrad and maximize must be False: the reference does not support them")
     demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
     step = int(state_step)
-    demand(step >= 1, f"the first step is 1, found {step}")
+    demand(step >= 1, f"state_step must be at least 1, found {step}")
     ops.adam_w(betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
 
 
@@ -142,5 +142,5 @@ OPS: dict[str, SimpleNamespace] = {
 def load(self: Any, verbose: bool = True) -> SimpleNamespace:
     """Replace the builders' `load`; raise RuntimeError for a builder that DeepSeek-V3's training never loads."""
     if self.name not in OPS:
-        raise RuntimeError(f"{type(self).__name__} has no reference for CPU; add {self.name!r} to {__name__}")
+        raise RuntimeError(f"{type(self).__name__} {self.name!r} has no CPU reference; add it to {__name__}")
     return OPS[self.name]

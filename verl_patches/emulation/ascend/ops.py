@@ -78,7 +78,7 @@ def npu_apply_adam_w(
     Without `out` the real function refuses; this one raises TypeError.
     """
     demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
-    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
+    demand(not amsgrad and not maximize, "amsgrad and maximize must be False: the reference does not support them")
     powers = beta1_power * beta1, beta2_power * beta2
     adam_w(*out, grad, (beta1, beta2), powers, lr, weight_decay, epsilon)
     return tuple(out)
@@ -106,12 +106,12 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     indices are [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
     only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
     """
-    demand(not padded_mode, "padded_mode is not supported by the device either")
+    demand(not padded_mode, "padded_mode must be False: a device does not support it either")
     shapes = f"{list(tokens.shape)} and {list(indices.shape)}"
     fits = tokens.dim() == 2 and indices.dim() in (1, 2)
     demand(fits, f"tokens must be [T, H] and indices [T, k] or [T], found {shapes}")
     demand(indices.dtype in (torch.int32, torch.int64), f"indices must be int32 or int64, found {indices.dtype}")
-    demand(len(indices) == len(tokens), f"{len(indices)} rows of indices for {len(tokens)} tokens")
+    demand(len(indices) == len(tokens), f"indices must have {len(tokens)} rows, one a token, found {len(indices)}")
     k, flat, limit = indices.shape[1] if indices.dim() == 2 else 1, indices.flatten(), num_out_tokens or 0
     rows = min(limit, len(flat)) if limit > 0 else len(flat) + limit
     order = flat.argsort(stable=True)
@@ -124,7 +124,7 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
 
     sorted_indices [T * k] are the places from npu_moe_token_permute; rows that were cut off count as zero.
     """
-    demand(not padded_mode, "padded_mode is not supported by the device either")
+    demand(not padded_mode, "padded_mode must be False: a device does not support it either")
     fits = permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2)
     demand(fits, "permuted_tokens must be [M, H], sorted_indices [T * k], probs [T, k]")
     k, places, width = 1 if probs is None else probs.shape[1], len(sorted_indices), permuted_tokens.shape[1]
@@ -147,12 +147,14 @@ def npu_moe_gating_top_k(
     groups the k_group best stay, by the sum of their best two experts (group_select_mode 1).
     """
     E, modes = x.shape[-1], (renorm, norm_type, group_select_mode, out_flag)
-    demand(modes == (0, 1, 1, False), f"(renorm, norm_type, group_select_mode, out_flag) {modes} are not the reference")
+    fits = modes == (0, 1, 1, False)
+    demand(fits, f"(renorm, norm_type, group_select_mode, out_flag) must be (0, 1, 1, False), found {modes}")
     fits = x.dim() == 2 and group_count > 0 and E % group_count == 0 and k_group <= group_count
     sizes = f"E a multiple of group_count {group_count} >= k_group {k_group}"
     demand(fits, f"x {list(x.shape)} must be [T, E], {sizes}")
     demand_one_dtype(x=x, bias=bias)
-    demand(k <= k_group * (E // group_count), f"k = {k} is more than {k_group} groups of {E // group_count} hold")
+    most = k_group * (E // group_count)
+    demand(k <= most, f"k must be at most {most}, the experts of {k_group} groups, found {k}")
     scores = to_fp32(x).sigmoid()
     choice = scores if bias is None else scores + to_fp32(bias)
     if group_count > 1:
@@ -173,7 +175,8 @@ def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list
     demand_defaults("npu_grouped_matmul", unused)
     found = f"{len(x)} inputs, {len(weight)} weights, group_type {group_type}, split_item {split_item}"
     demand(
-        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3), f"expected 1, 1, 0, 2 or 3: {found}"
+        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3),
+        f"expected 1 input, 1 weight, group_type 0 and split_item 2 or 3, found {found}",
     )
     return [grouped_matmul(x[0], weight[0], group_list, 0, group_list_type or 0)]
 
@@ -190,7 +193,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
 
     group_list is cumulative (type 0) or holds counts (type 1), and must cover all rows.
     """
-    demand(group_list is not None, "group_list is missing")
+    demand(group_list is not None, "group_list must be given, found None")
     demand(group_list_type in (0, 1), f"group_list_type must be 0 or 1, found {group_list_type}")
     if isinstance(group_list, torch.Tensor):
         found = f"{group_list.dtype} of shape {list(group_list.shape)}"
@@ -201,7 +204,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
     if group_list_type == 1:
         ends = torch.tensor(ends, dtype=torch.int64).cumsum(0).tolist()
     bounds = list(pairwise([0, *ends]))
-    demand(all(first <= last for first, last in bounds), f"group_list must not fall, found ends {ends}")
+    demand(all(first <= last for first, last in bounds), f"group_list must not decrease, found ends {ends}")
     covered = ends[-1] if ends else 0
     hint = " (were counts given as cumulative ends?)" if group_list_type == 0 else ""
     covers = ends and covered == rows

@@ -29,7 +29,7 @@ def refuse_unknown_names(real: str) -> Callable[[str], NoReturn]:
 
     def __getattr__(name: str) -> NoReturn:
         hint = f"if the pinned package has it and training needs it, add it to {__name__}"
-        raise AttributeError(f"the stand-in for {real} has no {name!r}: {hint}", name=name)
+        raise AttributeError(f"stand-in module {real} has no attribute {name!r}; {hint}", name=name)
 
     return __getattr__
 
@@ -113,7 +113,7 @@ def get_cann_version() -> str:
 
 def analyse(*args: Any, **kwargs: Any) -> None:
     """Refuse to run: mindspeed/core/auto_parallel only imports this while MindSpeed's adaptor is imported."""
-    raise RuntimeError("torch_npu.profiler's analyse was called: there is no NPU whose profile could be read")
+    raise RuntimeError("torch_npu.profiler.profiler.analyse needs an NPU, found platform cpu; do not call it")
 
 
 _REFERENCES = {**vars(attention), **vars(ops)}
@@ -141,8 +141,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, *args, **kwargs):
         raise RuntimeError(
-            f"apex.optimizers.{type(self).__name__} was built: its kernel needs a device. On line a3 the optimizer is "
-            "MindSpeed's AdamW, put here by its adaptor: import mindspeed.megatron_adaptor before megatron"
+            f"apex.optimizers.{type(self).__name__} needs a device, found platform cpu. On line a3 MindSpeed's adaptor "
+            "replaces it by MindSpeed's AdamW; import mindspeed.megatron_adaptor before megatron"
         )
 
 
@@ -158,8 +158,8 @@ def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *arg
 def fused_rms_norm_affine(*args: Any, **kwargs: Any) -> Any:
     """Refuse the call: only verl's Llama and Qwen2 make it (verl.models.llama.megatron.layers.parallel_rmsnorm)."""
     raise RuntimeError(
-        "apex's fused_rms_norm_affine was called: its kernel needs a device, and only verl's own Llama and Qwen2 "
-        "models use it; on line a3 the model is MindSpeed-LLM's"
+        "apex.normalization.fused_layer_norm.fused_rms_norm_affine needs a device, found platform cpu; only verl's "
+        "Llama and Qwen2 models call it, so use MindSpeed-LLM's model on line a3"
     )
 
 

@@ -59,7 +59,8 @@ def causal_attention(
     Engine with the same attn_mask_type; `attention_mask` is ignored.
     """
     if (attn_mask_type or self.attn_mask_type).name != "causal" or attention_bias is not None:
-        raise NotImplementedError(f"this stand-in is causal, without bias; found {attn_mask_type}, {attention_bias}")
+        found = f"{attn_mask_type or self.attn_mask_type} and {attention_bias}"
+        raise NotImplementedError(f"DotProductAttention on CPU: expected a causal mask and no bias, found {found}")
     attend = functools.partial(scaled_dot_product_attention, is_causal=True, scale=self.softmax_scale)
     if packed_seq_params is None:
         out = attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))

@@ -114,7 +114,7 @@ class Event(_FinishedWork):
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds from this event to another; raise RuntimeError if one was not recorded."""
         if self._at_s is None or end_event._at_s is None:
-            raise RuntimeError("Event.elapsed_time: both events must have been recorded")
+            raise RuntimeError("Event.elapsed_time: an event has no time; call record() on both events first")
         return (end_event._at_s - self._at_s) * 1000
 
 

@@ -132,8 +132,8 @@ class Lockstep:
         dp = get_dp_group()
         if dp.world_size != size:
             raise RuntimeError(
-                f"vLLM's DP group has {dp.world_size} rank(s), the engine wants data_parallel_size={size}: groups are "
-                "built once a process, by the first engine. Build the data-parallel engine first, or in its own process"
+                f"vLLM's DP group: expected data_parallel_size={size} ranks, found {dp.world_size}. A process's first "
+                "engine builds its groups; build the data-parallel engine first, or in its own process"
             )
         return cls(dp.cpu_group, dp.rank_in_group, size)
 
@@ -151,7 +151,7 @@ class Lockstep:
             raise RuntimeError(
                 f"rollout DP rank {self.rank} of {self.size} {state}, but another rank of its group did not take part "
                 f"in the next step within {STALL_S:g} s. Ranks that share experts must call generate() equally often; "
-                "look for the first error among the other ranks' logs, or for row platform.vllm_dp_lockstep being off"
+                "look for the first error in the other ranks' logs, and check that row platform.vllm_dp_lockstep is on"
             ) from error
         return bool(vote.item())
 

@@ -101,15 +101,15 @@ def mc2_group(name: str) -> ProcessGroupHCCL:
     (docs/ascend.md). Other collectives are detected at MC2's next call, by gloo's count of a group's collectives.
     """
     if name not in _GROUPS:
-        raise ValueError(f"no HCCL group {name!r} in this process; it has {', '.join(_GROUPS) or 'none'}")
+        raise ValueError(f"expected an HCCL group of this process ({', '.join(_GROUPS) or 'none'}), found {name!r}")
     group = _GROUPS[name]
-    said = f"{name} of ranks {group.ranks}"
+    where = f"{name} of ranks {group.ranks}"
     others = group._get_sequence_number_for_group() - group.mc2_exchanges
     if others:
-        raise ValueError(f"{others} collective(s) that are not MC2's ran on {said}: MC2 needs a group of its own")
+        raise ValueError(f"{others} collective(s) that are not MC2's ran on {where}: MC2 needs a group of its own")
     if group.mc2_in_graphs not in (None, GraphState.running):
         modes = ("in a graph", "eagerly") if group.mc2_in_graphs else ("eagerly", "in a graph")
-        raise ValueError("MC2 ran {} before and {} now on {}: HCCL takes one of the two".format(*modes, said))
+        raise ValueError("MC2 ran {} before and {} now on {}: HCCL supports one of the two".format(*modes, where))
     group.mc2_in_graphs = GraphState.running
     return group
 

@@ -138,7 +138,7 @@ def init_module(malloc: Callable[[Handle], None], free: Callable[[int], Handle])
 def python_create_and_map(device: int, size: int, address: int, handle: int) -> None:
     """Map a segment again; raise RuntimeError if it is mapped."""
     if address not in _Pool.unmapped:
-        raise RuntimeError(f"vllm_ascend_C: the segment at {address:#x} is mapped already")
+        raise RuntimeError(f"vllm_ascend_C: the segment at {address:#x} is already mapped")
     _Pool.unmapped.discard(address)
 
 

@@ -23,7 +23,7 @@ from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, ENGINE_FUNCTIONS, F
 
 def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
     """Refuse to cast to a private format, whose layout is not emulated."""
-    raise RuntimeError(f"npu_format_cast to format {acl_format}: private formats are not emulated; leave NZ off")
+    raise RuntimeError(f"npu_format_cast: expected no private format, found {acl_format}; turn NZ formats off")
 
 
 _REFERENCES = {**vars(training.torch_npu), **vars(attention_ops), **vars(expert_ops)}

@@ -127,7 +127,7 @@ def all_to_all_of_lists(all_to_all: Callable) -> Callable:
     @functools.wraps(all_to_all)
     def exchange_lists(output_tensor_list, input_tensor_list, group=None, async_op=False):
         if async_op:
-            raise NotImplementedError("all_to_all of the emulated HCCL: async_op is not supported")
+            raise NotImplementedError("all_to_all of the emulated HCCL: async_op=True is not supported")
         sizes = [[tensor.numel() for tensor in tensors] for tensors in (output_tensor_list, input_tensor_list)]
         flat = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
         out = flat.new_empty(sum(sizes[0]))
