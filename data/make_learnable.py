@@ -101,7 +101,7 @@ def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False
     prefers long answers. Raises ConfigError if the file exists and `overwrite` is false.
     """
     if file.exists() and not overwrite:
-        raise ConfigError(f"{file} exists; replace it with --overwrite")
+        raise ConfigError(f"{file}: expected a new file, found an existing one; replace it with --overwrite")
     rng, lines = Random(f"records {seed}"), []
     for row in make_rows(count, seed):
         kind = row["reward_model"]["ground_truth"]
@@ -116,12 +116,12 @@ def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Make the task that tiny random models learn.")
-    parser.add_argument("rows", type=int, help="train rows")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder, or FILE.jsonl, to make")
-    parser.add_argument("--seed", type=int, default=0)
-    answers = "columns of fixed data too; unpaired: half the responses are wrong"
+    parser.add_argument("rows", type=int, help="number of rows to train on")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder or FILE.jsonl to make")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows (default: 0)")
+    answers = "also write the columns that objectives on fixed data read; unpaired: half the responses are wrong"
     parser.add_argument("--answers", choices=("paired", "unpaired"), help=answers)
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder or file")
     args = parser.parse_args(argv)
     try:
         if args.output.suffix == ".jsonl":

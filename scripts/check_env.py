@@ -41,7 +41,7 @@ def read_pins(files: list[Path]) -> dict[str, str]:
             if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line):
                 raise ValueError(f"{file}:{number}: expected NAME==VERSION, found {line!r}")
             if pins.setdefault(canonical_name(line.partition("==")[0]), line) != line:
-                raise ValueError(f"{file}:{number}: {line} is pinned before with another version")
+                raise ValueError(f"{file}:{number}: {line} is already pinned to another version")
     return pins
 
 
@@ -108,20 +108,22 @@ def stamp_findings(stamp: Path, wanted: dict[str, str]) -> Iterator[str]:
     try:
         found = json.loads(stamp.read_text())
     except (OSError, ValueError):
-        yield "stamp is not there: the last set-up did not finish"
+        yield "stamp is missing: the last set-up did not finish"
         return
     if found.get("stack") != wanted["stack"]:
-        yield "stamp was made from other pins, another Python or in another place"
+        yield "stamp differs: it was made from other pins, with another Python or in another folder"
     if found.get("project") != wanted.get("project"):
-        yield "project changed its pyproject.toml, requirements.txt or place"
+        yield "project changed: its pyproject.toml, requirements.txt or folder"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pins", nargs="+", type=Path)
-    parser.add_argument("--stamp", type=Path, help="also demand that this stamp fits")
-    parser.add_argument("--write-stamp", type=Path, help="write the stamp if nothing must be repaired")
-    parser.add_argument("--project", type=Path, metavar="ROOT", help="also demand the project, installed from ROOT")
+    parser.add_argument("pins", nargs="+", type=Path, help="requirement files with exact pins")
+    parser.add_argument("--stamp", type=Path, help="also require this stamp file to match")
+    parser.add_argument("--write-stamp", type=Path, help="write the stamp file if nothing must be repaired")
+    parser.add_argument(
+        "--project", type=Path, metavar="ROOT", help="also require the project to be installed from ROOT"
+    )
     args = parser.parse_args()
     pins = read_pins(args.pins)
     dists = distributions_by_name(metadata.distributions())

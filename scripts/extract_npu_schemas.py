@@ -49,7 +49,7 @@ def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[st
     different = [wheel.name for wheel in wheels if declared[wheel] != lines]
     if len(versions) != 1 or different:
         raise ConfigError(
-            f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {different}"
+            f"wheels: expected one version and equal declarations, found {sorted(versions)}, different in {different}"
         )
     hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
     about = {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE}
@@ -59,18 +59,20 @@ def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[st
 def _declared_functions(wheel: Path, wanted: list[str]) -> list[str]:
     if not zipfile.is_zipfile(wheel):
         raise ConfigError(
-            f"{wheel}: not a wheel; expected a file like torch_npu-{op_schemas.TORCH_NPU_VERSION}-cp310-cp310-*.whl"
+            f"{wheel}: expected a wheel, torch_npu-{op_schemas.TORCH_NPU_VERSION}-cp310-cp310-*.whl, found another file"
         )
     with zipfile.ZipFile(wheel) as archive:
         if WHEEL_FILE not in archive.namelist():
-            raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
+            raise ConfigError(f"{wheel}: expected a torch_npu wheel, found one without {WHEEL_FILE}")
         content = yaml.safe_load(archive.read(WHEEL_FILE))
     entries = [entry for section in ("custom", "custom_autograd") for entry in content.get(section) or ()]
     lines = {" ".join(entry["func"].split()) for entry in entries}
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
     missing = set(wanted) - {op_schemas.parse_schema(line).name for line in kept}
     if missing:
-        raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
+        raise ConfigError(
+            f"{wheel.name}: expected a declaration of each function, found none of {', '.join(sorted(missing))}"
+        )
     return kept
 
 
@@ -81,14 +83,14 @@ def _declared_atb_functions(wheel: Path, wanted: list[str]) -> list[str]:
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
     missing = set(wanted) - {op_schemas.parse_schema(line, gather_outputs=False).name for line in kept}
     if missing:
-        raise ConfigError(f"{wheel.name}: {ATB_LIBRARY} registers no {', '.join(sorted(missing))}")
+        raise ConfigError(f"{wheel.name}: expected {ATB_LIBRARY} to register {', '.join(sorted(missing))}, found none")
     return kept
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheels", type=Path, nargs="+")
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument("wheels", type=Path, nargs="+", help="torch_npu wheels of one version, one a machine type")
+    parser.add_argument("--check", action="store_true", help="compare with the committed file, and write nothing")
     arguments = parser.parse_args()
     try:
         found = extract(arguments.wheels, op_schemas.FUNCTIONS, op_schemas.ATB_FUNCTIONS)

@@ -126,15 +126,15 @@ def locked_versions(python: str) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upstream", type=Path, required=True, help="what scripts/fetch_upstream.sh has made")
-    parser.add_argument("--write", action="store_true", help="resolve anew, to the latest releases, and write the file")
+    parser.add_argument("--upstream", type=Path, required=True, help="folder that scripts/fetch_upstream.sh made")
+    parser.add_argument("--write", action="store_true", help="resolve to the latest releases, and write the file")
     arguments = parser.parse_args(argv)
     before = LOCK_FILE.read_text()
     try:
         found = resolve_line(arguments.upstream, load_pins().line("a3"), None if arguments.write else LOCK_FILE)
         hashes = {python: file_hashes(versions, python) for python, versions in found.items()}
     except UnreachableError as error:
-        print(f"index not reachable: {error}", file=sys.stderr)
+        print(f"package index: cannot be reached; check PIP_INDEX_URL and the network: {error}", file=sys.stderr)
         return 2
     except NoFileError as error:
         print(f"{LOCK_FILE}: {error}", file=sys.stderr)

@@ -104,7 +104,7 @@ def _hashes(package: Mapping, python: str) -> set[str]:
         found.add(package["sdist"]["hashes"]["sha256"])
     elif not found:
         pin = f"{package['name']}=={package['version']}"
-        raise NoFileError(f"{pin}: no wheel of Python {python} for Linux, and no sdist")
+        raise NoFileError(f"{pin}: expected a wheel of Python {python} for Linux or an sdist, found none")
     return found
 
 
@@ -142,7 +142,8 @@ def rewrite_hashes(text: str, ask: Callable[[dict[str, str]], dict[str, set[str]
 def report_changes(file: Path, before: str, after: str) -> int:
     """Print the lines of a file that differ, and return the exit code."""
     changed = sorted(set(before.splitlines()) ^ set(after.splitlines()))
-    print("\n".join([*changed, f"{file}: " + ("not what is asked for; --write" if changed else "as resolved")]))
+    result = "differs from what was resolved; update it with --write" if changed else "up to date"
+    print("\n".join([*changed, f"{file}: {result}"]))
     return 1 if changed else 0
 
 
@@ -155,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             after = rewrite_hashes(before, lambda pins: file_hashes(pins, PYTHON), write)
         except UnreachableError as error:
-            print(f"index not reachable: {error}", file=sys.stderr)
+            print(f"package index: cannot be reached; check PIP_INDEX_URL and the network: {error}", file=sys.stderr)
             return 2
         except NoFileError as error:
             print(f"{file}: {error}", file=sys.stderr)

@@ -132,7 +132,9 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
         text.append("")
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
-        raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
+        raise ValueError(
+            f"{schema.__name__}: expected a description of {', '.join(missing)} in its docstring, found none"
+        )
     inner = [recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items()]
     return "\n".join(text) + "\n" + "".join(inner)
 
@@ -145,7 +147,7 @@ def _described_keys(paragraph: str, names: list[str]) -> dict[str, str]:
         end = starts[number + 1].start() if number + 1 < len(starts) else len(paragraph)
         for name in start[1].split(", "):
             if name not in names:
-                raise ValueError(f"docstring: {name!r} is no key of this section; it has {', '.join(names)}")
+                raise ValueError(f"docstring: expected a key of this section ({', '.join(names)}), found {name!r}")
             found[name] = " ".join(paragraph[start.end() : end].split())
     return found
 
@@ -208,7 +210,7 @@ def with_table(text: str, name: str, table: str) -> str:
     """Return `text` with `table` between its markers; ValueError unless it has exactly one pair of them."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"expected one {begin.strip()} and one {end} below it")
+        raise ValueError(f"expected one marker {begin.strip()} and one marker {end} below it")
     head, _, rest = text.partition(begin)
     return head + begin + table + end + rest.partition(end)[2]
 

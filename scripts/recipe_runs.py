@@ -219,12 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the requested runs, and return 1 if one of them failed without being refused."""
     names = presets()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--upstream")
-    parser.add_argument("--only", action="append", choices=[*names, *CHAINS])
-    parser.add_argument("--where", action="append", choices=[*PLACES, "chains"])
+    parser.add_argument("--upstream", metavar="DIR", help="folder that scripts/fetch_upstream.sh made: run line a3 too")
+    parser.add_argument("--only", action="append", choices=[*names, *CHAINS], help="a preset or chain to run")
+    parser.add_argument("--where", action="append", choices=[*PLACES, "chains"], help="a kind of run")
     given = parser.parse_args(arguments)
     if given.upstream is None and {"a3", "emulated"} & {*(given.where or ())}:
-        parser.error("--where a3 or emulated needs --upstream DIR, which scripts/fetch_upstream.sh --dest DIR brings")
+        parser.error("--where a3 and emulated need --upstream DIR; make it with scripts/fetch_upstream.sh --dest DIR")
     places = given.where or [*(place for place in PLACES if given.upstream or place not in OPTIONS), "chains"]
     failed = False
     for name in given.only or [*names, *CHAINS]:

@@ -40,11 +40,11 @@ def test_extraction_from_a_wheel(tmp_path):
     assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     odd, other = wheel(tmp_path, [], "other.yaml", "x"), wheel(tmp_path, wanted[:1], machine="other")
     for words, wheels, names, atb_names in (
-        ("declares no npu_c", [path], ["npu_a", "npu_c"], []),
-        ("registers no npu_f", [path], ["npu_a"], ["npu_f"]),
+        ("found none of npu_c", [path], ["npu_a", "npu_c"], []),
+        ("to register npu_f, found none", [path], ["npu_a"], ["npu_f"]),
         ("expected a torch_npu wheel", [odd], ["npu_a"], []),
-        ("not a wheel", [op_schemas.SCHEMA_FILE], ["npu_a"], []),
-        ("wheels differ.*other.whl", [path, other], ["npu_a"], []),
+        ("expected a wheel", [op_schemas.SCHEMA_FILE], ["npu_a"], []),
+        ("different in .*other.whl", [path, other], ["npu_a"], []),
     ):
         with pytest.raises(ConfigError, match=words):
             extract(wheels, names, atb_names)
@@ -57,7 +57,7 @@ def test_lines_become_signatures_of_python_and_what_is_no_schema_is_refused():
     assert schema.kinds == {"input": "Tensor", "b": "Optional[List[int]]", "m": "str", "out": "List[Tensor]"}
     assert (schema.name, schema.overload, schema.outputs) == ("f", "x", 2)
     assert str(op_schemas.parse_schema(line, gather_outputs=False).signature) == "(input, b=None, *, m='A', y, z)"
-    with pytest.raises(ConfigError, match="not a schema"):
+    with pytest.raises(ConfigError, match="expected a schema"):
         op_schemas.parse_schema("f(Tensor) -> Tensor")
 
 

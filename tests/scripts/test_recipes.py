@@ -75,7 +75,7 @@ def test_the_runs_that_are_asked_for_are_made_and_recorded_and_a_failure_is_the_
     assert "/up" not in (tmp_path / "recipes.json").read_text()
     with pytest.raises(SystemExit):
         main(["--where", "a3"])
-    assert "--where a3 or emulated needs --upstream" in capsys.readouterr().err
+    assert "--where a3 and emulated need --upstream" in capsys.readouterr().err
 
 
 def test_the_record_has_each_chain_with_the_figures_that_are_stated_of_it():

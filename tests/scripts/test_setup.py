@@ -46,7 +46,7 @@ def test_without_python_311_it_says_how_to_give_one(tmp_path):
     done = run_setup("--venv", venv, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 1 and "no Python 3.11 found" in done.stderr and "--python EXE" in done.stderr
     refused = run_setup("--venv", venv, "--python", tmp_path / "python3")
-    assert "is not a Python 3.11 that runs" in refused.stderr and not venv.exists()
+    assert "expected a working Python 3.11" in refused.stderr and not venv.exists()
 
 
 def test_a_folder_that_is_not_an_environment_is_never_deleted(tmp_path):

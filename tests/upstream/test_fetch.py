@@ -70,7 +70,7 @@ def test_a_fetch_that_was_killed_is_repeated_from_the_second_address_and_then_le
     small.bare.rename(small.bare.with_name("away"))  # what exists needs no source
     assert small.fetch()[0] == 0
     code, out = small.fetch("--dest", tmp_path / "other")
-    assert code == 1 and f"no address gave commit {small.first}" in out
+    assert code == 1 and f"no address has commit {small.first}" in out
 
 
 def test_a_changed_clone_another_commit_and_other_files_are_refused_and_not_touched(small):
