@@ -130,7 +130,10 @@ def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, ignore = tmp_path_factory.mktemp("repository"), shutil.ignore_patterns("__pycache__")
     for name in ("verl_patches", "configs", "scripts", "docs", "data", "README.md", "README_zh.md"):
         source = ROOT / name
-        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy(source, folder / name)
     return folder
 
 
