@@ -56,7 +56,9 @@ def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row
         row["reward_model"] = {"style": "rule", "ground_truth": kind}
         row["extra_info"] = {"index": -1, "split": "", "answer": kind, "solution": "", "origin": f"seed {seed}"}
         good = answers == "paired" or at % 2 == 0
-        rows.append({**row, **(_answers(answer_rng, kind, good) if answers else {})})
+        if answers:
+            row |= _answers(answer_rng, kind, good)
+        rows.append(row)
     return rows
 
 

@@ -169,6 +169,8 @@ def shortfalls(name: str, figures: list[Figure]) -> str:
     """Return which figures of a chain change less than CHAINS states; empty if none do."""
     texts = []
     for (quantity, _, first, _, last), least in zip(figures, CHAINS[name].least, strict=True):
-        if (last - first) * (1 if least > 0 else -1) < abs(least):
-            texts.append(f"{quantity} changed by {last - first:.4g}, expected {least:+.4g} or more")
+        change = last - first
+        too_small = change < least if least > 0 else change > least
+        if too_small:
+            texts.append(f"{quantity} changed by {change:.4g}, expected {least:+.4g} or more")
     return "; ".join(texts)

@@ -71,7 +71,7 @@ def compile_with_uv(requirements: Iterable[str], *options: str, preferred: str =
 def _uv_error(text: str) -> Exception:
     """Return uv's error as UnreachableError or NoFileError; an index that answers 404 for a file is reachable."""
     lost = "Failed to fetch" in text and "HTTP status client error" not in text
-    return (UnreachableError if lost else NoFileError)(text)
+    return UnreachableError(text) if lost else NoFileError(text)
 
 
 def wheel_tags(python: str, machine: str) -> set[Tag]:
@@ -94,13 +94,14 @@ def file_hashes(pins: Mapping[str, str], python: str) -> dict[str, set[str]]:
 
 
 def _hashes(package: Mapping, python: str) -> set[str]:
-    found, without = set(), []
+    found, machines_without = set(), []
     for machine in MACHINES:
         tags = wheel_tags(python, machine)
         fits = [wheel for wheel in package.get("wheels", ()) if tags & parse_wheel_filename(_file_name(wheel))[3]]
         found |= {wheel["hashes"]["sha256"] for wheel in fits}
-        without += [] if fits else [machine]
-    if without and "sdist" in package:
+        if not fits:
+            machines_without.append(machine)
+    if machines_without and "sdist" in package:
         found.add(package["sdist"]["hashes"]["sha256"])
     elif not found:
         pin = f"{package['name']}=={package['version']}"

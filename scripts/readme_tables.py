@@ -227,7 +227,9 @@ def _file_tables(name: str) -> dict[str, str]:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:
         return {"checks": checks_table()}
-    return {"patches": patches_table(ROWS)} if name == PATCHES else {"recipe": all_recipe_tables()}
+    if name == PATCHES:
+        return {"patches": patches_table(ROWS)}
+    return {"recipe": all_recipe_tables()}
 
 
 def stale_files(write: bool = False) -> list[str]:
@@ -248,5 +250,5 @@ def stale_files(write: bool = False) -> list[str]:
 if __name__ == "__main__":
     write = "--write" in sys.argv[1:]
     names = stale_files(write)
-    print(("written: " if write else "stale: ") + (", ".join(names) or "none"))
+    print("written:" if write else "stale:", ", ".join(names) or "none")
     raise SystemExit(1 if names and not write else 0)

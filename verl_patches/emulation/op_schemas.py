@@ -211,11 +211,11 @@ def demand_int32(**tensors: torch.Tensor | None) -> None:
 def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
     """Raise ValueError unless each argument that `function`'s reference ignores is None or its schema's default."""
     defaults = {p.name: p.default for schema in read_schemas()[function] for p in schema.signature.parameters.values()}
-    wrong = [
-        f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)} (default {defaults[name]!r})"
-        for name, value in given.items()
-        if value is not None and (isinstance(value, torch.Tensor) or value != defaults[name])
-    ]
+    wrong = []
+    for name, value in given.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if value is not None and (is_tensor or value != defaults[name]):
+            wrong.append(f"{name}={'a tensor' if is_tensor else repr(value)} (default {defaults[name]!r})")
     demand(not wrong, f"arguments that are not supported must keep their defaults, found {', '.join(wrong)}")
 
 

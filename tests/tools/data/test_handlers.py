@@ -183,7 +183,7 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     assert [*made[1]["too_long"]["shown"]] == ["more than 90 tokens"]
     assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
-    with pytest.raises(ConfigError, match=r"found 0 of 312 rows are left \(left out: 312 too_long\)"):
+    with pytest.raises(ConfigError, match=r"found 0 of 312 \(left out: 312 too_long\)"):
         make(tmp_path, sample, out="c", seq_length=20, **keys)
     with pytest.raises(ConfigError, match="nowhere: expected tokenizer_name_or_path to be an existing model folder"):
         make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))

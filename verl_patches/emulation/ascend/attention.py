@@ -89,7 +89,8 @@ def npu_fusion_attention(
     demand(fits, f"head_num {head_num} must be the query's heads, a multiple of the key's {heads}")
 
     def heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
-        made = rearrange(to_fp32(x), f"{LAYOUTS[input_layout]} -> b n s d", n=heads, **({"b": 1} if packed else {}))
+        sizes = {"n": heads, "b": 1} if packed else {"n": heads}
+        made = rearrange(to_fp32(x), f"{LAYOUTS[input_layout]} -> b n s d", **sizes)
         return made.repeat_interleave(head_num // heads, 1)
 
     q, k, v = heads_first(query, head_num), heads_first(key, heads), heads_first(value, heads)

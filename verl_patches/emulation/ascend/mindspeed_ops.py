@@ -34,7 +34,9 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     the C++.
     """
     demand(len(x) == len(weight) == 1 and not bias, "x and weight must hold one tensor each, and bias none")
-    kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
+    kind = 0
+    if isinstance(group_list, torch.Tensor):
+        kind = group_list_type or 0
     return [ops.grouped_matmul(x[0], weight[0], group_list, group_type, kind)]
 
 

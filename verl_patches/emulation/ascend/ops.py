@@ -112,7 +112,8 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     demand(fits, f"tokens must be [T, H] and indices [T, k] or [T], found {shapes}")
     demand(indices.dtype in (torch.int32, torch.int64), f"indices must be int32 or int64, found {indices.dtype}")
     demand(len(indices) == len(tokens), f"indices must have {len(tokens)} rows, one a token, found {len(indices)}")
-    k, flat, limit = indices.shape[1] if indices.dim() == 2 else 1, indices.flatten(), num_out_tokens or 0
+    k = indices.shape[1] if indices.dim() == 2 else 1
+    flat, limit = indices.flatten(), num_out_tokens or 0
     rows = min(limit, len(flat)) if limit > 0 else len(flat) + limit
     order = flat.argsort(stable=True)
     return tokens.index_select(0, order[:rows] // k), order.argsort().to(torch.int32)
@@ -127,7 +128,8 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
     demand(not padded_mode, "padded_mode must be False: a device does not support it either")
     fits = permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2)
     demand(fits, "permuted_tokens must be [M, H], sorted_indices [T * k], probs [T, k]")
-    k, places, width = 1 if probs is None else probs.shape[1], len(sorted_indices), permuted_tokens.shape[1]
+    k = 1 if probs is None else probs.shape[1]
+    places, width = len(sorted_indices), permuted_tokens.shape[1]
     if probs is not None:
         demand(probs.numel() == places, f"probs {list(probs.shape)} must hold {places} weights")
     cut = permuted_tokens.new_zeros(max(places - len(permuted_tokens), 0), width)

@@ -97,7 +97,10 @@ def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_ne
     cos, sin = cos_sin_cache[positions].chunk(2, -1)
     for x in (query, key):
         heads = x.view(1, len(x), -1, head_size)
-        both = (torch.cat((part, part), -1) if is_neox_style else part.repeat_interleave(2, -1) for part in (cos, sin))
+        if is_neox_style:
+            both = (torch.cat((part, part), -1) for part in (cos, sin))
+        else:
+            both = (part.repeat_interleave(2, -1) for part in (cos, sin))
         cosines, sines = (part[None, :, None] for part in both)
         x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
 
@@ -247,7 +250,8 @@ def npu_ring_mla(
     demand(fits, f"pre_out and prev_lse must be given for calc_type_default only, found {before} for {calc_type}")
     lse = [x.dtype for x in (softmax_lse, prev_lse) if x is not None]
     demand(set(lse) <= {torch.float32, to_fp32(q_nope).dtype}, f"softmax_lse and prev_lse must be float32, found {lse}")
-    q_lens, kv_lens = (seqlen.tolist(),) * 2 if seqlen.dim() == 1 else seqlen.tolist()
+    lengths = seqlen.tolist()
+    q_lens, kv_lens = (lengths, lengths) if seqlen.dim() == 1 else lengths
     demand_lengths(q_lens, **queries)
     demand_lengths(kv_lens, **keys)
     causal = mask_type == "mask_type_triu"

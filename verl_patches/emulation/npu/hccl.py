@@ -46,7 +46,9 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
         """Return the group's name; `rank` is the caller's, in the group (vllm-ascend) or global (MindSpeed)."""
-        own = [self.rank(), *([dist.get_rank()] if dist.is_initialized() else [])]
+        own = [self.rank()]
+        if dist.is_initialized():
+            own.append(dist.get_rank())
         if rank not in own:
             raise ValueError(f"get_hccl_comm_name({rank}) of {self.name}: expected this process's own rank, {own}")
         return self.name

@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import END_SIGNALS, die_with_parent
-from verl_patches.tools.data.handlers import (
-    RESPONSE_COLUMNS,
-    Record,
-    Row,
-    json_digest,
-    make_row,
-    parquet_schema,
-    read_template,
-)
+from verl_patches.tools.data.handlers import RESPONSE_KEYS, Record, json_digest, make_row, parquet_schema, read_template
 from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
 from verl_patches.tools.data.sources import Source, file_facts, input_sources, prompt_tokens, read_tokenizer
@@ -96,14 +88,18 @@ def _template_and_tokenizer(prompt_type: str, tokenizer: str | None) -> tuple[An
     return read_template(prompt_type), found
 
 
-def _count_tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
+def _count_tokens(tokenizer: Any, row: dict[str, Any]) -> tuple[int, int]:
     """Return tokens of (prompt, longest response with end tokens), counted as in a run (step/objectives/dataset.py)."""
     if "text" in row:
         return 1, len(tokenizer.encode(row["text"]))
     prompt = len(prompt_tokens(tokenizer, row["prompt"]))
-    texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSE_COLUMNS if name in row]
-    sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
-    return prompt, max(sizes) + len(sizes) if sizes else 0  # a reward model adds two end tokens to a pair
+    sizes = []
+    for name in RESPONSE_KEYS:
+        if name in row:
+            parts = row[name] if name == "steps" else [row[name]]
+            sizes.append(sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts))
+    response = max(sizes) + len(sizes) if sizes else 0  # a reward model adds two end tokens to a pair
+    return prompt, response
 
 
 def _pickled_records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
@@ -208,7 +204,8 @@ def _filter_rows(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tupl
         if sentence in found["shown"] or len(found["shown"]) < MAX_SENTENCES:
             same = found["shown"].setdefault(sentence, {"rows": 0, "places": []})
             same["rows"] += 1
-            same["places"] += [origin] * (len(same["places"]) < MAX_PLACES)
+            if len(same["places"]) < MAX_PLACES:
+                same["places"].append(origin)
 
     for number, row in enumerate(_read_columns(made, *(name for name in RESULT_COLUMNS if name != "text"))):
         if row["reason"]:
@@ -230,8 +227,8 @@ def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping
     if size < 2:
         counts = {reason: report[reason]["rows"] for reason in ("bad", "repeated", "too_long")}
         left_out = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "none"
-        found = f"{size} of {report['read']} rows are left (left out: {left_out})"
-        raise ConfigError(f"input: expected 2 or more rows, to train and to test, found {found}; give more data")
+        found = f"{size} of {report['read']} (left out: {left_out})"
+        raise ConfigError(f"input: expected 2 or more rows to train and test with, found {found}; give more data")
     if settings.shuffle:
         Random(settings.seed).shuffle(kept)
     count = int(settings.test_size) if settings.test_size >= 1 else max(1, round(settings.test_size * size))

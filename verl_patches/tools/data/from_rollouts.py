@@ -97,10 +97,11 @@ def write_rollout_data(
                         origin = f"{run.parent.name}, step {step}, uid {uid}, reward {reward:.6g}"
                         row = _row(data[key], columns, choice, reward, origin)
                         digest = json_digest([row["prompt"], columns])
-                        left_out["repeated"] += digest in seen
-                        if digest not in seen:
-                            report["rows"] += 1
-                            yield json.dumps(row)
+                        if digest in seen:
+                            left_out["repeated"] += 1
+                            continue
+                        report["rows"] += 1
+                        yield json.dumps(row)
                         seen.add(digest)
                 report["steps"] += 1
                 progress(1)
@@ -121,7 +122,8 @@ def write_rollout_data(
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     """Return {step: folder} of the steps whose responses and rewards are recorded; raise ConfigError without any."""
     steps = recording_in(run)
-    if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
+    scored = {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}
+    if scored:
         return scored
     if not spec.samples:
         raise ConfigError(f"{run}: expected rollouts, found none: it trains on fixed data; give a run that samples")
@@ -147,8 +149,10 @@ def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[i
             for _, row in read_rows(Path(file)):
                 prompt = row[data.prompt_key]
                 ids = prompt_tokens(tokenizer, prompt)
-                ids = ids[:head] + ids[len(ids) - most + head :] if len(ids) > most else ids
-                if (key := json_digest(ids)) in wanted:
+                if len(ids) > most:
+                    ids = ids[:head] + ids[len(ids) - most + head :]
+                key = json_digest(ids)
+                if key in wanted:
                     found.setdefault(key, {**row, "prompt": prompt})
     if missing := len(wanted - found.keys()):
         raise ConfigError(
@@ -185,9 +189,12 @@ def _prompt_groups(
         _, texts = groups.setdefault(uid, (key, {}))
         text = tokenizer.decode(ids, skip_special_tokens=True)
         report["responses"] += 1
-        fault = "empty" if not text else "without a finite reward" if not math.isfinite(score) else ""
-        if fault := fault or ("repeated" if text in texts else ""):
-            left_out[fault] += 1
+        if not text:
+            left_out["empty"] += 1
+        elif not math.isfinite(score):
+            left_out["without a finite reward"] += 1
+        elif text in texts:
+            left_out["repeated"] += 1
         else:
             texts[text] = score
     report["prompts"] += len(groups)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 EXTRA_INFO_KEYS = ("index", "split", "answer", "solution", "origin")  # keys of extra_info
-RESPONSE_COLUMNS = ("response", "chosen", "rejected", "steps")
+RESPONSE_KEYS = ("response", "chosen", "rejected", "steps")
 TEMPLATES_FILE = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
 MODEL = "model"  # prompt_type that leaves messages as they are
 _ROLES = {"human": "user", "gpt": "assistant"}  # roles of ShareGPT
@@ -271,6 +271,12 @@ def parquet_schema(columns: Iterable[str], additional: Iterable[str] = ()) -> py
     kinds = {"label": pa.bool_(), "steps": pa.list_(text), "labels": pa.list_(pa.float64())}
     messages = pa.list_(pa.struct({"role": text, "content": text}))
     extra = {"index": pa.int64(), **dict.fromkeys((*EXTRA_INFO_KEYS[1:], *additional), text)}
-    fields = {"data_source": text, **({} if "text" in columns else {"prompt": messages}), "ability": text}
-    fields |= {"reward_model": pa.struct({"style": text, "ground_truth": text}), "extra_info": pa.struct(extra)}
+    fields = {"data_source": text}
+    if "text" not in columns:
+        fields["prompt"] = messages
+    fields |= {
+        "ability": text,
+        "reward_model": pa.struct({"style": text, "ground_truth": text}),
+        "extra_info": pa.struct(extra),
+    }
     return pa.schema(fields | {name: kinds.get(name, text) for name in columns})

@@ -54,7 +54,8 @@ def input_sources(settings: Settings, scratch: Path) -> Iterator[Source]:
 
 def _readable_files(given: str, files: Iterable[Any]) -> list[Any]:
     """Return the files, sorted, whose names say that they can be read; raise ConfigError without any."""
-    if not (found := sorted(file for file in files if Path(file).suffix in ENDINGS)):
+    found = sorted(file for file in files if Path(file).suffix in ENDINGS)
+    if not found:
         raise ConfigError(f"input {given}: expected {', '.join(ENDINGS)} files or a saved HF dataset, found none")
     return found
 
@@ -128,7 +129,8 @@ def _begins_with_an_object(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> Rows:
-    if not isinstance(rows := _parse(path.read_bytes()), list):
+    rows = _parse(path.read_bytes())
+    if not isinstance(rows, list):
         raise ConfigError(f"{path}: expected a JSON list of objects, found {type(rows).__name__}")
     yield from enumerate(rows, 1)
 
@@ -181,7 +183,8 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     """Return the tokens of a text, or of messages; raise ValueError for anything else."""
     text = prompt if isinstance(prompt, str) else render_chat(tokenizer, prompt)
     text.encode()  # raises UnicodeEncodeError for half a surrogate pair
-    if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
+    tokens = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+    if not tokens:
         raise ValueError("expected text with at least one token, found none")
     return tokens
 

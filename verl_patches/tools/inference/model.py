@@ -82,11 +82,13 @@ def find_model(
     spec = resolve(
         instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees)
     )
-    if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
-        raise ConfigError(
-            f"{given}: expected complete checkpoints of {run} or of the starts that it resumes, found none; "
-            "run it with trainer.save_freq=N"
-        )
+    if run and not folders:
+        folders = chain_of_start(start_in(run)).checkpoints()
+        if not folders:
+            raise ConfigError(
+                f"{given}: expected complete checkpoints of {run} or of the starts that it resumes, found none; "
+                "run it with trainer.save_freq=N"
+            )
     require_trees(spec)
     require_verl(spec.line, spec.trees)
     require_platform(spec.platform)
@@ -145,6 +147,8 @@ def validation_sampling(run: RunSpec) -> dict[str, Any]:
     """Return how the trainer of a run samples in a validation, by names of vLLM's SamplingParams."""
     rollout = run.verl.actor_rollout_ref.rollout
     given = rollout.val_kwargs
-    sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
-    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": run.verl.data.max_response_length}
-    return {**kept, "ignore_eos": rollout.ignore_eos, **(sampled if given.do_sample else {"temperature": 0.0})}
+    sampling = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": run.verl.data.max_response_length}
+    sampling["ignore_eos"] = rollout.ignore_eos
+    if given.do_sample:
+        return {**sampling, "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    return {**sampling, "temperature": 0.0}

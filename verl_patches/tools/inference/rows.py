@@ -101,9 +101,7 @@ def resumable_output(output: Path, settings: Mapping[str, Any]) -> Iterator[Line
         output.parent.mkdir(parents=True, exist_ok=True)
         file = lock_file(partial)
     except BlockingIOError:
-        raise ConfigError(
-            f"{partial}: another process is writing it; wait until it ends, or give another output"
-        ) from None
+        raise ConfigError(f"{partial}: another process is writing it; wait, or give another output") from None
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error}); give another output") from None
     with file:

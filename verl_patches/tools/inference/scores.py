@@ -104,8 +104,10 @@ def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
     alone = binary and n == 1
     low, high = wilson_interval(int(sum(means)), len(means)) if alone else bootstrap_interval(means)
     found = {"prompts": len(prompts), "n": n, "mean": statistics.fmean(means), "low": low, "high": high}
-    numbers = sorted({n, *(2**power for power in range(n.bit_length()))}) if binary and n > 1 else []
-    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in numbers}
+    passes = {}
+    if binary and n > 1:
+        for k in sorted({n, *(2**power for power in range(n.bit_length()))}):
+            passes[k] = statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts)
     return {**found, "interval": WILSON if alone else BOOTSTRAP, "pass": passes}
 
 
