@@ -26,13 +26,13 @@ def build_command(
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet with verl's columns from files, folders, HF datasets, s3:// or hf://."""
-    from verl_patches.tools.data.build import build
+    from verl_patches.tools.data.build import build_data
     from verl_patches.tools.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
     if not sys.stderr.isatty():  # tqdm, which datasets uses, then prints a line every so many records
         os.environ |= {"TQDM_MINITERS": str(settings.log_interval), "TQDM_MININTERVAL": "0", "TQDM_MAXINTERVAL": "inf"}
-    code, report = build(settings, overwrite)
+    code, report = build_data(settings, overwrite)
     if as_json:
         print_json({"exit": code, **report})
     else:

@@ -57,7 +57,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
+    return module.build_data(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))

@@ -241,7 +241,7 @@ def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping
     return {TRAIN: train, TEST: test}
 
 
-def build(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
+def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
     """Write the folder of output_prefix and return (0, report), or (1, report) without writing (refuse_above).
 
     Raise ConfigError for wrong use. Progress bars go to stderr.

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 EXTRA_INFO_KEYS = ("index", "split", "answer", "solution", "origin")  # keys of extra_info
 RESPONSE_KEYS = ("response", "chosen", "rejected", "steps")
 TEMPLATES_FILE = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
-MODEL = "model"  # prompt_type that leaves messages as they are
+MODEL_TEMPLATE = "model"  # prompt_type that leaves messages as they are
 _ROLES = {"human": "user", "gpt": "assistant"}  # roles of ShareGPT
 
 
@@ -86,14 +86,15 @@ class Template:
 
 def read_template(prompt_type: str) -> Template | None:
     """Return the template that a prompt_type names or contains, None for the model's own; ConfigError if neither."""
-    if prompt_type == MODEL:
+    if prompt_type == MODEL_TEMPLATE:
         return None
     if "{{" in prompt_type or "{%" in prompt_type:
         return Template(prompt_type)
     found = read_yaml(TEMPLATES_FILE)
     if prompt_type in found:
         return Template(**found[prompt_type])
-    fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja template")
+    hint = f"expected {MODEL_TEMPLATE}, {', '.join(found)} or a Jinja template"
+    fault = unknown_key(prompt_type, {MODEL_TEMPLATE: 0, **found}, hint)
     raise ConfigError(f"prompt_type is {prompt_type:.80}; {fault.partition('; ')[2]}")
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import choices
-from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL, Handler, read_template
+from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL_TEMPLATE, Handler, read_template
 from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
@@ -30,7 +30,7 @@ class Settings(BaseModel):
     seq_length: Count | None = None
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     log_interval: Count = 1000
-    prompt_type: Text = MODEL
+    prompt_type: Text = MODEL_TEMPLATE
     map_keys: dict[str, str] = {}
     dataset_additional_keys: list[Text] = []
     input_split: Text = "train"
@@ -91,7 +91,7 @@ def _faults(settings: Settings) -> Iterator[str]:
         yield f"dataset_additional_keys: extra_info already has {' and '.join(sorted(taken))}; remove them"
     if settings.seq_length and not settings.tokenizer_name_or_path:
         yield "seq_length counts tokens: expected tokenizer_name_or_path too, found none"
-    if name == "text" and settings.prompt_type != MODEL:
+    if name == "text" and settings.prompt_type != MODEL_TEMPLATE:
         yield "prompt_type: handler text makes rows without a prompt; remove prompt_type"
     if "://" in settings.output_prefix:
         yield f"output_prefix is {settings.output_prefix}; expected a local folder; write there and copy the result"
