@@ -85,10 +85,8 @@ def write_task(
     answers: str | None = None,
 ) -> tuple[Path, Path]:
     """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
-    schema, parts = (
-        parquet_schema(ANSWER_COLUMNS if answers else ()),
-        {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)},
-    )
+    schema = parquet_schema(ANSWER_COLUMNS if answers else ())
+    parts = {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)}
     made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}
     with replaced_folder(folder, overwrite) as work:
         for name, rows in made.items():
