@@ -15,7 +15,7 @@ from pathlib import Path
 
 from verl_patches.rewards.learnable import DATA_SOURCE
 from verl_patches.values import read_yaml
-from verl_patches.weights.run_folders import LATEST
+from verl_patches.weights.run_folders import LATEST_LINK
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, STEPS, MEAN_STEPS = 768, 40, 5  # MEAN_STEPS: first, and last, steps of a mean
@@ -56,7 +56,7 @@ def _hf_overrides(folder: Path) -> Words:
 
 def base_model(run: Path) -> Path:
     """Return the model that the newest start of a run began with."""
-    return Path(read_yaml(run / LATEST / "config.yaml")["actor_rollout_ref"]["model"]["path"])
+    return Path(read_yaml(run / LATEST_LINK / "config.yaml")["actor_rollout_ref"]["model"]["path"])
 
 
 # ---- the chains
@@ -88,7 +88,7 @@ def rm_ppo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
     yield _build_command(folder, "preference", "pairs")
     yield _build_command(folder, "maths", "prompts")
     yield _run_command(folder, "rm", "rm", steps, *_PAIR_MICRO_BATCH, *_data_overrides(folder, "pairs", "pairs"))
-    model = folder / "rm" / LATEST / "checkpoints" / f"global_step_{steps}"
+    model = folder / "rm" / LATEST_LINK / "checkpoints" / f"global_step_{steps}"
     rewards = f"recipe.rewards=[{{name: reward_model, path: {model}}},{{name: learnable, weight: 0}}]"
     yield _run_command(folder, "ppo", "ppo", steps, rewards, *_data_overrides(folder, "prompts", "prompts"))
 
@@ -120,7 +120,7 @@ def _accuracy(folder: Path, name: str) -> float:
 
 
 def _curve_figure(folder: Path, run: str, metric: str, quantity: str) -> Figure:
-    lines = [json.loads(line) for line in (folder / run / LATEST / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / run / LATEST_LINK / "metrics.jsonl").read_text().splitlines()]
     values = [line[metric] for line in lines if line["step"]]  # step 0 is a validation
     ends = [statistics.fmean(part) for part in (values[:MEAN_STEPS], values[-MEAN_STEPS:])]
     return quantity, f"first {MEAN_STEPS} steps", ends[0], f"last {MEAN_STEPS}", ends[1]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from chains import CHAINS, shortfalls
 
-from verl_patches.weights.run_folders import LATEST
+from verl_patches.weights.run_folders import LATEST_LINK
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, PICTURES = ROOT / "docs" / "recipes.json", ROOT / "docs" / "images"
@@ -95,12 +95,12 @@ def run_preset(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     done = subprocess.run([sys.executable, *PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
     command = " ".join(["bash scripts/smoke.sh", *smoke_arguments(algo, where, upstream and "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
-    made = head | run_outcome(done.returncode, done.stderr, ROOT / "outputs" / name / LATEST)
+    made = head | run_outcome(done.returncode, done.stderr, ROOT / "outputs" / name / LATEST_LINK)
     if where != "learning":
         made.pop("learnt", None)  # too few steps: the first ones are also the last ones
     elif not made["exit"]:
         PICTURES.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / "outputs" / name / LATEST / "training.png", PICTURES / f"learning_{algo}.png")
+        shutil.copyfile(ROOT / "outputs" / name / LATEST_LINK / "training.png", PICTURES / f"learning_{algo}.png")
         if reason := shortfall(algo, made["learnt"]):
             made |= {"exit": 1, "reason": reason}
     return made

@@ -520,7 +520,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
          needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
-    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:without_empty_cache",
+    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
          "for the same memory again; with memory.order the schedule says where.",
          exit="verl empties the cache where a stage needs memory past torch's pool, and only there", role="speed",
@@ -532,7 +532,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
-            "verl_patches.worker.rollout_engine:with_addresses_read",
+            "verl_patches.worker.rollout_engine:torchair_with_live_addresses",
             "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
             "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
             "compiles graphs without it.", role="correctness", feature="graphs",

@@ -441,7 +441,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.model_executor.layers import rotary_embedding
 
-    from verl_patches.worker.memory import checked_device
+    from verl_patches.worker.memory import free_memory_device
 
     references = {name: reference_of(path) for name, path in models.items()}
     found = {}
@@ -449,7 +449,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
         options = {**LIMITS, **case["options"]}
         options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
         rotary_embedding._ROPE_DICT.clear()  # otherwise engines of one process share their rotary tables
-        checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
+        free_memory_device.value = torch.npu  # as in verl's worker: each sleep is checked
         with without(case.get("without", [])):
             llm = LLM(model=models[case["model"]], **options)
         for name, check in case["checks"].items():

@@ -11,7 +11,7 @@ from verl_patches.launch import restart
 from verl_patches.launch.restart import Restarts, is_retryable
 from verl_patches.launch.supervise.watcher import fault_kind
 from verl_patches.run.record.record import read_summary
-from verl_patches.weights.run_folders import starts_in
+from verl_patches.weights.run_folders import list_starts
 
 RETRYABLE_REASONS = [
     "verl_patches.launch.supervise.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
@@ -110,7 +110,7 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(run,
     made = (steps([1, 2, 3]), [saved], "StallError: a"), ([], [], "StallError: b")
     outcome, _, _ = run(*made, times=1, total_training_steps=3)
     assert outcome.code == 1 and ("StallError: a" in outcome.reason) == (tries == 1)
-    assert len(starts_in(tmp_path / "t")) == tries
+    assert len(list_starts(tmp_path / "t")) == tries
 
 
 @pytest.mark.parametrize(("now", "is_saved"), [({"steps": 3}, True), ({"steps": 6}, False), ({}, False), (None, False)])

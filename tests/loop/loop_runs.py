@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from verl_patches.processes import process_name
-from verl_patches.weights.run_folders import chain_of, chain_of_start, read_start, starts_in
+from verl_patches.weights.run_folders import checkpoint_chain, list_starts, read_start, start_chain
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
@@ -46,7 +46,7 @@ class Finished:
 
     @property
     def chain(self):
-        return chain_of(read_start(self.folder))
+        return start_chain(read_start(self.folder))
 
     @property
     def log(self):
@@ -59,7 +59,7 @@ class Finished:
     @classmethod
     def read(cls, folder):
         """Read the run in folder/r; folder/finished.json has its code and output."""
-        starts = starts_in(folder / "r")
+        starts = list_starts(folder / "r")
         newest = starts[-1].folder if starts else folder / "r" / "0001"  # no start if it was refused
         summary = json.loads((newest / "summary.json").read_text()) if (newest / "summary.json").is_file() else {}
         return cls(**json.loads((folder / "finished.json").read_text()), folder=newest, summary=summary)
@@ -129,7 +129,7 @@ def assert_caught(run, step):
 
 def resume_overrides(run, step):
     """Return overrides that resume from a run's checkpoint of that step."""
-    saved = chain_of_start(read_start(run.folder)).checkpoints()[step]
+    saved = checkpoint_chain(read_start(run.folder)).checkpoints()[step]
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.near_ties import load_reference_model, near_ties
 from verl_patches.run.record.record import read_summary
 from verl_patches.weights.manifest import folder_problems, read_manifest
-from verl_patches.weights.run_folders import chain_of_start, read_start
+from verl_patches.weights.run_folders import checkpoint_chain, read_start
 
 pytestmark = pytest.mark.slow
 LEAST_S, BOUND_S = "recipe.watch.least_s", 60
@@ -30,7 +30,7 @@ SAVING = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
 
 def saved_checkpoints(run):
     """Return {step: checkpoint} of the run's chain."""
-    return chain_of_start(read_start(run.folder)).checkpoints()
+    return checkpoint_chain(read_start(run.folder)).checkpoints()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from loop_runs import ROOT, STREAMS
 
 from tests.conftest import python_with_prelude
 from tests.ranks import reserved_port
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.upstream.checkouts import find_trees
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -100,6 +100,6 @@ def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
 @pytest.mark.upstream
 def test_three_steps_on_line_a3(a3, python, ray_folder, tmp_path, pytestconfig):
     """Check that row update.recipe_by_default also sets the configuration from which workers prepare MindSpeed."""
-    trees = [str(folder) for folder in trees_of(pytestconfig.getoption("--upstream")).folders]
+    trees = [str(folder) for folder in find_trees(pytestconfig.getoption("--upstream")).folders]
     path = [str(ROOT), *trees]
     check(*run_verl(python, a3(), "line=a3,platform=cpu", path, f"{ray_folder}/a", tmp_path), a3())

@@ -39,7 +39,7 @@ from verl_patches.patching.row import make_subclass
 from verl_patches.weights.checkpoint_files import Place, StoredTensor, optimizer_shards
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import Trained
+from verl_patches.worker.memory import TrainedModel
 
 
 def failures(names):
@@ -187,7 +187,7 @@ def make_worker(chunks, optimizer, offload=True):
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     context().schedule, context().unmoved_groups = None, frozenset()
     worker = make_subclass(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
-    worker.trained = Trained(chunks, optimizer, None)
+    worker.trained = TrainedModel(chunks, optimizer, None)
     worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
     return worker
 
@@ -195,7 +195,7 @@ def make_worker(chunks, optimizer, offload=True):
 @contextlib.contextmanager
 def started(worker):
     """Start the scheduler of this process, which moves the memory of `worker`."""
-    worker.memory.start(worker, worker.trained)
+    worker.memory.register_worker(worker, worker.trained)
     try:
         yield context().scheduler
     finally:
@@ -221,7 +221,7 @@ def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
     worker.save, worker.load = save, double
     assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
     take_move_names()
-    worker.memory.built(chunks, optimizer)
+    worker.memory.offload_model(chunks, optimizer)
     assert take_move_names() == ["free grads"] * 2 + offloads
     with started(worker) as scheduler:
         worker.save_checkpoint("here")
@@ -274,7 +274,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
     chunks, optimizer = trained(BF16)
     worker = make_worker(chunks, optimizer)
     checkpoint = WorkerCheckpoint(worker)
-    worker.memory.built(chunks, optimizer)
+    worker.memory.offload_model(chunks, optimizer)
     with started(worker) as scheduler:
         for number in range(2):
             scheduler.begin("update")

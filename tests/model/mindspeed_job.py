@@ -166,7 +166,7 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
         hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
         events.clear()
         found["metrics"].append(run_update(worker, tensors)[1])
-        found["skipped"].append(context().step_guards[-1].take())
+        found["skipped"].append(context().step_guards[-1].take_skips())
         found["weights"].append([param.detach().clone() for param in chunk.parameters()])
         found["biases"].append([bias.clone() for name, bias in chunk.named_buffers() if name.endswith("expert_bias")])
         if number == 1:

@@ -17,7 +17,7 @@ from verl_patches.spec import run_from_config
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.advantages import METRIC_PREFIX, ROLE, FixedData
 from verl_patches.worker.context import context
-from verl_patches.worker.models import reference_weights
+from verl_patches.worker.models import copy_source
 
 # how far the reference's log-prob of a response is from the policy's
 SHIFTS = torch.linspace(0, 6, SAMPLES).square()
@@ -59,7 +59,7 @@ def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
         more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
         run = composed("deepseekv3_tiny_cpu", [*MORE, *more, f"actor_rollout_ref.model.path={folder / 'model'}"])
         start_parallel(run.train)
-        context().scheduler = context().ledger = reference_weights.value = None
+        context().scheduler = context().ledger = copy_source.value = None
         found[name] = first_steps(worker_section(run), folder)
     return found
 

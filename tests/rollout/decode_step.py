@@ -26,9 +26,9 @@ def build_engine(model: str, batch: int) -> Any:
     import torch
     from vllm import LLM
 
-    from verl_patches.worker.memory import checked_device
+    from verl_patches.worker.memory import free_memory_device
 
-    checked_device.value = torch.npu
+    free_memory_device.value = torch.npu
     graphs = {"enabled": True, "graph_batch_sizes": [batch], "use_cached_graph": True}
     options = {"torchair_graph_config": graphs, "chunked_prefill_for_mla": True, "refresh": True}
     return LLM(

@@ -48,11 +48,11 @@ def build(config: Any, model: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
     from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 
-    from verl_patches.worker.memory import checked_device
+    from verl_patches.worker.memory import free_memory_device
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    checked_device.value = torch.npu  # as in verl's worker: each sleep is checked, the first one at the start too
+    free_memory_device.value = torch.npu  # as in verl's worker: each sleep is checked, the first one at the start too
     tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     made = vLLMRollout(model, scaled(config, model), tokenizer, hf_config)
     made.inference_engine.wake_up()

@@ -33,10 +33,10 @@ from verl_patches.weights.manifest import (
     Manifest,
     content_digest,
     folder_problems,
-    rank_files,
+    rank_file_names,
+    rank_tensor_file,
     read_manifest,
-    tensors_of_rank,
-    whole_tensor,
+    whole_tensor_entry,
 )
 from verl_patches.weights.run_folders import take_start
 
@@ -52,7 +52,7 @@ class Workers:
     def save_checkpoint(self, folder, remote, step):
         for rank in range(2):
             tensor = torch.full((64,), float(step))
-            entry = whole_tensor(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
+            entry = whole_tensor_entry(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
             piece = StoredTensor(entry, tensor, (Place((64,), (1,), 0),))
             if not self.failing:
                 write_rank(folder, rank, [piece], lambda piece: [piece.base], {})
@@ -66,7 +66,7 @@ class Workers:
     def load_checkpoint(self, folder, remote, remove):
         if self.fault:
             raise CheckpointError(self.fault)
-        files = [load_file(Path(folder) / tensors_of_rank(rank)) for rank in range(2)]
+        files = [load_file(Path(folder) / rank_tensor_file(rank)) for rank in range(2)]
         self.loaded = [file[f"weight/{rank}"][0].item() for rank, file in enumerate(files)]
 
 
@@ -230,7 +230,7 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
             workers.save_checkpoint(str(folder), None, 1)
         return look if grow else 7
 
-    monkeypatch.setattr(checkpoint, "size_bytes", written)
+    monkeypatch.setattr(checkpoint, "folder_bytes", written)
     run.abort_save(wait)
     assert (run.chain.newest() == folder) is whole
     said = [
@@ -337,7 +337,7 @@ def test_a_step_whose_save_was_killed_is_saved_again(saves, tmp_path):
     (tmp_path / "global_step_5/rank_00007.safetensors").touch()
     save(run := saves(), 5)
     assert run.chain.newest() == tmp_path / "global_step_5"
-    assert set(rank_files(2)) < set(names(tmp_path / "global_step_5")) and not list(tmp_path.rglob("*00007*"))
+    assert set(rank_file_names(2)) < set(names(tmp_path / "global_step_5")) and not list(tmp_path.rglob("*00007*"))
 
 
 # ---- without a launcher: one folder, which a run goes on with or finds empty

@@ -13,8 +13,14 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.boot.install_prelude import PRELUDE_LINE
 from verl_patches.patching.contract import installed_root
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import trees_of
-from verl_patches.upstream.modified import record_changes, record_digest, refuse_modified, roots_of, source_findings
+from verl_patches.upstream.checkouts import find_trees
+from verl_patches.upstream.modified import (
+    package_roots,
+    record_changes,
+    record_digest,
+    refuse_modified,
+    source_findings,
+)
 from verl_patches.upstream.pins import Repository, load_pins
 
 FILES = {
@@ -149,12 +155,15 @@ def test_a_start_over_an_edited_package_is_refused_or_marked(tmp_path):
 def test_the_trees_of_line_a3(pytestconfig, tmp_path):
     """Accept the fetched trees; one edit in a file of MindSpeed-LLM that no row targets is refused and named."""
     given = Path(pytestconfig.getoption("--upstream")).absolute()
-    line, trees = load_pins().line("a3"), trees_of(given)
-    assert [f for f in source_findings(line, roots_of("a3", trees)) if f.state != "fine"] == []
+    line, trees = load_pins().line("a3"), find_trees(given)
+    assert [f for f in source_findings(line, package_roots("a3", trees)) if f.state != "fine"] == []
     for name in ("verl", "Megatron-LM", "MindSpeed"):
         (tmp_path / name).symlink_to(given / name)
     subprocess.run(["git", "clone", "-q", "--shared", given / "MindSpeed-LLM", tmp_path / "MindSpeed-LLM"], check=True)
-    run, file = run_over("a3", trees_of(tmp_path)), tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py"
+    run, file = (
+        run_over("a3", find_trees(tmp_path)),
+        tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py",
+    )
     assert refuse_modified(run) == {}
     file.write_bytes(file.read_bytes() + b"\n")
     with pytest.raises(ConfigError, match="MindSpeed-LLM .*tasks/preprocess/parser.py"):

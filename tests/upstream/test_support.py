@@ -135,7 +135,7 @@ def test_variables_of_the_shell_are_compared_with_the_pins(line, name, value, st
 
 def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_shown():
     environ = {"HCCL_CONNECT_TIMEOUT": "60", "VLLM_API_KEY": "hush"}
-    findings = shell_findings("a3", environ, decided={"HCCL_CONNECT_TIMEOUT"})
+    findings = shell_findings("a3", environ, replaced={"HCCL_CONNECT_TIMEOUT"})
     assert [f.state for f in findings] == ["fine", "note"] and "hush" not in str(findings)
 
 

@@ -12,7 +12,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.upstream import modified, versions
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import Machine, compare
+from verl_patches.upstream.versions import Machine, compare_pins
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
 FILES = {  # as the installers of CANN 8 write them
@@ -52,7 +52,7 @@ def clones(tmp_path):
 
 @pytest.fixture
 def machine(ascend, clones, monkeypatch):
-    """Return the findings of `compare` on a machine that holds line a3, with some changes of Machine's fields."""
+    """Return the findings of `compare_pins` on a machine that holds line a3, with some changes of Machine's fields."""
     folder, pins = clones
     packages = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
@@ -62,7 +62,7 @@ def machine(ascend, clones, monkeypatch):
 
     def report(line="a3", trees=None, root=places.get, **changes):
         monkeypatch.setattr(modified, "installed_root", root)
-        return compare(line, Machine(**{**holds, **changes}), trees)
+        return compare_pins(line, Machine(**{**holds, **changes}), trees)
 
     def problems(**changes):
         return {f.name: f for f in report(**changes).findings if f.state == "problem"}

@@ -41,7 +41,7 @@ def _build(folder: Path, dtype: torch.dtype = torch.float32, with_ddp: bool = Fa
 
 
 def _values(chunks) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in load._weights_of(chunks)}
+    return {name: tensor.detach().clone() for name, tensor in load._named_tensors(chunks)}
 
 
 def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -88,7 +88,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     """Load a second model that copies from the first; each result is (parameters that differ, bytes read)."""
     from tests.model.megatron_model import start_parallel
     from verl_patches.memory.offload import Params
-    from verl_patches.worker.models import load_model, reference_weights
+    from verl_patches.worker.models import copy_source, load_model
 
     start_parallel(parse_layout("tp2 @2"))
 
@@ -120,7 +120,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     found["reference unlike"] = _unlike(_values(reference), read[torch.float32])
     found["another folder"] = second(path=other)
     found["bf16"] = second(torch.bfloat16)
-    reference_weights.value = str(folder), reference, False
+    copy_source.value = str(folder), reference, False
     with torch.no_grad():
         next(iter(reference[0].parameters())).add_(1)
     found["control"] = second()

@@ -31,18 +31,18 @@ from verl_patches.weights.checkpoint_files import (
     Walk,
     load_state,
     optimizer_shards,
-    problems_of_share,
-    read_state,
+    read_rank_state,
     set_step_counts,
+    share_problems,
     step_counts,
     write_rank,
 )
-from verl_patches.weights.manifest import Manifest, rank_files, state_of_rank, tensors_of_rank
+from verl_patches.weights.manifest import Manifest, rank_file_names, rank_state_file, rank_tensor_file
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
-from verl_patches.weights.writer import complete_as, write_bytes
+from verl_patches.weights.writer import complete_folder, write_bytes
 from verl_patches.worker import checkpoint as worker_checkpoint
-from verl_patches.worker.checkpoint import WorkerCheckpoint, generators, set_generators
+from verl_patches.worker.checkpoint import WorkerCheckpoint, generator_states, set_generator_states
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
@@ -132,21 +132,21 @@ def rank_state(whole, text, rank, storage, half, filled):
 
 
 def live(piece):
-    return [place.of(piece.base) for place in piece.places]
+    return [place.view_of(piece.base) for place in piece.places]
 
 
 def save(folder, whole, storage, text, half):
     layout = parse_layout(text)
-    files = tuple(rank_files(layout.world_size))
+    files = tuple(rank_file_names(layout.world_size))
     model = BF16.model if half else INVENTORY.model
     files = (*files, "config.json")
     folder.mkdir()
     write_bytes(folder, "config.json", json.dumps({"model_type": "deepseek_v3", **dataclasses.asdict(model)}).encode())
     for rank in range(layout.world_size):
         state, *_ = rank_state(whole, text, rank, storage, half, filled=True)
-        write_rank(folder, rank, state.written(), live, {"step_counts": step_counts(state.optimizer)})
+        write_rank(folder, rank, state.pieces_to_write(), live, {"step_counts": step_counts(state.optimizer)})
     manifest = Manifest(model, text, "bf16" if half else "fp32", "x", files, facts={"step": 1})
-    return complete_as(folder, manifest)
+    return complete_folder(folder, manifest)
 
 
 @pytest.mark.parametrize(("storage", "saved", "resumed", "half"), PAIRS)
@@ -162,7 +162,7 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
         for rank in range(parse_layout(resumed).world_size):
             state, weights, expected, names = rank_state(whole, resumed, rank, storage, half, filled=False)
             load_state(state, reader)
-            set_step_counts(state.optimizer, read_state(tmp_path / "c", 0)["step_counts"])
+            set_step_counts(state.optimizer, read_rank_state(tmp_path / "c", 0)["step_counts"])
             for number, chunk in enumerate(weights):
                 assert all(torch.equal(state._native[number][name], tensor) for name, tensor in chunk.items())
             for shard in optimizer_shards(state.optimizer):
@@ -173,7 +173,7 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
 
 
 def reader_of(folder):
-    return WeightReader(open_source(folder), verify=True, widen=True)
+    return WeightReader(open_source(folder), verify=True, read_whole=True)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def small(tmp_path, whole):
 @pytest.mark.parametrize("place", [-1, 0.4, 0.7])
 def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, text, place):
     """Check one read, in the layout that wrote and in another, where ranks need parts of the stored tensors."""
-    path = small / tensors_of_rank(1)
+    path = small / rank_tensor_file(1)
     data = bytearray(path.read_bytes())
     data[int(place * len(data)) if place > 0 else -1] ^= 1
     path.write_bytes(data)
@@ -202,15 +202,15 @@ def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, t
 
 
 def test_a_damaged_file_without_tensors_is_named_by_one_rank(small):
-    path = small / state_of_rank(1)
+    path = small / rank_state_file(1)
     path.write_text(path.read_text() + " ")
-    found = [problems_of_share(small, rank, 2) for rank in range(2)]
+    found = [share_problems(small, rank, 2) for rank in range(2)]
     assert sorted(map(len, found)) == [0, 1] and path.name in "".join(sum(found, []))
 
 
 def test_a_state_that_is_in_no_file_is_named(small, whole):
     source, key = open_source(small), ("exp_avg", "model.embed_tokens.weight")
-    source.states[key] = [stored for stored in source.states[key] if stored.file == tensors_of_rank(0)]
+    source.states[key] = [stored for stored in source.states[key] if stored.file == rank_tensor_file(0)]
     state, *_ = rank_state(whole, "ep2 @2", 1, "local", "", filled=False)
     with WeightReader(source) as reader:
         with pytest.raises(
@@ -225,9 +225,9 @@ def test_a_walk_through_a_stack_finds_every_element_once():
     inside = [2 + line * 7 + place for line in range(5) for place in range(3)]
     for first in range(41):
         for last in range(first, 41):
-            start, stop = walk.before(first), walk.before(last)
+            start, stop = walk.elements_before(first), walk.elements_before(last)
             places = walk.places(start, stop, first)
-            found = [int(e) for place in places for e in place.of(flat[first:last]).flatten()]
+            found = [int(e) for place in places for e in place.view_of(flat[first:last]).flatten()]
             assert found == [at for at in inside if first <= at < last]
 
 
@@ -247,7 +247,7 @@ def same_error(folder):
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
     checkpoint._state = SimpleNamespace(layout="ep4 @4")
-    with mock.patch.object(checkpoint_files, "problems_of_share", problems):
+    with mock.patch.object(checkpoint_files, "share_problems", problems):
         try:
             checkpoint.load(folder)
         except CheckpointError as error:
@@ -277,7 +277,7 @@ def arrived_at_each_collective(folder):
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
     checkpoint._state = SimpleNamespace(layout="ep4 @4")
-    patches = (checkpoint_files, "problems_of_share", problems), (worker_checkpoint, "raise_on_any_rank", collective)
+    patches = (checkpoint_files, "share_problems", problems), (worker_checkpoint, "raise_on_any_rank", collective)
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
@@ -297,8 +297,8 @@ def test_generators_go_on_where_they_were(platform):
         return [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.rand(3).tolist()]
 
     draw(), np.random.randn()
-    found = json.loads(json.dumps(generators(platform)))
+    found = json.loads(json.dumps(generator_states(platform)))
     drawn = draw()
     assert draw() != drawn
-    set_generators(found, platform)
+    set_generator_states(found, platform)
     assert draw() == drawn

@@ -34,7 +34,7 @@ from verl_patches.shared_files import lock_file
 from verl_patches.weights import convert as convert_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import TRACKER
-from verl_patches.weights.megatron import FILE, ITERATION, rank_files
+from verl_patches.weights.megatron import ITERATION_FOLDER, MODEL_FILE, ranks_by_file
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
@@ -85,7 +85,7 @@ def test_a_rank_has_its_librarys_parameters_in_megatrons_file(tmp_path, text):
     tensors = make_folder(tmp_path / "hf", SMALL)
     run(tmp_path / "hf", tmp_path / "out", layout, line=line)
     assert (tmp_path / "out" / TRACKER).read_text() == "1"
-    state = torch.load(tmp_path / "out" / ITERATION / place / FILE, weights_only=True)
+    state = torch.load(tmp_path / "out" / ITERATION_FOLDER / place / MODEL_FILE, weights_only=True)
     expected = pack(tensors, build_inventory(SMALL), layout, rank, storage)
     keys = ["model"] if layout.vpp == 1 else ["model0", "model1"]
     assert {*state} == {*keys, "checkpoint_version", "iteration", "layout", "conversion"}
@@ -102,11 +102,13 @@ def test_layouts_that_megatrons_names_or_mindspeed_cannot_hold_are_refused():
         ("etp2 @2", "megatron-local", "ranks with different experts have one name"),
     ):
         with pytest.raises(ConfigError, match=words):
-            rank_files(parse_layout(text), library)
-    names = rank_files(parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"), "mindspeed")
-    assert len(names) == 256 and names[f"mp_rank_03_007_007/{FILE}"] == 255
+            ranks_by_file(parse_layout(text), library)
+    names = ranks_by_file(parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"), "mindspeed")
+    assert len(names) == 256 and names[f"mp_rank_03_007_007/{MODEL_FILE}"] == 255
     tp, pp, ep = (range(n) for n in (4, 8, 8))
-    assert names.keys() == {f"mp_rank_{t:02d}_{p:03d}_{e:03d}/{FILE}" for t, p, e in itertools.product(tp, pp, ep)}
+    assert names.keys() == {
+        f"mp_rank_{t:02d}_{p:03d}_{e:03d}/{MODEL_FILE}" for t, p, e in itertools.product(tp, pp, ep)
+    }
 
 
 def test_fp8_to_bf16_and_megatron_and_back_to_fp8(tmp_path):
@@ -176,7 +178,7 @@ def test_a_killed_conversion_goes_on_with_the_files_that_are_missing(tmp_path, s
     time.sleep(random.Random(seed).random() * seconds)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    finished = {*out.rglob(FILE), *out.glob("*.safetensors")}
+    finished = {*out.rglob(MODEL_FILE), *out.glob("*.safetensors")}
     before = {path: path.stat().st_mtime_ns for path in finished}
     result = run(tmp_path / "hf", out, layout, processes=2)
     assert result.kept == len(before) and not list(out.rglob("*.partial"))
@@ -184,7 +186,7 @@ def test_a_killed_conversion_goes_on_with_the_files_that_are_missing(tmp_path, s
     assert contents(out) == contents(tmp_path / "whole") != {}
     again = run(tmp_path / "hf", out, layout)
     assert (again.written, again.read_bytes) == (0, 0) and again.kept == result.kept + result.written
-    min(file for file in (*out.rglob(FILE), *out.glob("*.safetensors"))).unlink()
+    min(file for file in (*out.rglob(MODEL_FILE), *out.glob("*.safetensors"))).unlink()
     assert run(tmp_path / "hf", out, layout).written == 1
     run(out, tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), tensors)
@@ -208,7 +210,7 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
             run(small, out, SMALL_LAYOUT)
     assert not out.exists()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for layout, file in ((SMALL_LAYOUT, FILE), (None, "model-0000")):
+    for layout, file in ((SMALL_LAYOUT, MODEL_FILE), (None, "model-0000")):
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # a write past it fails as on a full disk
         try:
             with pytest.raises(RecipeError, match=rf"{file}.*could not be written: .*same command again"):
@@ -242,7 +244,7 @@ def test_the_space_of_files_that_are_written_again_is_free(tmp_path, small, monk
 
 
 def test_a_file_that_another_process_writes_is_left_to_it(tmp_path, small):
-    file = tmp_path / "out" / ITERATION / "mp_rank_00_000_000" / f"{FILE}.partial"
+    file = tmp_path / "out" / ITERATION_FOLDER / "mp_rank_00_000_000" / f"{MODEL_FILE}.partial"
     file.parent.mkdir(parents=True)
     with lock_file(file), pytest.raises(RecipeError, match="another process writes this file"):
         run(small, tmp_path / "out", SMALL_LAYOUT)

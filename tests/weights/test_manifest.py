@@ -16,7 +16,7 @@ from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights import writer
-from verl_patches.weights.reader import DTYPES, tensor_bytes
+from verl_patches.weights.reader import DTYPE_NAMES, tensor_bytes
 
 W = torch.arange(48, dtype=torch.float32).view(8, 6)
 BIAS = torch.arange(5, dtype=torch.float32)
@@ -26,7 +26,9 @@ MODEL = read_model_shape(tiny_config())
 
 def entry(tensor, name, axis=0, start=0, whole=None, **more):
     region = Region(name, axis, start, start + tensor.shape[axis])
-    return m.TensorEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape), region, whole or tuple(tensor.shape), **more)
+    return m.TensorEntry(
+        name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), region, whole or tuple(tensor.shape), **more
+    )
 
 
 FILES = {
@@ -59,9 +61,9 @@ def write(folder, name, pieces=1):
 
 
 def written(folder):
-    for number, name in enumerate(MANIFEST.expected):
+    for number, name in enumerate(MANIFEST.file_names):
         write(folder, name, pieces=number + 1)
-    return writer.complete_as(folder, MANIFEST)
+    return writer.complete_folder(folder, MANIFEST)
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -76,9 +78,9 @@ def test_what_is_written_is_read_back(tmp_path):
 
 def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     write(tmp_path, "a.safetensors")
-    assert writer.complete_as(tmp_path, MANIFEST) is None and not m.has_manifest(tmp_path)
+    assert writer.complete_folder(tmp_path, MANIFEST) is None and not m.has_manifest(tmp_path)
     write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
-    assert writer.complete_as(tmp_path, MANIFEST) == m.read_manifest(tmp_path)
+    assert writer.complete_folder(tmp_path, MANIFEST) == m.read_manifest(tmp_path)
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
@@ -160,7 +162,7 @@ def test_a_writer_refuses_too_many_too_few_and_unaligned_bytes(tmp_path):
             writer.write_tensors(tmp_path, "x", tensors, lambda entry, size=size: [bytes(size)])
     odd = [entry(torch.ones(3).bfloat16(), "odd"), *tensors]
     with pytest.raises(ConfigError, match="not aligned"):
-        m.header_of(odd, "x")
+        m.build_header(odd, "x")
     assert m.in_data_order(odd) == odd[::-1]
     with writer.NewFile(tmp_path / "x"), pytest.raises(RecipeError, match="another process writes this file"):
         writer.NewFile(tmp_path / "x").__enter__()
@@ -181,7 +183,7 @@ def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
     assert calls == [("fsync", f"{name}.partial"), ("replace", name), ("replace", f"{name}.json")]
     write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
     calls.clear()
-    writer.complete_as(tmp_path, MANIFEST)
+    writer.complete_folder(tmp_path, MANIFEST)
     (first, temporary, named, last), folder = calls, ("fsync", tmp_path.name)
     assert first == last == folder and named == ("replace", m.MANIFEST) and temporary[1].startswith(m.MANIFEST)
 

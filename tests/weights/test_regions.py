@@ -54,7 +54,7 @@ def wrong(folder, expected, seed=0, dtype=torch.float32):
 @pytest.fixture(params=[1, 40_000, regions.BAND_BYTES])
 def band(request, monkeypatch):
     monkeypatch.setattr(regions, "BAND_BYTES", request.param)
-    monkeypatch.setattr(regions, "_LEAST_BYTES", {1: 1, 40_000: 300}.get(request.param, 4096))
+    monkeypatch.setattr(regions, "_LEAST_ROW_BYTES", {1: 1, 40_000: 300}.get(request.param, 4096))
 
 
 def test_regions_of_fp8_are_those_of_its_conversion_to_bf16(tmp_path, band):

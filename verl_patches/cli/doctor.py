@@ -18,7 +18,7 @@ from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run.compose import compose
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.upstream.checkouts import find_trees
 
 PRODUCTION_CONFIG = "deepseekv3_256die_true_weight"
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION_CONFIG}, or the smoke run's with platform=cpu), then overrides."
@@ -45,7 +45,7 @@ def doctor_command(
         name, *overrides = words
     else:
         name, overrides = _default_config(), words
-    run = with_recompute(compose(name, overrides, platform_rows, trees_of(upstream)))
+    run = with_recompute(compose(name, overrides, platform_rows, find_trees(upstream)))
     node = Node(run, head=head)
     if this_node or (node.nodes == 1 and run.recipe.ray_address is None):
         report, nodes = doctor.check_this_node(node)

@@ -27,7 +27,7 @@ from verl_patches.spec import RunSpec
 from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer, render_chat
 from verl_patches.tools.inference import rows, scores
 from verl_patches.tools.inference.model import Model, find_model, restart_in_environment, validation_sampling
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.upstream.checkouts import find_trees
 from verl_patches.values import printable
 
 CONVERSATION_TOKENS = 8192  # most tokens of a conversation, where the model takes more
@@ -201,7 +201,7 @@ def _prepare_model(
     path: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """Return the model, in a process with the environment of its configuration and the rows of the catalogue."""
-    trees = trees_of(upstream)
+    trees = find_trees(upstream)
     model = find_model(path, output_root(), config_name, overrides or [], trees, platform_rows, newest)
     check_switches(model.run)
     restart_in_environment(model.run)

@@ -34,7 +34,7 @@ from verl_patches.run.record.report import medians, resumed_text, step_value
 from verl_patches.shared_files import LOCK, is_locked
 from verl_patches.trainer.record import NOW_FILE
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import find_start, starts_in
+from verl_patches.weights.run_folders import find_start, list_starts
 
 REFRESH_S = 2.0
 SHOWN_LINES = 5  # last lines of progress.log that are shown
@@ -102,7 +102,7 @@ def _state(folder: Path, exit_reason: str, doing: Mapping[str, Any]) -> str:
     if exit_reason == "ok":
         return "ended"
     home = folder.resolve().parent
-    later = [start for start in starts_in(home) if start.name > folder.resolve().name]
+    later = [start for start in list_starts(home) if start.name > folder.resolve().name]
     locked = not later and is_locked(home / LOCK)  # by the launcher; None where no launcher made a lock
     if exit_reason != "running" and locked:
         return "ending"

@@ -39,11 +39,11 @@ from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP_PREFIX
-from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
+from verl_patches.upstream.checkouts import find_trees, require_trees, require_verl_version
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
+from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
@@ -116,10 +116,10 @@ def smoke_command(
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.smoke_inputs(options, output_root() / "cache")
     all_overrides = smoke.smoke_overrides(options, inputs.overrides)
-    spec = _compose_startable_run(options.config_name, all_overrides, trees_of(upstream))
+    spec = _compose_startable_run(options.config_name, all_overrides, find_trees(upstream))
     spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
-    require_verl(spec.line, spec.trees)
+    require_verl_version(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     ray_cluster.require_nodes(spec)
     _exit_on_failed_checks(disk_checks(spec, starts=True))
@@ -143,14 +143,14 @@ def train_command(
 
     With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for a wrong argument or setting.
     """
-    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
     run = _compose_startable_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
-    require_verl(run.line, run.trees)
+    require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     _exit_on_failed_checks([*_file_checks(run), *disk_checks(run, starts=True)])
@@ -200,7 +200,7 @@ def plan_command(
 
     The exit code is 1 if a check refuses the start.
     """
-    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream, verl_path)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=disk_gb_s)
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -435,7 +435,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
-        checkpoint = chain_of_start(start_in(record)).newest()
+        checkpoint = checkpoint_chain(require_start(record)).newest()
         if last_step_is_saved(run, record):
             return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead

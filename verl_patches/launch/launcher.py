@@ -33,7 +33,7 @@ from verl_patches.run.run_start import driver_run, next_start
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
-from verl_patches.upstream.checkouts import commit_of
+from verl_patches.upstream.checkouts import head_commit
 from verl_patches.upstream.modified import files_text
 
 POLL_S, MEMORY_S = 0.2, 1.0
@@ -273,7 +273,7 @@ def _summary_head(run: RunSpec) -> dict[str, Any]:
     head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
     head |= {"resumed_step": run.start.step, "layout": {"train": str(run.train), "rollout": str(run.rollout)}}
     if run.trees.folders:
-        head["upstream"] = {folder.name: commit_of(folder) for folder in run.trees.folders}
+        head["upstream"] = {folder.name: head_commit(folder) for folder in run.trees.folders}
     return head
 
 

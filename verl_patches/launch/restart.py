@@ -20,7 +20,7 @@ from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
 from verl_patches.trainer.record import NOW_FILE
-from verl_patches.weights.run_folders import chain_of_start, start_in
+from verl_patches.weights.run_folders import checkpoint_chain, require_start
 
 _FINAL_REASON = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
     r"^interrupted by|^still running after"
@@ -48,7 +48,7 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
         doing = read_object(folder / NOW_FILE)
     total = doing.get("steps") or total_steps(run)
     try:
-        saved = chain_of_start(start_in(folder)).checkpoints()
+        saved = checkpoint_chain(require_start(folder)).checkpoints()
     except OSError:  # a failing disk; the search for the next start's checkpoint reports it
         return False
     return total is not None and max(saved, default=0) >= total

@@ -194,7 +194,7 @@ def environment_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
     own = {variable.name for variable in environment_variables(run) if variable.where != "node"}
     decided = own | {*DROPPED_VARIABLES}
-    for finding in shell_findings(run.line, decided=decided):
+    for finding in shell_findings(run.line, replaced=decided):
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
             yield Check("environment", False, text)

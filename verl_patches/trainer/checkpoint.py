@@ -44,37 +44,37 @@ from verl_patches.patching import engine
 from verl_patches.shared_files import sync
 from verl_patches.spec import RUN, RunSpec, run_from_config
 from verl_patches.values import leaves, size_text
-from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
+from verl_patches.weights.checkpoint_files import CheckpointError, generator_states, set_generator_states
 from verl_patches.weights.manifest import (
     CRITIC,
     MANIFEST,
-    OF_TRAINER,
+    TRAINER_PREFIX,
     Manifest,
     has_manifest,
-    rank_files,
+    rank_file_names,
     read_manifest,
     small_files,
 )
-from verl_patches.weights.reader import DTYPES as STORED
+from verl_patches.weights.reader import DTYPE_NAMES as STORED
 from verl_patches.weights.run_folders import (
-    Chain,
+    CheckpointChain,
     Link,
-    chain_of_start,
+    checkpoint_chain,
     checkpoints_home,
-    complete_in,
+    complete_checkpoints,
     data_facts,
+    folder_bytes,
     path_to_resume,
     read_start,
-    remove,
+    remove_checkpoint,
     require_same_data,
     require_steps_left,
-    size_bytes,
 )
-from verl_patches.weights.writer import complete_as, write_bytes
+from verl_patches.weights.writer import complete_folder, write_bytes
 
 log = logging.getLogger(__name__)
 
-STATE_FILE, TENSORS_FILE = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
+STATE_FILE, TENSORS_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # between looks for all ranks' files (from, to), and at whether they still grow
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
@@ -89,7 +89,7 @@ class Checkpoints:
         config = trainer.config
         self._say, self.trainer, self.config = say, trainer, config
         self.run = run_from_config(config)
-        self.chain = checkpoint_chain(self.run)
+        self.chain = run_checkpoints(self.run)
         self.folder = self.chain.links[-1].folder
         self.trains_actor = self.run.trains_actor  # if False, only the critic is saved
         self.max_to_keep = config.trainer.get("max_actor_ckpt_to_keep", None)
@@ -111,7 +111,7 @@ class Checkpoints:
         writing = self.folder / f"global_step_{step}"
         of_model, groups = self._model_files(), {}
         own = {writing: {**of_model, **self._trainer_files()}}
-        ranks, facts, answers = rank_files(self.run.world_size), {}, []
+        ranks, facts, answers = rank_file_names(self.run.world_size), {}, []
         manifests = {}
         if self.trains_actor:
             groups[writing] = self.trainer.actor_rollout_wg
@@ -137,7 +137,7 @@ class Checkpoints:
     def _make_folders(writing: Path, folders: Iterable[Path]) -> None:
         """Make the folders of a checkpoint, after removing an incomplete one of the same step."""
         if writing.is_dir() and not has_manifest(writing):
-            remove(writing)
+            remove_checkpoint(writing)
         for folder in folders:
             folder.mkdir(parents=True)
         sync(writing.parent)
@@ -201,7 +201,7 @@ class Checkpoints:
         if self._thread is None:
             return
         assert self._folder_in_writing is not None  # `save` sets it before it starts the thread
-        before, written = None, size_bytes(self._folder_in_writing)
+        before, written = None, folder_bytes(self._folder_in_writing)
         recipe = self.config.recipe
         bound_s = min(recipe.watch.least_s, 60 * recipe.train.collective_timeout_minutes)
         ends = time.monotonic() + _WAIT_SHARE * bound_s
@@ -209,7 +209,7 @@ class Checkpoints:
             with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
                 self._say(f"the run has failed; waiting for its checkpoint in progress, {size_text(written)} written")
             self._thread.join(min(_GRACE_S, ends - time.monotonic()))
-            before, written = written, size_bytes(self._folder_in_writing)
+            before, written = written, folder_bytes(self._folder_in_writing)
         self._aborted.set()
         self._thread.join()
 
@@ -227,7 +227,7 @@ class Checkpoints:
             for folder, manifest in manifests.items():
                 for name, content in own[folder].items():
                     write_bytes(folder, name, content)
-                while (whole := complete_as(folder, manifest)) is None:
+                while (whole := complete_folder(folder, manifest)) is None:
                     waited = time.perf_counter() - started
                     if self._aborted.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                         return
@@ -270,7 +270,9 @@ class Checkpoints:
         """Return the files of data position and generators: JSON, null in place of tensors, and the tensors."""
         state, tensors = loader_state(self.trainer.train_dataloader)
         kl_coef = None if self._kl_controller is None else self._kl_controller.value
-        text = json.dumps({"dataloader": state, "generators": generators(), "kl_coef": kl_coef})
+        text = json.dumps(
+            {"dataloader": state, "generators": generator_states(), "kl_coef": kl_coef}
+        )
         return {STATE_FILE: text.encode(), TENSORS_FILE: safetensors.torch.save(tensors)}
 
     # ---- load
@@ -302,7 +304,7 @@ class Checkpoints:
 
     def _refuse_later_checkpoints(self, begun: int) -> None:
         """Raise ConfigError if the folder holds checkpoints of steps after `begun`; a start's own folder holds none."""
-        if later := sorted(step for step, _ in complete_in(self.folder) if step > begun):
+        if later := sorted(step for step, _ in complete_checkpoints(self.folder) if step > begun):
             raise ConfigError(
                 f"trainer.default_local_dir is {self.folder}, which holds global_step_{later[0]} of another run; "
                 f"expected none after step {begun}, as this run would save over it: give another folder, move it away, "
@@ -321,13 +323,13 @@ class Checkpoints:
         except CheckpointError as error:  # Ray's error of a worker is of this type too, with the original as `cause`
             if folder not in self.chain.checkpoints().values():
                 raise
-            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.instead_of(folder)}") from error
+            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.fallback_text(folder)}") from error
         state = read_trainer_state(folder)
         if "'sampler_state'" in str(state["dataloader"]):  # else it was saved with torch's sampler
             _use_resumable_sampler(self.trainer.train_dataloader)
         self.trainer.train_dataloader.load_state_dict(state["dataloader"])
         loader_state(self.trainer.train_dataloader)  # makes the loader's iterator, which draws a seed
-        set_generators(state["generators"])
+        set_generator_states(state["generators"])
         if self._kl_controller and state.get("kl_coef"):
             self._kl_controller.value = state["kl_coef"]
         self.trainer.global_steps = step
@@ -358,15 +360,15 @@ class Checkpoints:
             log.warning("the configuration differs from that of %s: %s", folder, "; ".join(changed) or "other patches")
 
 
-def checkpoint_chain(run: RunSpec) -> Chain:
+def run_checkpoints(run: RunSpec) -> CheckpointChain:
     """Return the checkpoints that belong to the run; for a start by the launcher, those of its chain of starts."""
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.start.by_launcher:
         assert run.start.name is not None  # the launcher sets both
         home = checkpoints_home(run.home, str(saved))
         if start := read_start(home / run.start.name):
-            return chain_of_start(start)
-    return Chain((Link(saved),))
+            return checkpoint_chain(start)
+    return CheckpointChain((Link(saved),))
 
 
 def comparable_settings(config: Any) -> dict[str, Any]:

@@ -37,11 +37,11 @@ def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
     return keys
 
 
-def refusal_of(config: DictConfig, key: str) -> str | None:
+def key_refusal(config: DictConfig, key: str) -> str | None:
     """Return why the pin file refuses a key or a section above it; None if it accepts both."""
     for entry in load_pins().unsupported_on(config.recipe.line):
         if f"{key}.".startswith(f"{entry.key}."):
-            return refusal(entry, OmegaConf.select(config, entry.key), config.recipe.line)
+            return refusal_text(entry, OmegaConf.select(config, entry.key), config.recipe.line)
     return None
 
 
@@ -80,29 +80,31 @@ def engine_arguments() -> dict[str, None]:
 def support_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse keys that the run's line does not support; a planned key is a note, which allows only a dry run."""
     for entry, value in refused_keys(run):
-        text = refusal(entry, value, run.line)
+        text = refusal_text(entry, value, run.line)
         planned = f"a start is refused: {text}"
         yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)
 
 
-def refusal(entry: Unsupported, value: Any, line: str) -> str:
+def refusal_text(entry: Unsupported, value: Any, line: str) -> str:
     """Return one sentence: the key and its value, why the line does not support it, what to set instead."""
     neutral = " or ".join("null" if word is None else str(word) for word in entry.neutral)
     return f"{entry.key} is {value}, line {line} supports {neutral} only: {entry.why}. Instead: {entry.instead}"
 
 
-def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided: Collection[str] = ()) -> list[Finding]:
+def shell_findings(
+    line: str, environ: Mapping[str, str] | None = None, replaced: Collection[str] = ()
+) -> list[Finding]:
     """Return a finding for each variable of `environ` (default: this process) that is listed or has a known prefix.
 
     It is a problem if no pin reads the variable, or if its value is not allowed on `line`, unless the launcher replaces
-    it (`decided`). It is a note if only another line reads the variable, or the pin file does not list it.
+    it (`replaced`). It is a note if only another line reads the variable, or the pin file does not list it.
     """
     pins, variables = load_pins(), sorted((os.environ if environ is None else environ).items())
-    findings = (_shell_finding(pins, line, name, value, name in decided) for name, value in variables)
+    findings = (_shell_finding(pins, line, name, value, name in replaced) for name, value in variables)
     return [finding for finding in findings if finding]
 
 
-def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) -> Finding | None:
+def _shell_finding(pins: Pins, line: str, name: str, given: str, replaced: bool) -> Finding | None:
     value = "(set)" if given and (is_secret_variable(name) or is_secret_value(given)) else given
     if name in pins.read_nowhere:
         return Finding(name, "problem", "shell", "unset", value, f"unset {name}: {pins.read_nowhere[name]}")
@@ -119,7 +121,7 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
             parse_switches(given)
         except ConfigError as error:
             return Finding(name, "problem", "shell", variable.note, value, f"correct or unset it: {error}")
-    if decided:
+    if replaced:
         return Finding(name, "fine", "shell", "", value, "the launcher replaces it")
     if variable.accepts(given):
         return Finding(name, "fine", pins.read_by(name, line), variable.allowed_text, value)

@@ -104,7 +104,7 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     with pytest.raises(ConfigError, match="(?s)recipe.gone.*recorded by another version: remove it from the file"):
         rollout()
     (run / "config.yaml").write_text(recorded)
-    for name in ("require_trees", "require_verl"):  # of line a3
+    for name in ("require_trees", "require_verl_version"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda platform: None)
     given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]

@@ -28,7 +28,7 @@ from verl_patches.launch.jobs.job import Job
 from verl_patches.processes import die_with_parent, on_end_signals
 from verl_patches.shared_files import PARTIAL
 from verl_patches.values import is_secret_variable, printable, size_text
-from verl_patches.weights.manifest import CRITIC, MANIFEST, SAVED
+from verl_patches.weights.manifest import CHECKPOINT_NAME, CRITIC, MANIFEST
 
 _PARTIAL_NAME = re.compile(rf"\.|.*\{PARTIAL}$")  # names of hidden files and of files being written
 MARK_FILE = ".verl_patches_upload"
@@ -51,7 +51,7 @@ def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
     if not source.is_dir():
         yield source.name, source
     for folder, folders, names in os.walk(source):
-        killed = SAVED.fullmatch(Path(folder).name) and MANIFEST not in names
+        killed = CHECKPOINT_NAME.fullmatch(Path(folder).name) and MANIFEST not in names
         folders[:] = [] if killed else sorted(name for name in folders if not _PARTIAL_NAME.match(name))
         files = (Path(folder, name) for name in sorted(names) if not killed and not _PARTIAL_NAME.match(name))
         yield from ((str(path.relative_to(source)), path) for path in files if path.is_file() and not path.is_symlink())

@@ -27,10 +27,16 @@ from verl_patches.run.environment import CONFIG_FILE, environment_variables, pro
 from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import VALUE_OBJECTIVES, RunSpec, Trees
-from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
+from verl_patches.upstream.checkouts import (
+    VERL_CONFIG,
+    add_platform_trees,
+    require_trees,
+    require_verl_version,
+    verl_config_dir,
+)
 from verl_patches.values import loading_errors, read_yaml
-from verl_patches.weights.manifest import SAVED, has_manifest
-from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, start_in
+from verl_patches.weights.manifest import CHECKPOINT_NAME, has_manifest
+from verl_patches.weights.run_folders import checkpoint_chain, complete_checkpoints, find_start, require_start
 from verl_patches.weights.source import Source, open_source
 
 
@@ -58,12 +64,12 @@ def find_model(
     Headers of the weights are checked.
     Raise ConfigError for anything else, for a value model, and for what cannot run here.
     """
-    if SAVED.fullmatch(given.name) and not has_manifest(given):
-        there = ", ".join(path.name for _, path in sorted(complete_in(given.parent)))
+    if CHECKPOINT_NAME.fullmatch(given.name) and not has_manifest(given):
+        there = ", ".join(path.name for _, path in sorted(complete_checkpoints(given.parent)))
         found = f"{given.parent} has {there or 'none'}"
         raise ConfigError(f"{given}: expected a complete checkpoint, found none or a part of one; {found}")
     if (given / "config.json").exists():
-        saved = SAVED.fullmatch(given.name)
+        saved = CHECKPOINT_NAME.fullmatch(given.name)
         folders = {int(saved[1]) if saved else 0: given}
         of_run = saved and (given.absolute().parents[1] / CONFIG_FILE).is_file()
         run = given.absolute().parents[1] if of_run else None
@@ -80,17 +86,17 @@ def find_model(
             "to use it as a reward model, name it in recipe.rewards (docs/recipes.md)"
         )
     spec = resolve(
-        instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees)
+        instance_config(config), platform_rows(platform), override_keys(overrides), add_platform_trees(platform, trees)
     )
     if run and not folders:
-        folders = chain_of_start(start_in(run)).checkpoints()
+        folders = checkpoint_chain(require_start(run)).checkpoints()
         if not folders:
             raise ConfigError(
                 f"{given}: expected complete checkpoints of {run} or of the starts that it resumes, found none; "
                 "run it with trainer.save_freq=N"
             )
     require_trees(spec)
-    require_verl(spec.line, spec.trees)
+    require_verl_version(spec.line, spec.trees)
     require_platform(spec.platform)
     wanted = [max(folders)] if newest else folders
     sources = {step: open_source(folders[step]) for step in wanted}
