@@ -47,7 +47,7 @@ def test_on_line_a3_only_the_machine_is_missing():
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [("0.4.0", "composed over verl 0.4.0"), ("0.3.1.dev", "the upstream sources are not as pinned")],
+    [("0.4.0", "configuration taken from verl 0.4.0"), ("0.3.1.dev", "the upstream sources are not as pinned")],
 )
 def test_a_start_over_another_verl_than_the_lines_is_refused(upstream, version, words):
     if version:

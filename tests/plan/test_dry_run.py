@@ -101,7 +101,7 @@ def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans)
     for name, plan in plans.items():
         notes = {check["name"]: check["detail"] for check in plan["checks"] if check["note"]}
         assert set(notes) == {"verl", *MACHINE_CHECKS, *NOTE_CHECKS[name]}
-        assert notes["verl"].startswith("a start is refused: composed over verl 0.4.0")
+        assert notes["verl"].startswith("a start is refused: configuration taken from verl 0.4.0")
         assert "DeepSeek-V3-hf/config.json" in notes["model folder"] and "parquet" in notes["data"]
 
 

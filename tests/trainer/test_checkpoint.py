@@ -189,7 +189,7 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(saves, tmp_path):
     save(saves(), 3)
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
-    with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
+    with pytest.raises(ConfigError, match="global_step_7, found step 3"):
         saves(**checkpoint_path(7, tmp_path)).load()
 
 

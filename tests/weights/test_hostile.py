@@ -174,8 +174,11 @@ def resize(name, size):
 
 
 FAULTS = {
-    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, as {DOWN}"),
-    "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))), "not known to config.json, as x"),
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, such as {DOWN}"),
+    "unknown tensor": (
+        lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))),
+        "not in config.json's model, such as x",
+    ),
     "shape": (put(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
     "fp8 head": (put(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
     "duplicate": (
@@ -191,28 +194,31 @@ FAULTS = {
     ),
     "stale index": (
         lambda f: edit_index(f, lambda m: m.update({HEAD: [x for x in m.values() if x != m[HEAD]][0]})),
-        f"{HEAD}: .*index.json says model-.*it is in model-",
+        f"{HEAD}: expected in model-.*index.json.*found in model-",
     ),
-    "index without tensor": (lambda f: edit_index(f, lambda m: m.pop(HEAD)), f"{HEAD}: .*says nothing, it is in"),
-    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, as model-2"),
+    "index without tensor": (
+        lambda f: edit_index(f, lambda m: m.pop(HEAD)),
+        f"{HEAD}: expected in no file .*found in model-",
+    ),
+    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, such as model-2"),
     "truncated": (resize("model-2.safetensors", 100_000), "model-2.*: not a whole safetensors file"),
     "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
     "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings is True"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "model_type is 'llama', expected 'deepseek_v3'"),
-    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, as model.layers.2"),
+    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, such as model.layers.2"),
     "empty": (resize("model-2.safetensors", 0), "model-2.*: not a whole safetensors file"),
     "index of a path": (
         lambda f: edit_index(f, lambda m: m.update({HEAD: "../plain/model-2.safetensors"})),
-        "files named in .* are missing, as ../plain/model-2",
+        "files named in .* are missing, such as ../plain/model-2",
     ),
     "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
 }
 FP8_FAULTS = {
-    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"{SCALES} is missing, the scales of {DOWN}"),
+    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"expected {SCALES}, the scales of {DOWN}"),
     "scale shape": (put(SCALES, lambda t: torch.ones(2, 2)), rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)"),
     "scale dtype": (put(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
     "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "no quantization_config, but"),
-    "scale of bf16": (put(DOWN, torch.Tensor.bfloat16), f"{SCALES} is the scale of no FP8 tensor"),
+    "scale of bf16": (put(DOWN, torch.Tensor.bfloat16), f"{SCALES}: expected the scales of an FP8 weight"),
 }
 
 

@@ -69,6 +69,6 @@ def test_the_actor_copies_the_reference_and_reads_nothing(folders, run_ranks):
 def test_the_wait_names_late_ranks(run_ranks):
     ranks = run_ranks("tests.weights.load_job:wait_job", size=3)
     assert ranks[0]["late"].startswith(
-        "FOLDER: rank 0 has read it and waited 0 s; 1 of 3 ranks have arrived, not rank 1, 2."
+        "FOLDER: rank 0 has loaded it and waited 0 s for the others; 1 of 3 ranks have loaded it, not rank 1, 2;"
     )
     assert "recipe.timeouts.load_s" in ranks[0]["late"] and all(rank["waited"] for rank in ranks)

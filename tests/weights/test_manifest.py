@@ -107,7 +107,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     (tmp_path / "notes.txt").write_bytes(b"Some text")
     missing, edited, unknown = m.folder_problems(tmp_path, manifest)
     assert "b.safetensors: expected" in missing and "found no file" in missing
-    assert "notes.txt: expected sha256" in edited and "extra.safetensors: expected only" in unknown
+    assert "notes.txt: expected sha256" in edited and "extra.safetensors: not listed" in unknown
 
 
 EDITS = {
@@ -127,20 +127,20 @@ def test_a_manifest_covers_itself(tmp_path, edit):
     m.read_manifest(tmp_path)
     edit(found)
     path.write_text(json.dumps(found))
-    with pytest.raises(ConfigError, match=f"{m.MANIFEST}: its digest is"):
+    with pytest.raises(ConfigError, match=f"{m.MANIFEST}: expected digest"):
         m.read_manifest(tmp_path)
 
 
 def test_what_is_no_manifest_of_this_version_or_step_is_refused(tmp_path):
     folder = tmp_path / "global_step_4"
     folder.mkdir()
-    with pytest.raises(ConfigError, match="global_step_4: no manifest.json"):
+    with pytest.raises(ConfigError, match="global_step_4: .*manifest.json, found none"):
         m.read_manifest(folder)
     written(folder)
-    with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_4"):
+    with pytest.raises(ConfigError, match="global_step_4, found step 3"):
         m.read_manifest(folder)
     (folder / m.MANIFEST).write_text(m.to_json(replace(MANIFEST, facts={})))
-    with pytest.raises(ConfigError, match="has no 'step', expected that of a checkpoint of training"):
+    with pytest.raises(ConfigError, match="expected the key 'step'"):
         m.read_manifest(folder)
     text = (folder / m.MANIFEST).read_text()
     for damaged in (text.replace('"version": 2', '"version": 1'), text[: len(text) // 2]):
@@ -161,7 +161,7 @@ def test_a_writer_refuses_too_many_too_few_and_unaligned_bytes(tmp_path):
         with pytest.raises(RecipeError, match=f"x: bias: expected 20 bytes, found {size}"):
             writer.write_tensors(tmp_path, "x", tensors, lambda entry, size=size: [bytes(size)])
     odd = [entry(torch.ones(3).bfloat16(), "odd"), *tensors]
-    with pytest.raises(ConfigError, match="not aligned"):
+    with pytest.raises(ConfigError, match="odd' would begin|bias' would begin"):
         m.build_header(odd, "x")
     assert m.in_data_order(odd) == odd[::-1]
     with writer.NewFile(tmp_path / "x"), pytest.raises(RecipeError, match="another process writes this file"):

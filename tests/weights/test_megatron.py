@@ -153,7 +153,7 @@ def test_a_folder_that_training_wrote_is_read_by_its_arguments(tmp_path, folder)
 
 def test_a_folder_that_does_not_say_how_it_holds_experts_is_not_guessed(tmp_path, folder):
     resave(folder, as_trained(argparse.Namespace()))
-    with pytest.raises(ConfigError, match="how TP2 ranks share experts: expected --expert-split tp_extend_ep"):
+    with pytest.raises(ConfigError, match="how TP2 ranks hold experts; expected --expert-split tp_extend_ep"):
         open_source(folder)
     run(folder, tmp_path / "back", expert_split="tp_extend_ep")
     sorted(folder.rglob(MODEL_FILE))[-1].rename(tmp_path / "away")
@@ -206,16 +206,25 @@ FAULTS = {
     "no config.json": (lambda f: (f / "config.json").unlink(), f"no config.json beside {TRACKER}; copy"),
     "tracker": (lambda f: (f / TRACKER).write_text("../.."), "expected the number of an iteration, found '../..'"),
     "no iteration": (lambda f: (f / TRACKER).write_text("7"), "iter_0000007: expected mp_rank_TT"),
-    "missing file": (lambda f: sorted(f.rglob(MODEL_FILE))[-1].unlink(), "1 files are missing, as mp_rank_01_001_002"),
+    "missing file": (
+        lambda f: sorted(f.rglob(MODEL_FILE))[-1].unlink(),
+        "1 files are missing, such as mp_rank_01_001_002",
+    ),
     "another file": (
         lambda f: shutil.copytree(
             f / ITERATION_FOLDER / "mp_rank_00_000_000", f / ITERATION_FOLDER / "mp_rank_02_000_000"
         ),
         "1 files are not of layout",
     ),
-    "cut off": (lambda f: os.truncate(next(f.rglob(MODEL_FILE)), 9000), "not a whole file of torch.save"),
-    "no pickle": (lambda f: next(f.rglob(MODEL_FILE)).write_bytes(b"PK"), "not a whole file of torch.save"),
-    "no model": (lambda f: spoil(f, lambda s: s.pop("model")), "expected model, or model0, model1"),
+    "cut off": (
+        lambda f: os.truncate(next(f.rglob(MODEL_FILE)), 9000),
+        "expected a complete file written by torch.save",
+    ),
+    "no pickle": (
+        lambda f: next(f.rglob(MODEL_FILE)).write_bytes(b"PK"),
+        "expected a complete file written by torch.save",
+    ),
+    "no model": (lambda f: spoil(f, lambda s: s.pop("model")), "expected key model, or model0, model1"),
     "another parameter": (
         lambda f: spoil(f, lambda s: s["model"].update({"decoder.layers.0.lora": torch.ones(1)})),
         "parameter 'decoder.layers.0.lora' is not a DeepSeek-V3 parameter",
@@ -225,7 +234,7 @@ FAULTS = {
         lambda f: spoil(f, lambda s: s["model"].update({"embedding.word_embeddings.weight": torch.ones(3, 3)})),
         r"embedding.word_embeddings.weight.* expected bfloat16 \(256, 128\)",
     ),
-    "strides": (lambda f: spoil(f, not_contiguous), r"linear_proj.weight: .* with strides .* contiguous tensors"),
+    "strides": (lambda f: spoil(f, not_contiguous), r"linear_proj.weight: expected a contiguous .* found strides"),
 }
 
 

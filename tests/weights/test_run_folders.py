@@ -194,7 +194,7 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_whole_one(tmp_
     older = tmp_path / "r/0001/checkpoints/global_step_2"
     assert str(bad) in str(caught.value) and f"resume_from_path={older}" in str(caught.value)
     shutil.rmtree(tmp_path / "r/0001")
-    with pytest.raises(ConfigError, match="no older one of this run is whole"):
+    with pytest.raises(ConfigError, match="no undamaged older checkpoint"):
         checkpoint_chain(read_start(start)).newest()
 
 

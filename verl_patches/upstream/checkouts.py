@@ -92,7 +92,7 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
         if (root / "trainer" / "config" / f"{VERL_CONFIG}.yaml").is_file():
             return (root / "trainer" / "config").resolve()
     raise ConfigError(
-        f"{wanted} has no trainer/config/{VERL_CONFIG}.yaml; "
+        f"{wanted}: expected trainer/config/{VERL_CONFIG}.yaml, found none; "
         "run scripts/setup.sh, or give --verl-path with the folder of a verl checkout"
     )
 
@@ -107,7 +107,7 @@ def require_trees(run: RunSpec) -> None:
         )
     if line == GIT_LINE and run.platform in NO_DEVICE and not given:
         raise ConfigError(
-            f"line {GIT_LINE} on platform {run.platform} runs the pinned git sources, and no folder was given: "
+            f"line {GIT_LINE} on platform {run.platform}: expected a folder of the pinned git sources, found none; "
             f"give --upstream DIR; {FETCH_HINT}"
         )
 
@@ -120,13 +120,13 @@ def compare_verl_version(line: str, trees: Trees) -> tuple[bool, str]:
     pin = pins.repositories.get("verl")
     wanted = pin.version if pin else pins.packages["verl"]
     if found == wanted:
-        return True, f"composed over verl {found}, {package}"
+        return True, f"configuration taken from verl {found} ({package})"
     if pin:
         wanted += f" ({pin.commit[:12]})"
         todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH_HINT}"
     else:
         todo = "omit --upstream and --verl-path; bash scripts/setup.sh installs it"
-    return False, f"composed over verl {found}, {package}, but line {line} pins {wanted}: {todo}"
+    return False, f"configuration taken from verl {found} ({package}), but line {line} pins {wanted}; {todo}"
 
 
 def verl_checks(run: RunSpec) -> Iterator[Check]:

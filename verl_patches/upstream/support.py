@@ -53,7 +53,7 @@ def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str
             continue
         if keyword in given.keywords:
             decides = given.keywords[keyword]
-            why = f"verl passes this keyword to vLLM itself ({given.at[line]}), twice is a TypeError"
+            why = f"verl already passes this keyword to vLLM ({given.at[line]}), and passing it twice is a TypeError"
             instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
         elif (arguments := engine_arguments()) and keyword not in arguments:
             why, instead = "the installed vLLM has no such argument", unknown_key(keyword, arguments, "remove it")

@@ -167,8 +167,8 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
     for one in single_optimizers(optimizer):
         if not hasattr(one, "model_param_gbuf_map"):
             raise ConfigError(
-                f"checkpoint: {type(one).__name__} keeps the states of all replicas; expected Megatron's distributed "
-                "optimizer: set actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"
+                f"checkpoint: expected Megatron's DistributedOptimizer, found {type(one).__name__}; "
+                "set actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"
             )
         pairs = (
             (one.model_float16_groups, one.shard_fp32_from_float16_groups, True),

@@ -88,15 +88,15 @@ def _prepare_folder(plan: ConversionPlan, folder: Path) -> set[str]:
         str(path.relative_to(folder)) for path in folder.glob(f"*/*/{MODEL_FILE}" if plan.layout else "*.safetensors")
     }
     if folder.exists() and not there and (not folder.is_dir() or any(map(_is_foreign, folder.iterdir()))):
-        raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
+        raise ConfigError(f"{folder}: expected a new or empty folder, or this conversion's own; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     names = {file.name for file in plan.files}
     for name in sorted(there):
         found = _conversion_metadata(folder / name)
         if name not in names or found.get("conversion") != plan.identity:
             raise ConfigError(
-                f"{folder}: {name} is of another conversion or layout ({found.get('layout', 'none')}), expected "
-                f"{plan.layout or 'a HF folder'} of {plan.source.folder}; choose another folder or remove this one"
+                f"{folder}: {name}: expected a file of this conversion ({plan.layout or 'a HF folder'} from "
+                f"{plan.source.folder}), found layout {found.get('layout', 'none')} of another; choose another folder"
             )
     return there
 
@@ -122,8 +122,8 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
     free = free_bytes(folder) + sum(path.stat().st_blocks * 512 for path in left if path.exists())
     if size > free:
         raise RecipeError(
-            f"{folder}: {size} bytes are to be written, {free} are free. Free space or choose another folder; then run "
-            "the same command again, finished files are kept"
+            f"{folder}: expected {size} free bytes to write, found {free}. Free space or choose another folder, then "
+            "run the same command again: finished files are kept"
         )
 
 
@@ -157,8 +157,8 @@ def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tu
                 yield futures[future], future.result()
         except BrokenProcessPool:
             raise RecipeError(
-                f"{job.folder}: a process of the conversion was killed, as by a lack of memory; run the same command "
-                "again with fewer --processes, finished files are kept"
+                f"{job.folder}: a process of the conversion was killed, perhaps for lack of memory; run the same "
+                "command again with fewer --processes: finished files are kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

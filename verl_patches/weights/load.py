@@ -95,9 +95,9 @@ def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
             late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
             more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
             raise RecipeError(
-                f"{what}: rank {dist.get_rank()} has read it and waited {limit_s:.0f} s; {arrived} of {ranks} ranks "
-                f"have arrived, not rank {', '.join(late[:_SHOWN_RANKS])}{more}. Look at their nodes' disks, or raise "
-                "recipe.timeouts.load_s"
+                f"{what}: rank {dist.get_rank()} has loaded it and waited {limit_s:.0f} s for the others; {arrived} of "
+                f"{ranks} ranks have loaded it, not rank {', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' "
+                "disks, or raise recipe.timeouts.load_s"
             )
         time.sleep(pause)
         pause = min(2 * pause, POLL_S)
@@ -110,7 +110,7 @@ def weights_difference(
     ours, theirs = (dict(_tensor_facts(model, with_head)) for model in (chunks, others))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {ours.get(name, 'not there')}, {theirs.get(name, 'not there')} in the other model"
+            return f"{name} is {ours.get(name, 'absent')}, and {theirs.get(name, 'absent')} in the other model"
     return ""
 
 
@@ -146,7 +146,10 @@ def _regions(
     assert layout.layers_per_stage is not None  # load_weights requires it
     layers, folder_layers = sum(layout.layers_per_stage), inventory.model.num_hidden_layers
     if layers > folder_layers:
-        raise ConfigError(f"weights: the model has {layers} layers, expected at most the folder's {folder_layers}")
+        raise ConfigError(
+            f"weights: expected a model of at most {folder_layers} layers, as in the folder, found {layers}; lower "
+            "recipe.num_hidden_layers"
+        )
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
     model_inventory = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
@@ -160,7 +163,9 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     The values are equal on all ranks and in all runs. Raises ConfigError for another tensor.
     """
     if name not in (SCORE, SCORE_BIAS):
-        raise ConfigError(f"weights: {folder} has no {name}: it is of a value model, expected a causal LM's")
+        raise ConfigError(
+            f"weights: {folder}: expected {name} of a causal LM, found a value model; give another folder"
+        )
     target.zero_()
     if name == SCORE:
         drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))

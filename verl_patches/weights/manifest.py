@@ -251,17 +251,17 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     if not path.exists():
-        raise ConfigError(f"{folder}: no {MANIFEST}; expected a complete checkpoint of training")
+        raise ConfigError(f"{folder}: expected a training checkpoint with {MANIFEST}, found none; give a complete one")
     found = read_json_object(path)
     if found.get("format") != FORMAT or found.get("version") not in READABLE_VERSIONS:
         raise ConfigError(
-            f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
-            f"{found.get('version')!r}; read it with the version of the code that wrote it, or write it again"
+            f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, version "
+            f"{found.get('version')!r}; read it with the version of this repository that wrote it, or save it again"
         )
     if found.get("digest") != content_digest(found):
         raise ConfigError(
-            f"{path}: its digest is {str(found.get('digest'))[:12]}, expected {content_digest(found)[:12]} of its own "
-            "content: it was edited or is damaged; copy the folder again"
+            f"{path}: expected digest {content_digest(found)[:12]} for its content, found "
+            f"{str(found.get('digest'))[:12]}: it was edited or is damaged; copy the folder again"
         )
     try:
         model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
@@ -269,15 +269,15 @@ def read_manifest(folder: str | Path) -> Manifest:
         plain = {name: found[name] for name in ("layout", "dtype", "identity", "facts")}
         step = plain["facts"]["step"]
     except KeyError as error:
-        text = (
-            "expected that of a checkpoint of training; of a HF folder remove the file, which an earlier version wrote"
-        )
-        raise ConfigError(f"{path}: has no {error}, {text}") from error
+        raise ConfigError(
+            f"{path}: expected the key {error} of a training checkpoint, found none; if the folder is a HF model, "
+            f"delete {MANIFEST}, which an earlier version of this repository wrote"
+        ) from error
     named = CHECKPOINT_NAME.match(path.absolute().parent.name)
     if named and step != int(named[1]):
         raise ConfigError(
-            f"{path}: is of step {step!r}, expected that of its folder {path.absolute().parent.name}; give the folder "
-            "its own name again"
+            f"{path}: expected the step of the folder's name {path.absolute().parent.name}, found step {step!r}; the "
+            f"folder was renamed: rename it to global_step_{step}"
         )
     return Manifest(**plain, model=model, files=files, file_names=tuple(file.name for file in files))
 
@@ -316,11 +316,14 @@ def build_header(tensors: Sequence[TensorEntry], where: str, **metadata: str) ->
     found, offset = {}, 0
     for tensor in tensors:
         if offset % ITEM_BYTES[tensor.dtype]:
-            raise ConfigError(f"{where}: {tensor.key!r} ({tensor.dtype}) would start at byte {offset}: not aligned")
+            raise ConfigError(
+                f"{where}: tensor {tensor.key!r} would begin at byte {offset}, expected a multiple of "
+                f"{ITEM_BYTES[tensor.dtype]}, the bytes of {tensor.dtype}; with --dtype fp8 use bf16 instead"
+            )
         stop = offset + tensor.size_bytes
         found[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
-    assert len(found) == len(tensors), f"{where}: a tensor is given twice"
+    assert len(found) == len(tensors), f"{where}: two tensors have the same key"
     text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **found}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -337,7 +340,7 @@ def require_file(folder: str | Path, entry: FileEntry) -> None:
         raise ConfigError(f"{path}: expected {entry.size_bytes} bytes ({MANIFEST}), found {found}")
     with path.open("rb") as file:
         if file.read(len(head)) != head:
-            raise ConfigError(f"{path}: expected the header of the tensors in {MANIFEST}, found another")
+            raise ConfigError(f"{path}: expected the header of the tensors in {MANIFEST}, found a different one")
 
 
 def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -369,5 +372,5 @@ def folder_problems(folder: str | Path, manifest: Manifest, progress: Callable[[
     known = {entry.name for entry in manifest.files} | {MANIFEST}
     for path in sorted(Path(folder).iterdir()):
         if path.name not in known and (path.suffix == ".safetensors" or path.name.endswith(PARTIAL)):
-            found.append(f"{path}: expected only files of the manifest, found one that it does not name")
+            found.append(f"{path}: not listed in {MANIFEST}; delete it if it is left over from another checkpoint")
     return found

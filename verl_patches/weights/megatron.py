@@ -50,8 +50,8 @@ def ranks_by_file(layout: ParallelLayout, library: str) -> dict[str, int]:
     whole = library == "mindspeed" and layout.tp > 1 and layout.etp == 1
     if library == "mindspeed" and (layout.ep % layout.tp if whole else layout.etp != layout.tp):
         raise ConfigError(
-            f"layout {layout}: MindSpeed holds whole experts on TP x EP ranks (etp1, ep a multiple of tp) or cuts each "
-            "over TP (etp equal to tp); expected one of the two"
+            f"layout {layout}: expected etp=1 and ep a multiple of tp (MindSpeed: whole experts), or etp equal to tp "
+            f"(experts cut over TP), found tp={layout.tp}, ep={layout.ep}, etp={layout.etp}; change the layout"
         )
     found: dict[str, tuple[int, tuple[int, int]]] = {}
     for rank in range(layout.world_size):
@@ -62,8 +62,8 @@ def ranks_by_file(layout: ParallelLayout, library: str) -> dict[str, int]:
         name += f"_{ep:03d}" if count > 1 else ""
         if found.setdefault(f"{name}/{MODEL_FILE}", (rank, (at.etp, at.ep)))[1] != (at.etp, at.ep):
             raise ConfigError(
-                f"layout {layout}: ranks with different experts have one name in Megatron's checkpoint, {name}; "
-                "expected an etp of 1 or of tp"
+                f"layout {layout}: ranks with different experts would write the same file of Megatron's checkpoint, "
+                f"{name}; expected etp 1 or {layout.tp} (tp), found {layout.etp}"
             )
     return {name: rank for name, (rank, _) in found.items()}
 
@@ -154,16 +154,17 @@ def read_rank_file(path: Path) -> RankFile:
             records = {info.filename.partition("/")[2]: info for info in file.infolist()}
             head = records["data.pkl"]
             if any(info.compress_type for info in records.values()):
-                raise ValueError("not as torch.save writes it")
+                raise ValueError("compressed records, which torch.save does not write")
             with file.open(head) as pickled:
                 state = dict(Unpickler(pickled).load())
     except Exception as error:  # a pickle may raise anything
         raise ConfigError(
-            f"{path}: not a whole file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
+            f"{path}: expected a complete file written by torch.save, found {type(error).__name__}: {error}; copy or "
+            "convert it again"
         ) from error
     keys = ["model"] if "model" in state else [f"model{n}" for n in range(len(state)) if f"model{n}" in state]
     if not keys:
-        raise ConfigError(f"{path}: expected model, or model0, model1, ..., found {', '.join(map(str, state))}")
+        raise ConfigError(f"{path}: expected key model, or model0, model1, ..., found {', '.join(map(str, state))}")
     chunks = []
     for key in keys:
         chunk = state.pop(key)
@@ -183,8 +184,8 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
     needed = (tensor.offset + math.prod(tensor.shape)) * ITEM_BYTES.get(tensor.dtype, 0)
     if list(tensor.stride) != contiguous or not 0 < needed <= there:
         raise ConfigError(
-            f"{path}: {name}: {tensor.dtype} {tensor.shape} with strides {tensor.stride}: expected {needed} bytes, one "
-            f"row after the other, found {there}; save it again with contiguous tensors"
+            f"{path}: {name}: expected a contiguous {tensor.dtype} {tensor.shape} of {needed} bytes, found strides "
+            f"{tensor.stride} and {there} bytes; save the file again with contiguous tensors"
         )
 
 
@@ -222,7 +223,9 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
     expected = ranks_by_file(layout, library)
     for what, unlike in (("missing", expected.keys() - files), (f"not of layout {layout}", files.keys() - expected)):
         if unlike:
-            raise ConfigError(f"{place}: {len(unlike)} files are {what}, as {min(unlike)}; copy or convert them again")
+            raise ConfigError(
+                f"{place}: {len(unlike)} files are {what}, such as {min(unlike)}; copy or convert them again"
+            )
     found: dict[Any, TensorPart] = {}  # keyed by region, because replicas of a tensor are in many files
     left_out: set[str] = set()
     for name, rank in expected.items():
@@ -241,7 +244,7 @@ def _iteration_folder(folder: Path) -> Path:
     """Return the folder of the iteration that the tracker names."""
     text = (folder / TRACKER).read_text(errors="replace").strip()
     if not re.fullmatch(r"\d{1,9}|release", text):
-        raise ConfigError(f"{folder / TRACKER}: expected the number of an iteration, found {text!r:.40}")
+        raise ConfigError(f"{folder / TRACKER}: expected the number of an iteration, found {text!r:.40}; copy it again")
     return folder / (text if text == "release" else f"iter_{int(text):07d}")
 
 
@@ -299,7 +302,8 @@ def _infer_layout(folder: Path, files: Mapping[str, RankFile], library: str, spl
     """
     if library != "mindspeed":
         raise ConfigError(
-            f"{folder}: expected parameters of MindSpeed-LLM (linear_qkv), or a folder of weights convert"
+            f"{folder}: expected MindSpeed-LLM's parameters (linear_qkv), or a layout recorded by `weights convert`, "
+            "found neither; convert the HF model again"
         )
     numbers = {name: [int(n) for n in re.findall(r"_(\d+)", name.partition("/")[0])] for name in files}
     both = all({_EMBEDDING, _HEAD} <= {n for chunk in file.chunks for n in chunk} for file in files.values())
@@ -321,8 +325,8 @@ def _infer_layout(folder: Path, files: Mapping[str, RankFile], library: str, spl
         split = WHOLE_EXPERTS
     if split not in (WHOLE_EXPERTS, CUT_EXPERTS):
         raise ConfigError(
-            f"{folder}: its files do not say how TP{tp} ranks share experts: expected --expert-split {WHOLE_EXPERTS} "
-            f"(whole experts, MindSpeed's --moe-tp-extend-ep) or {CUT_EXPERTS} (each cut over TP)"
+            f"{folder}: its files do not record how TP{tp} ranks hold experts; expected --expert-split {WHOLE_EXPERTS} "
+            f"(whole experts, MindSpeed's --moe-tp-extend-ep) or {CUT_EXPERTS} (each cut over TP), found {split}"
         )
     stages = [
         [len(_layer_numbers(_model_tensors(chunk, set()))) for chunk in places[0, n, 0].chunks] for n in range(pp)
@@ -343,4 +347,4 @@ def crc_problems(folder: Path) -> Iterator[str]:
     for path in sorted(_iteration_folder(folder).glob(f"mp_rank_*/{MODEL_FILE}")):
         with zipfile.ZipFile(path) as file:
             if bad := file.testzip():
-                yield f"{path.relative_to(folder)}: the bytes of {bad} have not the CRC-32 that the file has of them"
+                yield f"{path.relative_to(folder)}: expected the recorded CRC-32 of {bad}, found another; copy it again"

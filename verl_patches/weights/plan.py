@@ -129,10 +129,10 @@ def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> N
     if dtype not in DTYPE_OPTIONS:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPE_OPTIONS)}")
     if dtype == "fp8" and layout is not None:
-        raise ConfigError("--dtype fp8: Megatron's files hold what training loads; expected bf16 or keep with --layout")
+        raise ConfigError("--dtype fp8: expected bf16 or keep with --layout, as Megatron does not load FP8 checkpoints")
     if dtype != "bf16" and source.block:
         raise ConfigError(
-            f"--dtype {dtype}: {source.folder} is stored in FP8; expected bf16 (a copy of the folder keeps FP8)"
+            f"--dtype {dtype}: {source.folder} is stored in FP8; expected bf16 (to keep FP8, copy the folder)"
         )
     if dtype == "keep" and layout is not None:
         stored = SAFETENSORS_NAMES[source.inventory.model.torch_dtype]
@@ -140,8 +140,8 @@ def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> N
             found = source.tensors[parameter.name].dtype
             if found != stored and parameter.kind != "router_bias":
                 raise ConfigError(
-                    f"--dtype keep: {source.folder}: {parameter.name} is {found}, expected {stored}, the torch_dtype "
-                    "of config.json, in which Megatron has all parameters; give --dtype bf16"
+                    f"--dtype keep: {source.folder}: {parameter.name}: expected {stored} (torch_dtype of config.json, "
+                    f"which Megatron uses for all parameters), found {found}; give --dtype bf16"
                 )
 
 

@@ -32,7 +32,7 @@ _LEAST_ROW_BYTES = 1024  # where the wanted columns have fewer bytes in each row
 _CACHED_REGIONS = 4  # number of regions of states that are cached for the next reads
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, lengths of name and extra field
 COPY_ADVICE = (
-    "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
+    "the file is damaged: copy it again, or take an older checkpoint; `weights verify FOLDER` lists every fault"
 )
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -53,8 +53,8 @@ def require_finite(value: torch.Tensor, name: str) -> None:
     if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():  # aminmax gives NaN if any value is NaN
         return
     raise RecipeError(
-        f"{name}: holds NaN or infinity: the weights are damaged, or the run that wrote them was; download the folder "
-        "again, or take an older checkpoint"
+        f"{name}: holds NaN or infinity, expected finite values: the folder is damaged, or the run that wrote it "
+        "diverged; download the folder again, or take an older checkpoint"
     )
 
 
@@ -271,7 +271,10 @@ class WeightReader:
     def _states(self, role: str, name: str) -> list[StoredState]:
         found = self.source.states.get((role, name))
         if not found:
-            raise ConfigError(f"{self.source.folder}: holds no {role} of {name!r}")
+            raise ConfigError(
+                f"{self.source.folder}: expected optimizer state {role} of {name!r}, found none; take another "
+                "checkpoint"
+            )
         return found
 
     def _read_state_region(self, region: Region, role: str) -> torch.Tensor:
@@ -294,7 +297,9 @@ class WeightReader:
             out[_relative_slice(shared[0], wanted[0]), _relative_slice(shared[1], wanted[1])] = part
             left -= part.numel()
         if left:
-            raise ConfigError(f"{self.source.folder}: {left} elements of {region} ({role}) are in no file")
+            raise ConfigError(
+                f"{self.source.folder}: {role} of {region}: {left} elements are in no file; take another checkpoint"
+            )
         return out.view(region.shape_in(whole))
 
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
@@ -311,7 +316,8 @@ class WeightReader:
         if reached < stop:
             entry = states[0].entry
             raise ConfigError(
-                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file"
+                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file; take "
+                "another checkpoint"
             )
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -336,8 +342,8 @@ class WeightReader:
             count = os.preadv(self._handle(file), [view[done:]], offset + done)
             if not count:
                 raise RecipeError(
-                    f"{self.source.folder / file}: ends before byte {offset + len(view)}: it has changed since the "
-                    "start; check the file and start again"
+                    f"{self.source.folder / file}: expected at least {offset + len(view)} bytes, found fewer: the file "
+                    "became shorter after it was opened; check it and run the command again"
                 )
             done += count
         self.progress(len(view))
@@ -346,7 +352,10 @@ class WeightReader:
         """Return the offset of the data of a zip's record, by the length of its own header."""
         mark, name, more = _ZIP_HEADER.unpack(os.pread(self._handle(file), _ZIP_HEADER.size, header))
         if mark != b"PK\3\4":
-            raise RecipeError(f"{self.source.folder / file}: has changed since the start; check it and start again")
+            raise RecipeError(
+                f"{self.source.folder / file}: expected a zip record at byte {header}, found {mark!r}: the file "
+                "changed after it was opened; check it and run the command again"
+            )
         return header + _ZIP_HEADER.size + name + more
 
     def _handle(self, file: str) -> int:

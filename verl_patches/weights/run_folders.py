@@ -44,7 +44,7 @@ from verl_patches.weights.manifest import (
 
 START_FILE, LATEST_LINK, CHECKPOINTS = "start.json", "latest", "checkpoints"
 _START_NUMBER = re.compile(r"[0-9]{4,9}")
-RESUME_PATH_MISSING = "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
+RESUME_PATH_MISSING = "trainer.resume_mode=resume_path needs trainer.resume_from_path=FOLDER/global_step_N"
 OTHER_DATA_KEY = "recipe.resume_other_data"
 _BLOCK_BYTES = 4 << 20
 
@@ -185,10 +185,10 @@ def find_start(given: Path, root: Path, or_else: str = "") -> Path:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{given}: cannot be read ({error}); give the folder of a run") from None
+        raise ConfigError(f"{given}: expected a readable folder of a run, found {error}; give another one") from None
     raise ConfigError(
-        f"{given}: expected a run, a folder with starts 0001, 0002, ..., or one of these{or_else}, found {found}; give "
-        f"a path, or the name of one in {root}: {known or 'there is none yet'}"
+        f"{given}: expected the folder of a run, with starts 0001, 0002, ..., or of one start{or_else}, found {found}; "
+        f"give a path, or a name in {root}: {known or 'there is none yet'}"
     )
 
 
@@ -251,7 +251,7 @@ class CheckpointChain:
         try:
             require_whole(path)
         except ConfigError as error:
-            text = f"{path} is the newest checkpoint and is damaged: {error}\n{self.fallback_text(path)}"
+            text = f"{path}: the newest checkpoint is damaged: {error}\n{self.fallback_text(path)}"
             raise ConfigError(text) from None
         return path
 
@@ -261,8 +261,8 @@ class CheckpointChain:
             if step < checkpoint_step(path):
                 with suppress(ConfigError):
                     require_whole(older)
-                    return f"  the next older one is whole; to go on from it: {resume_overrides(older)}"
-        return "  no older one of this run is whole; to start anew: trainer.resume_mode=disable"
+                    return f"  To continue from the newest undamaged checkpoint: {resume_overrides(older)}"
+        return "  This run has no undamaged older checkpoint; to begin at step 1: trainer.resume_mode=disable"
 
     def remove_oldest(self, keep: int | None, written: Path) -> None:
         """Remove what killed saves left, and all but the newest `keep` checkpoints; `written` is always kept.
@@ -394,8 +394,8 @@ def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], 
     if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):
         return
     raise ConfigError(
-        f"{folder} was saved with other data: {_data_text(before)}; this run has {_data_text(now)} (data.train_files), "
-        f"so the position in the data means nothing here. Give the same files, or {OTHER_DATA_KEY}=true to go on anyway"
+        f"{folder}: was saved with {_data_text(before)}; this run has {_data_text(now)} (data.train_files), so the "
+        f"saved position in the data does not fit. Give the same files, or {OTHER_DATA_KEY}=true to continue anyway"
     )
 
 

@@ -155,7 +155,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         raise ConfigError(f"{folder}: no {MANIFEST}, so this checkpoint is not complete; give another one")
     if manifest and holds_critic_alone(manifest):
         raise ConfigError(
-            f"{folder}: of a run that trained a value model alone; its weights are in {folder / CRITIC}: give that"
+            f"{folder}: has no actor, because its run trained a value model alone; give {folder / CRITIC} instead"
         )
     model = read_model_shape(read_config(folder))
     config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
@@ -170,7 +170,9 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         stored, identity, layout, left_out = found.parts, found.identity, str(found.layout), found.left_out
     elif manifest:
         if unlike := size_differences(model, manifest.model):
-            raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
+            raise ConfigError(
+                f"{folder}: config.json and {MANIFEST} describe different models: {unlike}; copy both again"
+            )
         stored, states = _manifest_parts(folder, manifest)
         identity = [manifest.identity]
     elif only_plan and index and not weight_files(folder):
@@ -218,7 +220,8 @@ def _source_tensors(
     if scales:
         file = stored[min(scales)][0].part.file
         raise ConfigError(
-            f"{folder / file}: {min(scales)} is the scale of no FP8 tensor; expected one of a weight in FP8"
+            f"{folder / file}: {min(scales)}: expected the scales of an FP8 weight, found no such weight; "
+            "download the folder again"
         )
     return tensors
 
@@ -230,7 +233,7 @@ def _source_tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequ
         if (each.dtype, each.whole) != (dtype, shape) or dtype not in dtypes:
             raise ConfigError(
                 f"{folder / each.part.file}: {name}: expected {', '.join(dtypes)} {shape} (config.json), "
-                f"found {each.dtype} {each.whole}"
+                f"found {each.dtype} {each.whole}; use the config.json of these weights"
             )
     parts = sorted((each.part for each in stored), key=lambda part: part.region[1:3])
     missing, doubled = cover(Region(name, 0, 0, shape[0]), (part.region for part in parts), shape)
@@ -324,7 +327,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         return None
     found = read_json_object(path).get("weight_map")
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected weight_map, {{tensor: file}}; copy it again")
+        raise ConfigError(f"{path}: expected key weight_map, {{tensor: file}}, found none; copy the file again")
     return {tensor: str(file) for tensor, file in found.items()}
 
 
@@ -340,12 +343,12 @@ def _source_files(folder: Path, index: dict[str, str] | None) -> list[str]:
     named = set(index.values())
     if missing := sorted(named - found):
         raise ConfigError(
-            f"{folder}: {len(missing)} of {len(named)} files named in {INDEX} are missing, as {missing[0]}; "
+            f"{folder}: {len(missing)} of {len(named)} files named in {INDEX} are missing, such as {missing[0]}; "
             "download them"
         )
     if unknown := sorted(found - named):
         raise ConfigError(
-            f"{folder}: {unknown[0]} is not named in {INDEX}; the index is old, or the file is left over: remove one"
+            f"{folder}: {unknown[0]} is not named in {INDEX}; delete the file if it is left over, or download the index"
         )
     return sorted(named)
 
@@ -365,8 +368,8 @@ def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterabl
     for name in sorted(index.keys() | where.keys()):
         if index.get(name) != where.get(name):
             raise ConfigError(
-                f"{folder}: {name}: {INDEX} says {index.get(name, 'nothing')}, it is in {where.get(name, 'no file')}; "
-                "the index is not of these files: download it again"
+                f"{folder}: {name}: expected in {index.get(name, 'no file')} ({INDEX}), found in "
+                f"{where.get(name, 'no file')}; the index belongs to other files: download it again"
             )
 
 
@@ -377,12 +380,12 @@ def _is_uncounted_layer(name: str, num_layers: int) -> bool:
 
 def _check_names(folder: Path, inventory: Inventory, found: Iterable[str]) -> None:
     expected, found = inventory.by_name.keys(), set(found)
-    for what, names in (("missing", expected - found), ("not known to config.json", found - expected)):
+    for what, names in (("missing", expected - found), ("not in config.json's model", found - expected)):
         if names:
             shown = ", ".join(sorted(names)[:_SHOWN_NAMES])
             raise ConfigError(
-                f"{folder}: {len(names)} tensors are {what}, as {shown}; expected the {len(expected)} that config.json "
-                "describes: config.json is of another model, or a download is incomplete"
+                f"{folder}: {len(names)} tensors are {what}, such as {shown}; expected the {len(expected)} that "
+                "config.json describes: config.json is of another model, or a download is incomplete"
             )
 
 
@@ -395,8 +398,8 @@ def _check_scale(folder: Path, name: str, block: tuple[int, int] | None, is_ther
         )
     if not is_there:
         raise ConfigError(
-            f"{folder}: {scale_name(name)} is missing, the scales of {name}, which is stored in FP8; download the "
-            "folder again"
+            f"{folder}: expected {scale_name(name)}, the scales of {name}, which is stored in FP8, found none; "
+            "download the folder again"
         )
 
 

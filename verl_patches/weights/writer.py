@@ -52,7 +52,7 @@ class NewFile:
             try:
                 self._file = lock_file(self.partial)
             except BlockingIOError:
-                raise RecipeError(f"{self.partial}: another process writes this file; wait for it") from None
+                raise RecipeError(f"{self.partial}: another process writes this file; wait until it ends") from None
             self._file.truncate(0)
         return self
 

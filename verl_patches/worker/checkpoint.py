@@ -119,8 +119,8 @@ class WorkerCheckpoint:
         started, rank = time.perf_counter(), dist.get_rank()
         if not Path(folder).is_dir():
             raise CheckpointError(
-                f"{folder}: rank {rank} does not see the folder that the trainer made: expected "
-                "trainer.default_local_dir on a file system that all nodes share"
+                f"{folder}: expected the folder that the trainer made, found none on the node of rank {rank}; set "
+                "trainer.default_local_dir to a file system that all nodes share"
             )
         with self._on_device():
             storages, copied = self._copy_to_host()
@@ -246,7 +246,10 @@ class WorkerCheckpoint:
             set_generator_states(rest["generators"], self.recipe.platform)
         elif rank == 0:
             log.warning(
-                "%s was saved by layout %s; random generators start again in %s", folder, saved["layout"], state.layout
+                "%s was saved with layout %s, this run has %s: random number generators are not restored",
+                folder,
+                saved["layout"],
+                state.layout,
             )
 
 

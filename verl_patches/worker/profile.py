@@ -81,7 +81,7 @@ class PhaseProfiler:
         try:
             call()
         except Exception as error:
-            log.warning("verl_patches: profile of %s", self.name, exc_info=True)
+            log.warning("verl_patches: the profile of %s failed; training continues", self.name, exc_info=True)
             self.faults.append(f"{self.name}: {type(error).__name__}: {error}")
 
 
@@ -141,5 +141,5 @@ class _NpuTrace:
             self.allocator._record_memory_history(enabled=None)  # else every later allocation records a stack
         traces = sorted(self.path.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
         if not traces:
-            raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; the worker's log has its reason")
+            raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; see the worker's log")
         return [*traces, *files]

@@ -227,8 +227,8 @@ class RecipeWorker(TrainingWorker):
         budget = token_budget(self.config, stage) if a3 else None
         if budget is not None and not ours:
             raise ConfigError(
-                f"the micro batches of {stage} are dynamic, but row update.dynamic_batches is off, so "
-                "they would have a fixed size: switch the row on, or set the key to false"
+                f"stage {stage}: expected row update.dynamic_batches on, because (log_prob_)use_dynamic_bsz is true, "
+                "found it off; switch the row on, or set the key to false"
             )
         return budget
 
