@@ -285,7 +285,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
         storages, copied = checkpoint._copy_to_host()
         places = [(t, Place(tuple(t.shape), t.stride(), 0)) for t in checkpointed(chunks, optimizer)]
         pieces = [StoredTensor(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
-        contents = checkpoint._contents(pieces, storages)
+        contents = checkpoint._piece_contents(pieces, storages)
 
         def as_before():
             return all_equal([next(contents(piece)) for piece in pieces], before)
@@ -325,7 +325,7 @@ def every_group_of_a_worker_is_watched():
     unmoved_groups = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
     with mock.patch.object(context(), "ledger", Ledger(SCHEDULE, unmoved_groups, "strict")):
         ledger = context().ledger
-        worker.memory._watch(worker, worker.trained, ledger)
+        worker.memory._register_groups(worker, worker.trained, ledger)
         ledger.enter("reshard")
         ledger.enter("update")
         step(chunks, optimizer, 0)
