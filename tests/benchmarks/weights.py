@@ -165,7 +165,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
     from verl_patches.weights.checkpoint_files import Place, StoredTensor, write_rank
-    from verl_patches.weights.manifest import whole_tensor_entry
+    from verl_patches.weights.manifest import whole_entry
 
     tensors = [torch.randn((mib << 20) // 4 // TENSORS) for _ in range(TENSORS)]
     storages = [HostBackedStorage(str(n), tensor) for n, tensor in enumerate(tensors)]
@@ -179,7 +179,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
     plain, ours = best(COPY_TURNS, copy, lambda _: copy_storages_to_host(storages))
     pieces = []
     for number, tensor in enumerate(tensors):
-        entry = whole_tensor_entry(f"weight/{number}", "F32", tensor.shape, name=str(number))
+        entry = whole_entry(f"weight/{number}", "F32", tensor.shape, name=str(number))
         pieces.append(StoredTensor(entry, tensor, (Place(tuple(tensor.shape), (1,), 0),)))
 
     def write(number: int) -> None:

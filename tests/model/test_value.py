@@ -147,7 +147,7 @@ def test_a_folder_of_a_value_model_gives_its_head_and_no_causal_lm(tiny_model, t
     assert torch.equal(found, score.float())
     draw_head(SCORE_BIAS, bias := torch.ones(1), folder)
     assert not bias.any()
-    with pytest.raises(ConfigError, match="has no lm_head.weight: it is of a value model"):
+    with pytest.raises(ConfigError, match="expected a causal LM with lm_head.weight, found a value model"):
         draw_head("lm_head.weight", found, folder)
 
 

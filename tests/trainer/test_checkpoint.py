@@ -36,7 +36,7 @@ from verl_patches.weights.manifest import (
     rank_file_names,
     rank_tensor_file,
     read_manifest,
-    whole_tensor_entry,
+    whole_entry,
 )
 from verl_patches.weights.run_folders import take_start
 
@@ -52,7 +52,7 @@ class Workers:
     def save_checkpoint(self, folder, remote, step):
         for rank in range(2):
             tensor = torch.full((64,), float(step))
-            entry = whole_tensor_entry(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
+            entry = whole_entry(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
             piece = StoredTensor(entry, tensor, (Place((64,), (1,), 0),))
             if not self.failing:
                 write_rank(folder, rank, [piece], lambda piece: [piece.base], {})

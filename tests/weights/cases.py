@@ -15,7 +15,7 @@ from verl_patches.layout.model_folder import INDEX, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.weights.convert import convert
-from verl_patches.weights.manifest import Manifest, in_data_order, whole_tensor_entry
+from verl_patches.weights.manifest import Manifest, in_data_order, whole_entry
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.reader import DTYPE_NAMES, tensor_bytes
 from verl_patches.weights.run_folders import CHECKPOINTS, take_start
@@ -194,7 +194,7 @@ def make_start(home, steps=(), parent=None, source=None):
 
 def write_checkpoint(folder, weights, config, facts):
     """Write a checkpoint of one rank with these whole weights; without weights it has no file of the rank."""
-    entries = [whole_tensor_entry(f"weight/{n}", DTYPE_NAMES[t.dtype], t.shape, name=n) for n, t in weights.items()]
+    entries = [whole_entry(f"weight/{n}", DTYPE_NAMES[t.dtype], t.shape, name=n) for n, t in weights.items()]
     tensors = "rank_00000.safetensors"
     texts = {"config.json": json.dumps(config), "tokenizer.json": "{}"}
     names = (tensors, *texts) if weights else tuple(texts)

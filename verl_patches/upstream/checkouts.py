@@ -46,8 +46,10 @@ def find_trees(upstream: Path | None = None, verl_path: Path | None = None) -> T
     and for a folder that lacks a repository.
     """
     if upstream is None:
-        folder = None if verl_path is None else Path(verl_path).absolute()
-        return Trees() if folder is None else Trees(("--verl-path", str(folder)), (folder,), folder)
+        if verl_path is None:
+            return Trees()
+        folder = Path(verl_path).absolute()
+        return Trees(("--verl-path", str(folder)), (folder,), folder)
     if verl_path is not None:
         raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
     folder, pins = Path(upstream).absolute(), load_pins().line(GIT_LINE)
@@ -113,7 +115,7 @@ def require_trees(run: RunSpec) -> None:
 
 
 def compare_verl_version(line: str, trees: Trees) -> tuple[bool, str]:
-    """Return (whether the configuration is composed over the verl version that `line` pins, one sentence about it)."""
+    """Return (whether the configuration's verl is the version that `line` pins, one sentence about it)."""
     package = verl_config_dir(trees.verl).parents[1]
     file, pins = package / "version" / "version", load_pins().line(line)
     found = file.read_text().strip() if file.is_file() else "of an unknown version"

@@ -109,7 +109,8 @@ def tree_changes(folder: Path) -> list[str]:
         code, path = entry[:2], entry[3:]
         if path == WORKER_FILE and _has_prelude_alone(folder):
             continue
-        changes.append(f"{path} ({'extra' if code == '??' else 'deleted' if 'D' in code else 'modified'})")
+        change = "deleted" if "D" in code else "modified"
+        changes.append(f"{path} ({'extra' if code == '??' else change})")
     return sorted(changes)
 
 

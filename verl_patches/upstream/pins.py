@@ -156,8 +156,11 @@ class Pins(_Strict):
     @classmethod
     def _one_entry_a_key(cls, groups: Any) -> list[Any]:
         """Return one entry per key of the file's groups, whose `keys`, {key: neutral values}, share other fields."""
-        groups = [dict(group) for group in groups]
-        return [{"key": key, "neutral": one, **group} for group in groups for key, one in group.pop("keys").items()]
+        entries: list[Any] = []
+        for group in map(dict, groups):
+            keys = group.pop("keys")
+            entries += [{"key": key, "neutral": neutral, **group} for key, neutral in keys.items()]
+        return entries
 
     def line(self, name: str) -> Line:
         """Return the pins of one line; ConfigError names the known lines."""

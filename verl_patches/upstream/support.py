@@ -73,7 +73,9 @@ def engine_arguments() -> dict[str, None]:
             init = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
             targets = (node.target for node in body if isinstance(node, ast.AnnAssign))
             fields = (target.id for target in targets if isinstance(target, ast.Name))
-            names |= dict.fromkeys(fields if init is None else (word.arg for word in init.args.args[1:]))
+            if init is not None:
+                fields = (word.arg for word in init.args.args[1:])
+            names |= dict.fromkeys(fields)
     return names
 
 

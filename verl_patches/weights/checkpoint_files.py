@@ -175,11 +175,11 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
             (one.model_fp32_groups, one.shard_fp32_groups, False),
         )
         for models, mains, has_main in pairs:
-            for model, main in (
-                (m, s) for groups in zip(models, mains, strict=True) for m, s in zip(*groups, strict=True)
-            ):
-                held = one._get_model_param_range_map(model)["param"]
-                yield OptimizerShard(model, held.start, held.end, main, one, _optimizer_states(one, main, has_main))
+            for groups in zip(models, mains, strict=True):
+                for model, main in zip(*groups, strict=True):
+                    held = one._get_model_param_range_map(model)["param"]
+                    states = _optimizer_states(one, main, has_main)
+                    yield OptimizerShard(model, held.start, held.end, main, one, states)
 
 
 def _optimizer_states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Tensor]:
@@ -236,7 +236,9 @@ class TrainState:
         for held in self._by_parameter[id(shard.parameter)]:
             walk = region_walk(held)
             start, stop = walk.elements_before(shard.start), walk.elements_before(shard.stop)
-            for role, tensor in shard.states.items() if start < stop else ():
+            if start >= stop:
+                continue
+            for role, tensor in shard.states.items():
                 entry = TensorEntry(
                     f"{role}/{held.region}",
                     DTYPE_NAMES[tensor.dtype],

@@ -71,9 +71,7 @@ def encode(values: torch.Tensor, block: Sequence[int], name: str = "tensor") -> 
         peak = torch.nn.functional.pad(largest, (0, count * columns - width)).view(count, columns)
         scale = peak.amax(1) / LARGEST
         if not (scale <= LARGEST_SCALE).all():  # false for NaN
-            raise RecipeError(
-                f"{name}: rows from {start} hold NaN or infinity, which FP8 cannot store; check the run that wrote them"
-            )
+            raise RecipeError(f"{name}: rows from {start} hold NaN or infinity, which FP8 cannot store; check the run")
         scale[scale == 0] = 1.0
         band.div_(scale.repeat_interleave(columns)[:width]).clamp_(-LARGEST, LARGEST)
         stored[start : start + rows] = band

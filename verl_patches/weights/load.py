@@ -163,9 +163,7 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     The values are equal on all ranks and in all runs. Raises ConfigError for another tensor.
     """
     if name not in (SCORE, SCORE_BIAS):
-        raise ConfigError(
-            f"weights: {folder}: expected {name} of a causal LM, found a value model; give another folder"
-        )
+        raise ConfigError(f"weights: {folder}: expected a causal LM with {name}, found a value model; give another")
     target.zero_()
     if name == SCORE:
         drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))

@@ -100,7 +100,7 @@ class TensorEntry:
         return self.flat
 
 
-def whole_tensor_entry(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT_ROLE, name: str | None = None):
+def whole_entry(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT_ROLE, name: str | None = None):
     """Return the entry of a complete tensor; `name`: the parameter it belongs to, if not `key`."""
     shape = tuple(shape)
     return TensorEntry(key, dtype, shape, Region(name or key, 0, 0, shape[0]), shape, role)

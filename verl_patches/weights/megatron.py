@@ -48,7 +48,8 @@ def ranks_by_file(layout: ParallelLayout, library: str) -> dict[str, int]:
     experts.
     """
     whole = library == "mindspeed" and layout.tp > 1 and layout.etp == 1
-    if library == "mindspeed" and (layout.ep % layout.tp if whole else layout.etp != layout.tp):
+    fits = layout.ep % layout.tp == 0 if whole else layout.etp == layout.tp
+    if library == "mindspeed" and not fits:
         raise ConfigError(
             f"layout {layout}: expected etp=1 and ep a multiple of tp (MindSpeed: whole experts), or etp equal to tp "
             f"(experts cut over TP), found tp={layout.tp}, ep={layout.ep}, etp={layout.etp}; change the layout"
@@ -223,9 +224,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
     expected = ranks_by_file(layout, library)
     for what, unlike in (("missing", expected.keys() - files), (f"not of layout {layout}", files.keys() - expected)):
         if unlike:
-            raise ConfigError(
-                f"{place}: {len(unlike)} files are {what}, such as {min(unlike)}; copy or convert them again"
-            )
+            raise ConfigError(f"{place}: {len(unlike)} files are {what}, such as {min(unlike)}; copy or convert again")
     found: dict[Any, TensorPart] = {}  # keyed by region, because replicas of a tensor are in many files
     left_out: set[str] = set()
     for name, rank in expected.items():

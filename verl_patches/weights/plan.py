@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +22,7 @@ from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.weights.manifest import (
-    ITEM_BYTES,
-    TRACKER,
-    TensorEntry,
-    build_header,
-    small_files,
-    whole_tensor_entry,
-)
+from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, TensorEntry, build_header, small_files, whole_entry
 from verl_patches.weights.megatron import ITERATION_FOLDER, ranks_by_file
 from verl_patches.weights.source import (
     BLOCK,
@@ -154,8 +148,9 @@ def _stored_dtype(parameter: Parameter, tensor: SourceTensor, dtype: str) -> str
 
 def _scale_bytes(source: Source, tensor: SourceTensor) -> int:
     """Return the bytes of the FP8 scales of a source tensor."""
-    rows, columns = scale_shape(tensor.shape, source.block) if tensor.scale and source.block else (0, 0)
-    return rows * columns * ITEM_BYTES["F32"]
+    if not tensor.scale or not source.block:
+        return 0
+    return math.prod(scale_shape(tensor.shape, source.block)) * ITEM_BYTES["F32"]
 
 
 def _hf_files(source: Source, dtype: str, file_bytes: int) -> Iterator[OutFile]:
@@ -172,10 +167,10 @@ def _hf_files(source: Source, dtype: str, file_bytes: int) -> Iterator[OutFile]:
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         stored = {p.name: _stored_dtype(p, source.tensors[p.name], dtype) for p in parameters}
         order = sorted(parameters, key=lambda p: -ITEM_BYTES[stored[p.name]])  # so all are aligned, as by in_data_order
-        entries = [whole_tensor_entry(p.name, stored[p.name], p.shape) for p in order]
+        entries = [whole_entry(p.name, stored[p.name], p.shape) for p in order]
         # scales are known only after their weights, so they are last; build_header refuses scales that are not aligned
         weights = [entry for entry in entries if entry.dtype == FP8]
-        entries += [whole_tensor_entry(scale_name(e.key), "F32", scale_shape(e.whole, BLOCK)) for e in weights]
+        entries += [whole_entry(scale_name(e.key), "F32", scale_shape(e.whole, BLOCK)) for e in weights]
         size = len(build_header(entries, name)) + sum(entry.size_bytes for entry in entries)
         tensors = [source.tensors[p.name] for p in parameters]
         read = sum(tensor.size_bytes + _scale_bytes(source, tensor) for tensor in tensors)

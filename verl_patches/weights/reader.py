@@ -161,10 +161,12 @@ class WeightReader:
             if first[0] >= last[0] or first[1] >= last[1]:
                 continue
             rows, columns = (range(first[i] - held[i].start, last[i] - held[i].start) for i in (0, 1))
-            width, whole = len(held[1]), self.read_whole or (len(rows), len(columns)) == (len(held[0]), len(held[1]))
+            width = len(held[1])
+            whole = self.read_whole or (len(rows), len(columns)) == (len(held[0]), width)
             digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
             read_rows = range(len(held[0])) if digest else rows
-            read = range(columns.start - (columns.start % self._block[1] if tensor.scale else 0), columns.stop)
+            before = columns.start % self._block[1] if tensor.scale else 0  # columns of the first FP8 block before them
+            read = range(columns.start - before, columns.stop)
             if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_ROW_BYTES:
                 read = range(width)
             at = first[0] - wanted[0].start, first[1] - wanted[1].start
@@ -181,7 +183,8 @@ class WeightReader:
         step = max(height, step // height * height)
         start = rows.start
         while start < rows.stop:
-            stop = start + height - start % height if start % height else start + step
+            past = start % height  # rows from the block's first one
+            stop = start + height - past if past else start + step
             yield range(start, min(stop, rows.stop))
             start = stop
 
@@ -271,10 +274,7 @@ class WeightReader:
     def _states(self, role: str, name: str) -> list[StoredState]:
         found = self.source.states.get((role, name))
         if not found:
-            raise ConfigError(
-                f"{self.source.folder}: expected optimizer state {role} of {name!r}, found none; take another "
-                "checkpoint"
-            )
+            raise ConfigError(f"{self.source.folder}: expected optimizer state {role} of {name!r}, found none")
         return found
 
     def _read_state_region(self, region: Region, role: str) -> torch.Tensor:
@@ -297,9 +297,7 @@ class WeightReader:
             out[_relative_slice(shared[0], wanted[0]), _relative_slice(shared[1], wanted[1])] = part
             left -= part.numel()
         if left:
-            raise ConfigError(
-                f"{self.source.folder}: {role} of {region}: {left} elements are in no file; take another checkpoint"
-            )
+            raise ConfigError(f"{self.source.folder}: {role} of {region}: {left} elements are in no file")
         return out.view(region.shape_in(whole))
 
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
@@ -316,8 +314,7 @@ class WeightReader:
         if reached < stop:
             entry = states[0].entry
             raise ConfigError(
-                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file; take "
-                "another checkpoint"
+                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file"
             )
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -337,7 +334,9 @@ class WeightReader:
 
     def _read_into(self, view: memoryview, file: str, offset: int, header: int | None = None) -> None:
         """Fill `view` with the bytes of `file` from `offset` on; with `header` it counts in that zip record."""
-        done, offset = 0, offset + (0 if header is None else self._data_offset(file, header))
+        done = 0
+        if header is not None:
+            offset += self._data_offset(file, header)
         while done < len(view):
             count = os.preadv(self._handle(file), [view[done:]], offset + done)
             if not count:

@@ -98,7 +98,9 @@ def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: st
     """
     numbers = [int(path.name) for home in homes for path in _start_folders(home)]
     number = max(numbers, default=0) + 1
-    origin = {"start": parent[0], "step": parent[1]} if parent else {"checkpoint": source} if source else None
+    origin: dict[str, Any] | None = {"checkpoint": source} if source else None
+    if parent:
+        origin = {"start": parent[0], "step": parent[1]}
     while True:
         name = f"{number:04d}"
         try:
@@ -179,7 +181,9 @@ def find_start(given: Path, root: Path, or_else: str = "") -> Path:
                 return place.resolve() if place.is_symlink() else place
             if starts := list_starts(place):
                 return starts[-1].folder
-        found = "a file" if given.is_file() else "a folder without them" if given.is_dir() else "no such folder"
+        found = "a folder without them" if given.is_dir() else "no such folder"
+        if given.is_file():
+            found = "a file"
         runs = sorted({path.parents[1].name for path in root.glob(f"*/[0-9]*/{START_FILE}")})
         known = ", ".join(runs[:9]) + (", ..." if runs[9:] else "")
     except ConfigError:
@@ -276,7 +280,8 @@ class CheckpointChain:
         parents = [(start.folder.parent, start.parent) for start in self.other_starts if start.parent]
         began = {(home / name, step) for home, (name, step) in parents}
         found = self.checkpoints()
-        for step in list(found)[: max(0, len(found) - keep)] if keep else ():
+        removable = len(found) - keep if keep else 0
+        for step in list(found)[: max(0, removable)]:
             if found[step] != written and (found[step].parents[1], step) not in began:
                 remove_checkpoint(found[step])
 
@@ -293,7 +298,8 @@ class CheckpointChain:
 
 def checkpoint_chain(start: Start) -> CheckpointChain:
     """Return the checkpoints of the chain that ends with `start`, also if they lie in another folder."""
-    start = (start.saves_in and read_start(start.saves_in)) or start
+    if start.saves_in:
+        start = read_start(start.saves_in) or start
     links = start_chain(start)
     inside = {link.folder for link in links}
     others = tuple(other for other in list_starts(start.folder.parent) if other.folder not in inside)

@@ -91,11 +91,6 @@ class SourceTensor(NamedTuple):
     scale: StoredPart | None = None
 
     @property
-    def stored(self) -> tuple[StoredPart, ...]:
-        """Return the tensor's parts, and its scales if it has them."""
-        return (*self.parts, self.scale) if self.scale else self.parts
-
-    @property
     def size_bytes(self) -> int:
         """Return the bytes of the values, without scales."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
@@ -170,9 +165,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         stored, identity, layout, left_out = found.parts, found.identity, str(found.layout), found.left_out
     elif manifest:
         if unlike := size_differences(model, manifest.model):
-            raise ConfigError(
-                f"{folder}: config.json and {MANIFEST} describe different models: {unlike}; copy both again"
-            )
+            raise ConfigError(f"{folder}: config.json and {MANIFEST} differ: {unlike}; copy both again")
         stored, states = _manifest_parts(folder, manifest)
         identity = [manifest.identity]
     elif only_plan and index and not weight_files(folder):
@@ -194,7 +187,9 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     tensors = _source_tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
-    kind = "checkpoint" if manifest else "megatron" if is_megatron else "hf"
+    kind = "megatron" if is_megatron else "hf"
+    if manifest:
+        kind = "checkpoint"
     files, left_out = manifest.files if manifest else (), (*left_out, *beyond)
     return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files, layout, states)
 

@@ -164,12 +164,12 @@ class WorkerCheckpoint:
         self, pieces: list[StoredTensor], storages: Mapping[int, HostBackedStorage]
     ) -> Callable[[StoredTensor], Iterator[torch.Tensor]]:
         """Return the function by which `write_rank` gets a piece's tensors; copy now those that are not on the host."""
-        on_host = _swapped_storages(self.worker.trained.optimizer)
-        copies = {
-            piece.entry.key: [place.view_of(piece.base).detach().to("cpu", copy=True) for place in piece.places]
-            for piece in pieces
-            if (storage := piece.base.untyped_storage()._cdata) not in storages and storage not in on_host
-        }
+        on_host = storages.keys() | _swapped_storages(self.worker.trained.optimizer)
+        copies = {}
+        for piece in pieces:
+            if piece.base.untyped_storage()._cdata not in on_host:
+                views = [place.view_of(piece.base) for place in piece.places]
+                copies[piece.entry.key] = [view.detach().to("cpu", copy=True) for view in views]
 
         def contents(piece: StoredTensor) -> Iterator[torch.Tensor]:
             if piece.entry.key in copies:
@@ -246,10 +246,7 @@ class WorkerCheckpoint:
             set_generator_states(rest["generators"], self.recipe.platform)
         elif rank == 0:
             log.warning(
-                "%s was saved with layout %s, this run has %s: random number generators are not restored",
-                folder,
-                saved["layout"],
-                state.layout,
+                "%s: layout %s, this run has %s: RNG states are not restored", folder, saved["layout"], state.layout
             )
 
 

@@ -114,9 +114,9 @@ def load_model(
     if rank == 0:
         seconds = time.perf_counter() - started
         log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)
-    if not is_reward_model and (
-        _is_untrained(chunks) or (is_value and is_on("memory.order"))
-    ):  # verl's own offload leaves no storage to copy from
+    # a trained model can be copied later only if our schedule moves it: verl's own offload leaves no storage
+    is_copyable = _is_untrained(chunks) or (is_value and is_on("memory.order"))
+    if is_copyable and not is_reward_model:
         copy_source.value = folder, chunks, is_value
     return read_bytes
 

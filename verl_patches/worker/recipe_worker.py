@@ -106,7 +106,8 @@ class RecipeWorker(TrainingWorker):
         if is_on("model.train_dtype"):
             self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # before super() reads them
         built = super()._build_model_optimizer(*args, **kwargs)
-        chunks, optimizer = built[0], built[1] if self._is_actor else None
+        chunks = built[0]
+        optimizer = built[1] if self._is_actor else None
         if optimizer is None:
             self.memory.offload_model(chunks)
         else:
@@ -318,6 +319,6 @@ class RecipeWorker(TrainingWorker):
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "skipped": take_all_skips(context().step_guards),
-            "profile": profiler and profiler.take_files(),
+            "profile": profiler.take_files() if profiler is not None else None,
             "emulated": emulator and emulator.device_usage(self.recipe.platform),
         }

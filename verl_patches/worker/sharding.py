@@ -62,9 +62,7 @@ class RecipeShardingManager(Upstream):
             if self.resharder is None:
                 self.resharder = WorkerReshard(self.settings, self.actor_module, self.model_config, device)
 
-        raise_on_any_rank(
-            catch_errors(prepare), None, device, "the rollout engine could not prepare for the weight sync"
-        )
+        raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine could not be prepared")
         assert self.resharder is not None  # `prepare` has made it, or every rank has raised
         report = self.resharder.sync(vllm_worker(engine).model_runner.model)
         context().raise_peak(report.peak_extra_bytes)

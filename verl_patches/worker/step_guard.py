@@ -74,7 +74,9 @@ class StepGuard:
     def step_if_finite(self) -> bool:
         """Run Megatron's step_with_ready_grads if the norms are finite; return whether the weights were updated."""
         norms = self._norms_of_step or [self._optimizer.get_grad_norm()]  # without clipping Megatron computes none
-        return self._apply_gradients() if all(map(math.isfinite, norms)) else False
+        if not all(map(math.isfinite, norms)):
+            return False
+        return self._apply_gradients()
 
     def take_skips(self) -> dict[str, Any]:
         """Return {skipped, in_a_row, stage, fault} since the last call; fault describes the last skipped step.
