@@ -53,7 +53,7 @@ def test_line_and_trees_go_together(upstream):
 
 
 def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout(upstream, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))  # each once
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))
     trees = find_trees(upstream)
     path = next(v for v in environment_variables(replace(composed(TINY), trees=trees)) if v.name == "PYTHONPATH")
     wanted = [REPOSITORY, *trees.folders, "/users/own"]

@@ -15,7 +15,7 @@ from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import Machine, compare_pins
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
-FILES = {  # as the installers of CANN 8 write them
+FILES = {  # contents as the installers of CANN 8 write them
     "driver/version.info": "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B220\n",
     "firmware/version.info": "Version=7.7.0.6.236\nfirmware_version=1.0\npackage_version=25.2.0\n",
     TOOLKIT: "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22SPC001B231\narch=aarch64\n",
@@ -74,11 +74,14 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     report = machine.report()
     assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
     trees = Trees(folders=tuple({machine.places[name] for name in ("verl", "megatron", "mindspeed", "mindspeed_llm")}))
-    assert set(machine.problems(trees=trees, root=lambda _: None)) == {"vllm", "vllm-ascend"}  # given ones come first
+    assert set(machine.problems(trees=trees, root=lambda _: None)) == {
+        "vllm",
+        "vllm-ascend",
+    }  # trees given as an option have precedence
     fine, notes = ([f.name for f in report.findings if f.state == state] for state in ("fine", "note"))
     assert {*notes} >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
     assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}
-    assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
+    assert len(fine) == len({*fine})  # vllm, pinned by version and by commit, is listed once
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from verl_patches.weights.run_folders import CHECKPOINTS, take_start
 from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import complete_folder, write_bytes, write_tensors
 
-NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # block size of DeepSeek's own folder
+NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
 SMALL_LAYOUT = parse_layout("tp2 pp2 ep6 etp1 @12 layers=1,1")

@@ -47,7 +47,7 @@ from verl_patches.worker.checkpoint import WorkerCheckpoint, generator_states, s
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
 BIAS = "expert_bias"
-# layout and storage that write, and layout that reads; with "bf16" there are main parameters
+# (storage, layout that writes, layout that reads, "bf16" for a model with main parameters)
 PAIRS = [
     ("local", "ep2 @4", "ep2 @4", ""),
     ("local", "ep2 @4", "tp2 etp1 ep4 @8", "bf16"),
@@ -90,7 +90,7 @@ class Optimizer:
         return {"param": SimpleNamespace(start=start, end=stop)}
 
 
-def ranges_of(native, layout, rank):
+def cut_ranges(native, layout, rank):
     """Cut each parameter at random over its replicas."""
     at, found = layout.coordinates(rank), {}
     for number, chunk in enumerate(native):
@@ -98,7 +98,9 @@ def ranges_of(native, layout, rank):
             expert = ".experts." in name
             replicas, own = (layout.edp, at.edp) if expert else (layout.dp, at.dp)
             part = (at.pp, at.etp, at.ep) if expert else (at.pp, at.tp)
-            cut = random.Random(f"{number} {name} {part if expert else part[0]}")  # equal on TP ranks, as Megatron's
+            cut = random.Random(
+                f"{number} {name} {part if expert else part[0]}"
+            )  # TP ranks cut at equal places, as in Megatron
             points = [0, *sorted(cut.randint(0, parameter.numel()) for _ in range(replicas - 1)), parameter.numel()]
             if not name.endswith(BIAS):
                 found[id(parameter)] = points[own], points[own + 1]
@@ -112,7 +114,7 @@ def rank_state(whole, text, rank, storage, half, filled):
     native = packed["weight"]
     if half:
         native = [{n: t if n.endswith(BIAS) else t.bfloat16() for n, t in chunk.items()} for chunk in native]
-    optimizer = Optimizer(native, ranges_of(native, layout, rank))
+    optimizer = Optimizer(native, cut_ranges(native, layout, rank))
     state = TrainState(native, optimizer, BF16 if half else INVENTORY, layout, rank, STORAGES[storage][0])
     expected, names = {}, {id(p): (i, n) for i, chunk in enumerate(native) for n, p in chunk.items()}
     for shard in optimizer_shards(optimizer):
@@ -131,7 +133,7 @@ def rank_state(whole, text, rank, storage, half, filled):
     return state, copy, expected, names
 
 
-def live(piece):
+def piece_tensors(piece):
     return [place.view_of(piece.base) for place in piece.places]
 
 
@@ -144,7 +146,7 @@ def save(folder, whole, storage, text, half):
     write_bytes(folder, "config.json", json.dumps({"model_type": "deepseek_v3", **dataclasses.asdict(model)}).encode())
     for rank in range(layout.world_size):
         state, *_ = rank_state(whole, text, rank, storage, half, filled=True)
-        write_rank(folder, rank, state.pieces_to_write(), live, {"step_counts": step_counts(state.optimizer)})
+        write_rank(folder, rank, state.pieces_to_write(), piece_tensors, {"step_counts": step_counts(state.optimizer)})
     manifest = Manifest(model, text, "bf16" if half else "fp32", "x", files, facts={"step": 1})
     return complete_folder(folder, manifest)
 
@@ -158,7 +160,7 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
     trained = sum(p.count for p in INVENTORY.parameters if p.trainable)
     every = sum(p.count for p in INVENTORY.parameters)
     assert elements == {"weight": every, **({"main": trained} if half else {}), **dict.fromkeys(MOMENTS, trained)}
-    with reader_of(tmp_path / "c") as reader:
+    with open_reader(tmp_path / "c") as reader:
         for rank in range(parse_layout(resumed).world_size):
             state, weights, expected, names = rank_state(whole, resumed, rank, storage, half, filled=False)
             load_state(state, reader)
@@ -172,7 +174,7 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
                 assert state.optimizer.optimizer.state[shard.key]["step"] == 3.0
 
 
-def reader_of(folder):
+def open_reader(folder):
     return WeightReader(open_source(folder), verify=True, read_whole=True)
 
 
@@ -194,7 +196,7 @@ def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, t
     for rank in range(2):
         state, *_ = rank_state(whole, text, rank, "local", "", filled=False)
         try:
-            with reader_of(small) as reader:
+            with open_reader(small) as reader:
                 load_state(state, reader)
         except RecipeError as error:
             errors.append(str(error))
@@ -231,13 +233,13 @@ def test_a_walk_through_a_stack_finds_every_element_once():
             assert found == [at for at in inside if first <= at < last]
 
 
-# ---- of a worker
+# ---- a worker's checkpoint
 
 
 RECIPE = SimpleNamespace(platform="cpu", timeouts=SimpleNamespace(load_s=60.0))
 
 
-def same_error(folder):
+def load_error(folder):
     """Return the error of each rank when rank 1 finds a fault and rank 2 fails."""
 
     def problems(folder, rank, world_size):
@@ -255,13 +257,13 @@ def same_error(folder):
 
 
 def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):
-    first, *others = ranks4.run(same_error, "/c/global_step_2")
+    first, *others = ranks4.run(load_error, "/c/global_step_2")
     assert others == [first] * 3
     assert "/c/global_step_2 cannot be resumed from" in first and "rank 2: OSError: no disk" in first
     assert "rank 1: rank_00001.safetensors, weight/x: expected sha256 1" in first
 
 
-def arrived_at_each_collective(folder):
+def arrivals_at_collectives(folder):
     """Return how many ranks had read when this one began each collective of a load; rank 1 is the last to read."""
     found, store = [], dist.distributed_c10d._get_default_store()
 
@@ -288,7 +290,7 @@ def arrived_at_each_collective(folder):
 
 def test_ranks_of_slow_disks_are_not_waited_for_in_a_collective(ranks4):
     """Check this because HCCL would end the collective: its limit is independent of recipe.timeouts.load_s."""
-    assert ranks4.run(arrived_at_each_collective, "/c/global_step_3") == [[4]] * 4
+    assert ranks4.run(arrivals_at_collectives, "/c/global_step_3") == [[4]] * 4
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])

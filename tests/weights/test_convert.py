@@ -65,11 +65,11 @@ def test_round_trip_of_random_models_and_layouts(tmp_path, seed):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     name, tensor = next(iter(expected.items()))
-    tensor.view(torch.uint8)[0, 0] ^= 1  # control: one bit
+    tensor.view(torch.uint8)[0, 0] ^= 1  # control: one bit differs
     assert not is_same(read_folder(tmp_path / "back"), expected), name
 
 
-NAMED = {  # layout -> line, what the library calls its storage, a file and the rank that it is of
+RANK_FILES = {  # layout -> (line, storage of tests/layout, file, rank whose parameters it holds)
     "tp2 ep6 etp1 @6": ("a3", "mindspeed", "mp_rank_01_002", 5),
     "tp2 ep2 @4": ("a3", "mindspeed", "mp_rank_00_001", 2),
     "tp2 pp2 ep2 etp1 @4 layers=1,1": ("a3", "mindspeed", "mp_rank_01_001", 3),
@@ -78,10 +78,10 @@ NAMED = {  # layout -> line, what the library calls its storage, a file and the 
 }
 
 
-@pytest.mark.parametrize("text", NAMED)
+@pytest.mark.parametrize("text", RANK_FILES)
 def test_a_rank_has_its_librarys_parameters_in_megatrons_file(tmp_path, text):
     """Compare names, shapes and bytes with those that tests/layout packs by hand; torch reads with weights_only."""
-    (line, storage, place, rank), layout = NAMED[text], parse_layout(text)
+    (line, storage, place, rank), layout = RANK_FILES[text], parse_layout(text)
     tensors = make_folder(tmp_path / "hf", SMALL)
     run(tmp_path / "hf", tmp_path / "out", layout, line=line)
     assert (tmp_path / "out" / TRACKER).read_text() == "1"
@@ -116,7 +116,7 @@ def test_fp8_to_bf16_and_megatron_and_back_to_fp8(tmp_path):
     _, values = make_fp8_folder(tmp_path, config)
     run(tmp_path / "fp8", tmp_path / "bf16")
     assert is_same(read_folder(tmp_path / "bf16"), values)
-    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == config  # without quantization_config
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == config  # it has no quantization_config
     run(tmp_path / "fp8", tmp_path / "megatron", SMALL_LAYOUT)
     run(tmp_path / "megatron", tmp_path / "from_megatron")
     assert is_same(read_folder(tmp_path / "from_megatron"), values)
@@ -158,7 +158,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, small):
     assert json.loads((tmp_path / "out" / "config.json").read_text())[MTP_LAYERS] == 0
 
 
-# ---- going on, damage
+# ---- conversions that were interrupted, and damage
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
     assert not out.exists()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for layout, file in ((SMALL_LAYOUT, MODEL_FILE), (None, "model-0000")):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # a write past it fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # a write past this size fails as on a full disk
         try:
             with pytest.raises(RecipeError, match=rf"{file}.*could not be written: .*same command again"):
                 run(small, out, layout)
@@ -292,7 +292,7 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path, small):
     ):
         with pytest.raises(ConfigError, match=words):
             run(small, tmp_path / folder, layout)
-    rewrite(small, lambda t: t["lm_head.weight"].add_(1))  # the same names, shapes and sizes, but another model's
+    rewrite(small, lambda t: t["lm_head.weight"].add_(1))  # names, shapes and sizes are equal, values differ
     for folder, layout in (("out", SMALL_LAYOUT), ("back", None)):
         with pytest.raises(ConfigError, match="expected a file of this conversion"):
             run(small, tmp_path / folder, layout)

@@ -35,7 +35,7 @@ def is_incomplete(folder):
     return not list(folder.rglob("*.partial")) and not any((folder / last).exists() for last in (m.TRACKER, INDEX))
 
 
-# ---- bytes that are not those that were written
+# ---- bytes that differ from those written
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def flip(path, at=-1):
     path.write_bytes(data)
 
 
-def place_of(folder, key):
+def last_byte(folder, key):
     """Return (file, offset of the last byte) of a stored tensor: one bit there changes a value a little."""
     (file,) = (file for file in m.read_manifest(folder).files if file.tensors)
     end = file.size_bytes
@@ -64,13 +64,13 @@ def place_of(folder, key):
 @pytest.mark.parametrize("layout", [SMALL_LAYOUT, None])
 def test_a_flipped_bit_of_a_checkpoint_is_not_converted(tmp_path, checkpoint, layout):
     run(checkpoint, tmp_path / "control", layout)
-    path, at = place_of(checkpoint, f"weight/{NORM}")
+    path, at = last_byte(checkpoint, f"weight/{NORM}")
     flip(path, at)
     with pytest.raises(RecipeError, match=rf"{path.name}: {NORM}.*: expected sha256 .*manifest.json.*found"):
         run(checkpoint, tmp_path / "out", layout)
     assert is_incomplete(tmp_path / "out")
     flip(path, at)
-    run(checkpoint, tmp_path / "out", layout)  # goes on
+    run(checkpoint, tmp_path / "out", layout)  # control: the conversion continues
     open_source(tmp_path / "out")
 
 
@@ -86,7 +86,7 @@ def test_a_damaged_small_file_is_not_copied(tmp_path, checkpoint, name):
 # ---- values that are not finite
 
 
-def set_one(name, value):
+def set_element(name, value):
     """Return a change of one element of one tensor."""
 
     def change(tensors):
@@ -96,7 +96,7 @@ def set_one(name, value):
     return change
 
 
-NOT_FINITE = [  # (folder, tensor, value, what is said)
+NOT_FINITE = [  # (folder, tensor, value, words of the message)
     ("hf", DOWN, torch.nan, "NaN or infinity"),
     ("hf", "model.layers.1.mlp.gate.e_score_correction_bias", -torch.inf, "NaN or infinity"),
     ("fp8", DOWN, torch.nan, "holds NaN"),
@@ -112,7 +112,7 @@ WRITTEN = [(None, None), (SMALL_LAYOUT, None), (None, "fp8")]
 def test_a_value_that_is_not_finite_is_refused(tmp_path, source, name, value, words, layout, dtype):
     make_folder(tmp_path / "hf", SMALL) if source == "hf" else make_fp8_folder(tmp_path, SMALL)
     run(tmp_path / source, tmp_path / "control", layout, dtype)
-    rewrite(tmp_path / source, set_one(name, value))
+    rewrite(tmp_path / source, set_element(name, value))
     with pytest.raises(RecipeError, match=f"{name}: .*{words}"):
         run(tmp_path / source, tmp_path / "out", layout, dtype)
     assert is_incomplete(tmp_path / "out")
@@ -150,10 +150,10 @@ def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-# ---- folders that are not whole or not of DeepSeek-V3
+# ---- incomplete folders, and folders of other models
 
 
-def put(name, change):
+def change_tensor(name, change):
     """Return a change of one tensor of a folder."""
     return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
 
@@ -179,8 +179,8 @@ FAULTS = {
         lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))),
         "not in config.json's model, such as x",
     ),
-    "shape": (put(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
-    "fp8 head": (put(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
+    "shape": (change_tensor(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
+    "fp8 head": (change_tensor(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
     "duplicate": (
         lambda f: (
             (f / "model-3.safetensors").write_bytes((f / "model-2.safetensors").read_bytes())
@@ -215,10 +215,13 @@ FAULTS = {
 }
 FP8_FAULTS = {
     "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"expected {SCALES}, the scales of {DOWN}"),
-    "scale shape": (put(SCALES, lambda t: torch.ones(2, 2)), rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)"),
-    "scale dtype": (put(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
+    "scale shape": (
+        change_tensor(SCALES, lambda t: torch.ones(2, 2)),
+        rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)",
+    ),
+    "scale dtype": (change_tensor(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
     "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "no quantization_config, but"),
-    "scale of bf16": (put(DOWN, torch.Tensor.bfloat16), f"{SCALES}: expected the scales of an FP8 weight"),
+    "scale of bf16": (change_tensor(DOWN, torch.Tensor.bfloat16), f"{SCALES}: expected the scales of an FP8 weight"),
 }
 
 
@@ -230,7 +233,7 @@ def test_a_bad_source_is_refused_by_name_before_anything_is_written(tmp_path, fa
     else:
         make_fp8_folder(tmp_path, SMALL)
         folder, (spoil, words) = tmp_path / "fp8", FP8_FAULTS[fault]
-    open_source(folder)  # control: it was right
+    open_source(folder)  # control: the folder is accepted
     spoil(folder)
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "out")

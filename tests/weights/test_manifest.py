@@ -60,19 +60,19 @@ def write(folder, name, pieces=1):
     return writer.write_tensors(folder, name, [entry for entry, _ in tensors.values()], contents)
 
 
-def written(folder):
+def write_checkpoint(folder):
     for number, name in enumerate(MANIFEST.file_names):
         write(folder, name, pieces=number + 1)
     return writer.complete_folder(folder, MANIFEST)
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    manifest = written(tmp_path)
+    manifest = write_checkpoint(tmp_path)
     assert manifest == m.read_manifest(tmp_path) and manifest.facts == {"step": 3}
     names = ["a.safetensors", "b.safetensors", "manifest.json", "notes.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert m.folder_problems(tmp_path, manifest) == []
-    with safe_open(tmp_path / "b.safetensors", "pt") as plain:  # any reader of safetensors
+    with safe_open(tmp_path / "b.safetensors", "pt") as plain:  # safetensors' own reader
         assert torch.equal(plain.get_tensor("w"), W[3:]) and plain.metadata() == {"format": "pt"}
 
 
@@ -84,7 +84,7 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
-    manifest = written(tmp_path)
+    manifest = write_checkpoint(tmp_path)
     path = tmp_path / "b.safetensors"
     whole, end = path.read_bytes(), path.stat().st_size
     for each, _ in FILES["b.safetensors"][::-1]:
@@ -120,10 +120,10 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_a_manifest_covers_itself(tmp_path, edit):
-    written(tmp_path)
+    write_checkpoint(tmp_path)
     path = tmp_path / m.MANIFEST
     found = json.loads(path.read_text())
-    path.write_text(json.dumps(found, sort_keys=True))  # control: the same content
+    path.write_text(json.dumps(found, sort_keys=True))  # control: the same content in another order
     m.read_manifest(tmp_path)
     edit(found)
     path.write_text(json.dumps(found))
@@ -136,7 +136,7 @@ def test_what_is_no_manifest_of_this_version_or_step_is_refused(tmp_path):
     folder.mkdir()
     with pytest.raises(ConfigError, match="global_step_4: .*manifest.json, found none"):
         m.read_manifest(folder)
-    written(folder)
+    write_checkpoint(folder)
     with pytest.raises(ConfigError, match="global_step_4, found step 3"):
         m.read_manifest(folder)
     (folder / m.MANIFEST).write_text(m.to_json(replace(MANIFEST, facts={})))
@@ -150,7 +150,7 @@ def test_what_is_no_manifest_of_this_version_or_step_is_refused(tmp_path):
 
 
 def test_keys_of_other_types_are_read_back_as_they_are_hashed(tmp_path):
-    manifest = replace(written(tmp_path), facts={"step": 3, "settings": {"data.more": [{1: 2, 10: 3, 2: 4}]}})
+    manifest = replace(write_checkpoint(tmp_path), facts={"step": 3, "settings": {"data.more": [{1: 2, 10: 3, 2: 4}]}})
     (tmp_path / m.MANIFEST).write_text(m.to_json(manifest))
     assert m.read_manifest(tmp_path).facts["settings"] == {"data.more": [{"1": 2, "10": 3, "2": 4}]}
 
@@ -172,12 +172,12 @@ def test_a_writer_refuses_too_many_too_few_and_unaligned_bytes(tmp_path):
 def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
     calls = []
 
-    def seen(name, of):
+    def record_calls(name, describe):
         function = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given: calls.append((name, of(given))) or function(*given))
+        monkeypatch.setattr(os, name, lambda *given: calls.append((name, describe(given))) or function(*given))
 
-    seen("fsync", lambda given: os.path.basename(os.readlink(f"/proc/self/fd/{given[0]}")))
-    seen("replace", lambda given: os.path.basename(given[1]))
+    record_calls("fsync", lambda given: os.path.basename(os.readlink(f"/proc/self/fd/{given[0]}")))
+    record_calls("replace", lambda given: os.path.basename(given[1]))
     name = "a.safetensors"
     write(tmp_path, name)
     assert calls == [("fsync", f"{name}.partial"), ("replace", name), ("replace", f"{name}.json")]

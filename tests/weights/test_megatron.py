@@ -40,7 +40,7 @@ def converter(a3_sources, monkeypatch):
     (source,) = a3_sources("MindSpeed-LLM")
 
     def load(name):
-        for absent in ("bitsandbytes", "torch_npu"):  # for QLoRA and for the device: not called
+        for absent in ("bitsandbytes", "torch_npu"):  # imported for QLoRA and for the device, not called
             monkeypatch.setitem(sys.modules, absent, types.ModuleType(absent))
         spec = importlib.util.spec_from_file_location(name, source / f"examples/mcore/deepseek3/{name}.py")
         module = importlib.util.module_from_spec(spec)
@@ -78,7 +78,7 @@ def test_mindspeeds_converters_and_ours_read_and_write_the_same(tmp_path, conver
         ours = torch.load(tmp_path / "ours" / file, weights_only=True)
         models = [key for key in theirs if key.startswith("model")]
         assert models and all(is_same(ours[key], theirs[key]) for key in models)
-        with pytest.raises(pickle.UnpicklingError):  # why they are read in another way
+        with pytest.raises(pickle.UnpicklingError):  # so Unpickler reads them
             torch.load(tmp_path / "theirs" / file, weights_only=True)
     with_small_files(tmp_path / "theirs", hf)
     run(tmp_path / "theirs", tmp_path / "back", expert_split=SPLIT[sizes.get("moe_tp_extend_ep")])
@@ -148,7 +148,9 @@ def test_a_folder_that_training_wrote_is_read_by_its_arguments(tmp_path, folder)
     assert is_same(read_folder(tmp_path / "back"), read_folder(tmp_path / "hf"))
     found = read_rank_file(next(folder.rglob(MODEL_FILE)))
     assert issubclass(found.other_entries["args"].params_dtype, InertObject)
-    assert isinstance(found.other_entries["rng_state"][0]["np_rng_state"][1], InertObject)  # control: was a numpy array
+    assert isinstance(
+        found.other_entries["rng_state"][0]["np_rng_state"][1], InertObject
+    )  # control: it was a numpy array
 
 
 def test_a_folder_that_does_not_say_how_it_holds_experts_is_not_guessed(tmp_path, folder):
@@ -160,7 +162,7 @@ def test_a_folder_that_does_not_say_how_it_holds_experts_is_not_guessed(tmp_path
     with pytest.raises(ConfigError, match="expected 12 files of TP2 PP2 EP3, found 11"):
         open_source(folder, expert_split="tp_extend_ep")
     (tmp_path / "away").rename(folder / ITERATION_FOLDER / "mp_rank_01_001_002" / MODEL_FILE)
-    run(folder, tmp_path / "other", expert_split="etp")  # of equal shapes, but another model
+    run(folder, tmp_path / "other", expert_split="etp")  # shapes are equal, values are in other places
     tensors = read_folder(tmp_path / "hf")
     assert is_same(read_folder(tmp_path / "back"), tensors) and not is_same(read_folder(tmp_path / "other"), tensors)
 
@@ -190,7 +192,7 @@ def test_a_pickle_that_would_run_code_runs_nothing_and_is_refused_as_a_model(tmp
     assert [mark.exists() for mark in marks] == [True, False, False]
 
 
-def spoil(folder, change):
+def change_state(folder, change):
     path = sorted(folder.rglob(MODEL_FILE))[0]
     state = torch.load(path, weights_only=True)
     change(state)
@@ -224,23 +226,26 @@ FAULTS = {
         lambda f: next(f.rglob(MODEL_FILE)).write_bytes(b"PK"),
         "expected a complete file written by torch.save",
     ),
-    "no model": (lambda f: spoil(f, lambda s: s.pop("model")), "expected key model, or model0, model1"),
+    "no model": (lambda f: change_state(f, lambda s: s.pop("model")), "expected key model, or model0, model1"),
     "another parameter": (
-        lambda f: spoil(f, lambda s: s["model"].update({"decoder.layers.0.lora": torch.ones(1)})),
+        lambda f: change_state(f, lambda s: s["model"].update({"decoder.layers.0.lora": torch.ones(1)})),
         "parameter 'decoder.layers.0.lora' is not a DeepSeek-V3 parameter",
     ),
-    "a parameter less": (lambda f: spoil(f, lambda s: s["model"].popitem()), "lacks 1 HF tensors"),
+    "a parameter less": (lambda f: change_state(f, lambda s: s["model"].popitem()), "lacks 1 HF tensors"),
     "shape": (
-        lambda f: spoil(f, lambda s: s["model"].update({"embedding.word_embeddings.weight": torch.ones(3, 3)})),
+        lambda f: change_state(f, lambda s: s["model"].update({"embedding.word_embeddings.weight": torch.ones(3, 3)})),
         r"embedding.word_embeddings.weight.* expected bfloat16 \(256, 128\)",
     ),
-    "strides": (lambda f: spoil(f, not_contiguous), r"linear_proj.weight: expected a contiguous .* found strides"),
+    "strides": (
+        lambda f: change_state(f, not_contiguous),
+        r"linear_proj.weight: expected a contiguous .* found strides",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_folder_is_refused_by_name(folder, fault):
-    open_source(folder)  # control
+    open_source(folder)  # control: the folder is accepted
     change, words = FAULTS[fault]
     change(folder)
     with pytest.raises(ConfigError, match=words):
