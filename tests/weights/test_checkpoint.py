@@ -134,7 +134,7 @@ def rank_state(whole, text, rank, storage, half, filled):
 
 
 def piece_tensors(piece):
-    return [place.view_of(piece.base) for place in piece.places]
+    return [place.tensor_view(piece.base) for place in piece.places]
 
 
 def save(folder, whole, storage, text, half):
@@ -229,7 +229,7 @@ def test_a_walk_through_a_stack_finds_every_element_once():
         for last in range(first, 41):
             start, stop = walk.elements_before(first), walk.elements_before(last)
             places = walk.places(start, stop, first)
-            found = [int(e) for place in places for e in place.view_of(flat[first:last]).flatten()]
+            found = [int(e) for place in places for e in place.tensor_view(flat[first:last]).flatten()]
             assert found == [at for at in inside if first <= at < last]
 
 

@@ -29,7 +29,7 @@ from verl_patches.weights.run_folders import (
     path_to_resume,
     require_same_data,
     require_steps_left,
-    require_whole,
+    require_whole_checkpoint,
     resume_overrides,
 )
 
@@ -82,7 +82,7 @@ def next_start(run: RunSpec) -> NextStart:
             _refuse_to_begin(run, chains, starts[-1].source)
     if resumed is None:
         return NextStart(others=_others_text(run, CheckpointChain((), tuple(starts))))
-    manifest = require_whole(resumed)
+    manifest = require_whole_checkpoint(resumed)
     step = manifest.facts["step"]
     require_steps_left(resumed, step, *_total_steps(run, manifest))
     require_same_data(resumed, manifest, data_facts(run.verl.data.train_files), run.recipe.resume_other_data)

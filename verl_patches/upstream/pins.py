@@ -154,7 +154,7 @@ class Pins(_Strict):
 
     @field_validator("unsupported", mode="before")
     @classmethod
-    def _one_entry_a_key(cls, groups: Any) -> list[Any]:
+    def _expand_keys(cls, groups: Any) -> list[Any]:
         """Return one entry per key of the file's groups, whose `keys`, {key: neutral values}, share other fields."""
         entries: list[Any] = []
         for group in map(dict, groups):

@@ -21,7 +21,7 @@ from verl_patches.values import is_secret_value, is_secret_variable, unknown_key
 
 # an unlisted variable with such a prefix is reported, as its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
-_ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+_ENGINE_PREFIX = "actor_rollout_ref.rollout.engine_kwargs.vllm."
 
 
 def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
@@ -49,7 +49,7 @@ def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str
     """Yield entries for keywords of vLLM's engine that verl itself passes, or that the installed vLLM lacks."""
     given = load_pins().given_by_verl
     for keyword in engine:
-        if (key := f"{_ENGINE}{keyword}") in listed:
+        if (key := f"{_ENGINE_PREFIX}{keyword}") in listed:
             continue
         if keyword in given.keywords:
             decides = given.keywords[keyword]

@@ -90,7 +90,7 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
     offset: int
 
-    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def tensor_view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of `tensor`."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
@@ -337,14 +337,14 @@ def read_rank_state(folder: str | Path, rank: int) -> dict[str, Any]:
 def load_state(state: TrainState, reader: WeightReader) -> None:
     """Fill this rank's weights, main parameters and moments, which must be on the device; make moments if needed."""
     for piece in state.weight_pieces():
-        reader.copy(piece.entry.region, piece.places[0].view_of(piece.base))
+        reader.copy(piece.entry.region, piece.places[0].tensor_view(piece.base))
     for shard in optimizer_shards(state.optimizer):
         if reader.has_states(MOMENTS[0]):
             shard = _with_moments(shard)
         for piece in state.shard_pieces(shard):
             elements, at = reader.read_state(piece.entry), 0
             for place in piece.places:
-                view = place.view_of(piece.base)
+                view = place.tensor_view(piece.base)
                 view.copy_(elements[at : at + view.numel()].view(view.shape))
                 at += view.numel()
 

@@ -53,7 +53,7 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
 _CHUNK_BYTES = 4 << 20  # read at a time for a checksum
 _SMALL_BYTES = 64 << 20
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
 
 
 def rank_tensor_file(rank: int) -> str:
@@ -241,7 +241,7 @@ def small_files(folder: Path) -> list[Path]:
     made = {"config.json", INDEX, MANIFEST, TRACKER}
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
     own = (".", RANK_PREFIX, TRAINER_PREFIX)
-    return [p for p in files if p.name not in made and p.suffix not in _WEIGHTS and not p.name.startswith(own)]
+    return [p for p in files if p.name not in made and p.suffix not in _WEIGHT_SUFFIXES and not p.name.startswith(own)]
 
 
 def read_manifest(folder: str | Path) -> Manifest:

@@ -162,10 +162,10 @@ def start_chain(start: Start) -> list[Link]:
     return links
 
 
-def chain_steps(start: Start, files_of: Callable[[Path], Iterable[tuple[int, Any]]]) -> dict[int, Any]:
-    """Return {step: result of `files_of` in a start's folder} over the chain of `start`, in order of steps."""
+def chain_steps(start: Start, list_steps: Callable[[Path], Iterable[tuple[int, Any]]]) -> dict[int, Any]:
+    """Return {step: result of `list_steps` in a start's folder} over the chain of `start`, in order of steps."""
     links = start_chain(start)
-    found = {step: each for link in links for step, each in files_of(link.folder) if link.holds(step)}
+    found = {step: each for link in links for step, each in list_steps(link.folder) if link.holds(step)}
     return dict(sorted(found.items()))
 
 
@@ -253,7 +253,7 @@ class CheckpointChain:
             return None
         path = found[max(found)]
         try:
-            require_whole(path)
+            require_whole_checkpoint(path)
         except ConfigError as error:
             text = f"{path}: the newest checkpoint is damaged: {error}\n{self.fallback_text(path)}"
             raise ConfigError(text) from None
@@ -264,7 +264,7 @@ class CheckpointChain:
         for step, older in sorted(self.checkpoints().items(), reverse=True):
             if step < checkpoint_step(path):
                 with suppress(ConfigError):
-                    require_whole(older)
+                    require_whole_checkpoint(older)
                     return f"  To continue from the newest undamaged checkpoint: {resume_overrides(older)}"
         return "  This run has no undamaged older checkpoint; to begin at step 1: trainer.resume_mode=disable"
 
@@ -349,7 +349,7 @@ def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
     return path
 
 
-def require_whole(folder: Path) -> Manifest:
+def require_whole_checkpoint(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint; raises ConfigError unless its files have the manifest's sizes and tensors.
 
     Only headers are read. Bytes of tensors are compared when workers read them (worker/checkpoint.py).

@@ -168,7 +168,7 @@ class WorkerCheckpoint:
         copies = {}
         for piece in pieces:
             if piece.base.untyped_storage()._cdata not in on_host:
-                views = [place.view_of(piece.base) for place in piece.places]
+                views = [place.tensor_view(piece.base) for place in piece.places]
                 copies[piece.entry.key] = [view.detach().to("cpu", copy=True) for view in views]
 
         def contents(piece: StoredTensor) -> Iterator[torch.Tensor]:
@@ -178,7 +178,7 @@ class WorkerCheckpoint:
             held = storages.get(piece.base.untyped_storage()._cdata)
             for place in piece.places:
                 if held is None:
-                    yield place.view_of(piece.base)
+                    yield place.tensor_view(piece.base)
                 else:
                     at = piece.base.storage_offset() + place.offset
                     yield held.host_tensor(piece.base.dtype, place.shape, place.strides, at)

@@ -130,8 +130,9 @@ class WorkerMemory:
         ledger.register(empty, lambda: 0, full_bytes=0, partial_at_first=True)
 
     def _register_rollout(self, worker: Any, ledger: Ledger) -> None:
-        for group, held in rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform)).items():
-            ledger.register(group, held)
+        groups = rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform))
+        for group, tag_bytes in groups.items():
+            ledger.register(group, tag_bytes)
         # Allocated and freed inside the sync, which passes its peak to the ledger (worker/sharding.py).
         most = 4 * self.recipe.reshard.bucket_bytes
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, partial_at_first=True)
@@ -177,7 +178,7 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
     A function returns 0 while vLLM's own sleep mode has unmapped the memory, although tensors still point to it.
     """
 
-    def held(tag: str) -> int:
+    def tag_bytes(tag: str) -> int:
         sleeps = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
         if sleeps and tag not in getattr(llm, "awake", (tag,)):
             return 0
@@ -187,7 +188,7 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
         return measure.held_bytes(tensors, device_type)
 
     tags = {"rollout_weights": sleep_mode.WEIGHTS, "kv_cache": sleep_mode.CACHE}
-    return {group: functools.partial(held, tag) for group, tag in tags.items()}
+    return {group: functools.partial(tag_bytes, tag) for group, tag in tags.items()}
 
 
 def device_type(platform: str) -> str:
