@@ -176,10 +176,8 @@ class NodeCheck:
 
 def _versions(node: Node) -> Iterator[Result]:
     line, trees = node.run.line, node.run.trees
-    findings, other = (
-        versions.compare_pins(line, node.machine, trees=trees).findings,
-        versions.installed_line(node.machine),
-    )
+    findings = versions.compare_pins(line, node.machine, trees=trees).findings
+    other = versions.installed_line(node.machine)
     if other not in (None, line):
         if node.npu or not trees.folders:
             todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "run bash scripts/setup.sh"
