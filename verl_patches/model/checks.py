@@ -16,13 +16,8 @@ from verl_patches.spec import A3, RunSpec
 from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR = "actor_rollout_ref.actor.megatron"
-
 _PARALLEL_SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
-
-
 _RECOMPUTE_KEYS = "granularity", "method", "num_layers"
-
-
 _HF_NUMBERS = {  # keys of config.json that training reads in addition to the sizes of layout/inventory.py
     "rope_theta": Positive,
     "rms_norm_eps": Positive,
@@ -42,19 +37,18 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
     """
     model, hf = run.model, run.hf_config
     faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
-    faults += [unlike] if (unlike := config_mismatches(hf)) else []
+    if mismatches := config_mismatches(hf):
+        faults.append(mismatches)
     if not hf.get("n_shared_experts"):
         faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
     if not faults and groups and chosen and (experts % groups or chosen > groups):
-        faults.append(
-            f"n_group is {groups} and topk_group {chosen}; expected n_group to divide n_routed_experts {experts}, and "
-            "topk_group from 1 to n_group"
-        )
+        faults.append(f"n_group {groups} must divide {experts} experts, and topk_group {chosen} be at most n_group")
     if not faults:
         try:
             found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
-            faults += [unlike] if (unlike := size_differences(found, model)) else []
+            if mismatches := size_differences(found, model):
+                faults.append(mismatches)
         except ConfigError as error:
             faults.append(str(error))
     where = "the model's config.json, changed by actor_rollout_ref.model.override_config.model_config"
@@ -80,7 +74,10 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
         "critic": run.critic,
         "reward model": run.verl.reward_model if run.reward_models else None,
     }
-    for name, other in ((name, section.megatron) for name, section in others.items() if section is not None):
+    for name, section in others.items():
+        if section is None:
+            continue
+        other = section.megatron
         unequal = [f"{key} {actor[key]} != {other[key]}" for key in keys if actor[key] != other[key]]
         fault = (
             f"expected actor and {name} to share one layout, as verl initializes Megatron once per process "
@@ -128,9 +125,9 @@ def recomputation_checks(run: RunSpec) -> Iterator[Check]:
     for name, section in {"actor_rollout_ref": run.verl.actor_rollout_ref, "critic": run.critic}.items():
         if section is None or not section.model.enable_gradient_checkpointing:
             continue
-        given = section.model.get("gradient_checkpointing_kwargs") or {}
-        kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTE_KEYS)
-        if kind == "full" and method != "block" and number == 0:
+        kwargs = section.model.get("gradient_checkpointing_kwargs") or {}
+        granularity, method, layers = (kwargs.get(f"activations_checkpoint_{key}") for key in _RECOMPUTE_KEYS)
+        if granularity == "full" and method != "block" and layers == 0:
             fault = (
                 f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, found "
                 f"{method}: Megatron's loop over layers would never end. Set it, or enable_gradient_checkpointing=false"

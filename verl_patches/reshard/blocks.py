@@ -96,8 +96,7 @@ def make_blocks(
     if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
         raise ConfigError(
             f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, the bytes of one row of "
-            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. "
-            f"Increase recipe.reshard.bucket_bytes, for example to {DEFAULT_BUCKET_BYTES}"
+            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. Set for example {DEFAULT_BUCKET_BYTES}"
         )
     return blocks
 
