@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
 from tests.model.megatron_model import build_model, start_parallel
-from tests.model.parity import FROM, SAMPLES
+from tests.model.parity import RESPONSE_START, SAMPLES
 from tests.runs import composed, worker_section
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_for_run
@@ -78,16 +78,16 @@ def append_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
     rows = torch.arange(len(places))
     longer["position_ids"][rows, places] = longer["position_ids"][rows, places - 1] + 1
     longer["attention_mask"][rows, places] = longer["input_ids"][rows, places] = 1
-    return longer, places - FROM
+    return longer, places - RESPONSE_START
 
 
 def samples(folder: Path) -> dict[str, torch.Tensor]:
     """Return this rank's share of SAMPLES samples, rows of `reference`; `returns` is one number a sample."""
     ids, mask, position_ids = torch.load(folder / "batch.pt")
     rows = torch.arange(SAMPLES) % len(ids)
-    returns = torch.linspace(-1, 1, SAMPLES)[:, None].expand(-1, ids.shape[1] - FROM)
+    returns = torch.linspace(-1, 1, SAMPLES)[:, None].expand(-1, ids.shape[1] - RESPONSE_START)
     tensors = {"input_ids": ids[rows], "attention_mask": mask[rows].long(), "position_ids": position_ids[rows]}
-    tensors |= {"responses": ids[rows][:, FROM:], "returns": returns, "sample": torch.arange(SAMPLES)}
+    tensors |= {"responses": ids[rows][:, RESPONSE_START:], "returns": returns, "sample": torch.arange(SAMPLES)}
     share = torch.arange(SAMPLES).chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
     return {name: tensor[share].contiguous() for name, tensor in tensors.items()}
 

@@ -85,18 +85,18 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
         )
         yield either(f"actor = {name}", not unequal, "one layout", fault)
     if run.recipe.train.expert_split == "tp_extend_ep":
-        held = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
+        detail = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
         fault = (
             "expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp "
             f"{train.tp}; found {train.etp} and {train.ep}"
         )
-        yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
+        yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, detail, fault)
 
 
 def _stage_fault(train: ParallelLayout, model: ModelShape) -> str | None:
     """Return why an update on line a3 would hang with these pipeline stages, None where it would not."""
     layers = [train.stage_layers(stage, model.num_hidden_layers) for stage in range(train.pp)]
-    dense = [stage for stage, held in enumerate(layers) if not any(map(model.is_moe, held))]
+    dense = [stage for stage, layer_ids in enumerate(layers) if not any(map(model.is_moe, layer_ids))]
     if train.ep == 1 or not dense:
         return None
     return (
@@ -110,14 +110,14 @@ def _stage_fault(train: ParallelLayout, model: ModelShape) -> str | None:
 def expert_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse a training layout in which Megatron would compute wrong expert outputs."""
     train = run.train
-    held = f"experts are whole, {train.ep} ranks share them"
+    detail = f"experts are whole, {train.ep} ranks share them"
     if train.etp > 1:
-        held = f"each expert is split over {train.etp} ranks, as tp"
+        detail = f"each expert is split over {train.etp} ranks, as tp"
     fault = (
         f"expected ep > 1 or etp = tp at tp {train.tp}: "
         "with ep 1 and etp 1 Megatron sums expert outputs of different tokens over TP ranks"
     )
-    yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, held, fault)
+    yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, detail, fault)
 
 
 def recomputation_checks(run: RunSpec) -> Iterator[Check]:
@@ -152,8 +152,8 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
     yield from (Check("engine arguments", False, text) for text in refused)
     if not refused:
-        held = f"all {len(rows)} keys are supported; `config --explain` shows the argument of each"
-        yield Check("engine arguments", True, held)
+        detail = f"all {len(rows)} keys are supported; `config --explain` shows the argument of each"
+        yield Check("engine arguments", True, detail)
 
 
 # keys of config.json that change what a model computes but not its sizes

@@ -88,8 +88,8 @@ def make_blocks(
                 held = tensor_shards(inventory, train, train_library, parameter)
                 needed = tensor_shards(inventory, rollout, rollout_library, parameter)
                 intervals[key] = list(_tensor_intervals(held, needed))
-            ends = tuple((interval.holders, interval.receivers) for interval in intervals[key])
-            alike[ends].append((parameter, intervals[key]))
+            rank_indices = tuple((interval.holders, interval.receivers) for interval in intervals[key])
+            alike[rank_indices].append((parameter, intervals[key]))
         for members in alike.values():
             blocks += _group_blocks(members, *sides)
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))

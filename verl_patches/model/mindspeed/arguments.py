@@ -152,16 +152,16 @@ SECTIONS = ("actor.megatron", "actor.optim", "ref.megatron", "model.gradient_che
 
 
 class Key(NamedTuple):
-    """Say how `key` of a configuration is mapped; `to` is an argument, or function(value, get) -> arguments.
+    """Say how `key` of a configuration is mapped; `target` is an argument, or function(value, get) -> arguments.
 
-    how: value (`to` VALUE), switch (`to` if true), convert (the function; its ConfigError is the reason of a refusal),
-    verl (read by verl), ours (read by our own rows), with (another key's conversion reads it), same (must equal the
-    actor's), only (`to` is the tuple of accepted values; others are refused with `why`).
+    how: value (`target` VALUE), switch (`target` if true), convert (the function; its ConfigError is the reason of a
+    refusal), verl (read by verl), ours (read by our patches), with (another key's conversion reads it), same (must
+    equal the actor's), only (`target` is the tuple of accepted values; others are refused with `why`).
     """
 
     key: str
     how: str
-    to: Any
+    target: Any
     why: str
     default: Any = None
 
@@ -418,23 +418,23 @@ def _engine_setting(row: Key, get: Get) -> Setting:
     def setting(how: str, *arguments: str, why: str = row.why) -> Setting:
         return Setting(row.key, value, how, arguments, why)
 
-    elsewhere = {"with": f"with {row.to}", "verl": "verl's own", "ours": "our own"}
+    elsewhere = {"with": f"with {row.target}", "verl": "verl's own", "ours": "our own"}
     if row.how in elsewhere:
         return setting(elsewhere[row.how])
     if row.how == "same":
-        actors = get(row.to)
+        actors = get(row.target)
         if _none_as_null(value) in (None, _none_as_null(actors)):
-            return setting(f"with {row.to}")
-        return setting("refused", why=f"must equal {row.to}, {actors!r}: {row.why}")
+            return setting(f"with {row.target}")
+        return setting("refused", why=f"must equal {row.target}, {actors!r}: {row.why}")
     if row.how == "only":
-        return setting("mapped", why=f"a supported value: {row.why}") if value in row.to else setting("refused")
+        return setting("mapped", why=f"a supported value: {row.why}") if value in row.target else setting("refused")
     if row.how == "convert":
         try:
-            return setting("mapped", *row.to(value, get))
+            return setting("mapped", *row.target(value, get))
         except ConfigError as error:
             return setting("refused", why=str(error))
     if row.how == "switch":
-        return setting("mapped", row.to) if value else setting("mapped")
+        return setting("mapped", row.target) if value else setting("mapped")
     if value is None:
-        return setting("refused", why=f"{row.to} requires a value")
-    return setting("mapped", row.to, str(value))
+        return setting("refused", why=f"{row.target} requires a value")
+    return setting("mapped", row.target, str(value))

@@ -195,7 +195,7 @@ def _replaced_argv(words: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _redirect_prints(what: str) -> Iterator[None]:
+def _redirect_prints(task: str) -> Iterator[None]:
     """Redirect upstream's prints to the log, and turn its errors into ConfigError."""
     printed = io.StringIO()
     try:
@@ -206,9 +206,9 @@ def _redirect_prints(what: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = printed.getvalue().strip().splitlines()
         message = lines[-1] if isinstance(error, SystemExit) and lines else str(error)
-        raise ConfigError(f"{what}: refused by Megatron or MindSpeed: {message}") from error
+        raise ConfigError(f"{task}: refused by Megatron or MindSpeed: {message}") from error
     finally:
-        log.debug("%s:\n%s", what, printed.getvalue())
+        log.debug("%s:\n%s", task, printed.getvalue())
 
 
 def optimizer_config_from_arguments(original: Callable) -> Callable:
