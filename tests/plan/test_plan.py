@@ -149,7 +149,9 @@ def test_no_search_is_named_that_would_be_refused():
 
 def test_no_search_is_named_where_no_layout_would_help():
     plan = make_plan(TRUE_WEIGHT, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7")
-    assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change what it names")
+    assert (
+        not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change the settings that it names")
+    )
 
 
 def test_the_verdict_says_where_host_memory_is_not_compared():

@@ -213,7 +213,7 @@ def simulate_ranks(schedule: Schedule, setting: Setting, unmoved_groups: Collect
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
-            "both must be all ranks of the run"
+            "expected all ranks of the run in both"
         )
     rank_groups: dict[tuple, list[int]] = {}
     for rank in range(train.world_size):

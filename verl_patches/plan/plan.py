@@ -114,14 +114,14 @@ def _verdict(
         text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
         if search is None or _LAYOUT_CHECKS.isdisjoint(failed):
             return {
-                "verdict": f"{text}; next: change what {'it names' if len(failed) == 1 else 'they name'}",
+                "verdict": f"{text}; next: change the settings that {'it names' if len(failed) == 1 else 'they name'}",
                 "next": [],
             }
         return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": search}]}
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
         if check.detail.startswith("a start is refused"):
-            text += f", but a start is refused until the note on {check.name} is mended"
+            text += f", but a start is refused until the note on {check.name} is resolved"
         elif memory and check.note and check.name == "host memory":
             need = memory["host"]["node_bytes"] / 2**30
             text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
@@ -174,7 +174,7 @@ def _rollout_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
 def _memory_check(plan: dict[str, Any]) -> Check:
     """Return the memory plan as a check of the dry run; it refuses no start, as it is a model with assumptions."""
     if plan["hbm_bytes"] is None:
-        return Check("memory", True, "modelled, with no die to compare with on this platform")
+        return Check("memory", True, "modelled; not compared, as this platform has no dies")
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
     if short := memory_shortages(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
@@ -184,7 +184,7 @@ def _memory_check(plan: dict[str, Any]) -> Check:
         left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
         said += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
         if left < MARGIN_BYTES:
-            said += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for what is not counted"
+            said += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for memory that the model does not count"
             return Check("memory", True, f"modelled: {said}", note=True)
     return Check("memory", True, f"modelled: {said}")
 
@@ -199,7 +199,7 @@ def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
         yield Check("host memory", True, said, note=True)
     elif limit is not None:
         todo = "" if need <= limit else "; use more nodes, over which the optimizer is sharded"
-        yield Check("host memory", need <= limit, f"{pins}; it has {limit / 2**30:.0f}{todo}")
+        yield Check("host memory", need <= limit, f"{pins}; the node has {limit / 2**30:.0f}{todo}")
 
 
 def _rank_entries(

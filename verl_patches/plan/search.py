@@ -45,7 +45,8 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
         raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
     if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":
         needs = "recipe.platform=npu, recipe.line=a3 and recipe.train.expert_split=tp_extend_ep"
-        raise ConfigError(f"plan --search: expected {needs}")
+        found = f"{run.platform}, {run.line} and {run.recipe.train.expert_split}"
+        raise ConfigError(f"plan --search: expected {needs}; found {found}")
     given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
     batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:  # take the nearest batch that the dies divide
@@ -69,7 +70,7 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if not listed:
         reason, number = (refused.most_common(1) or [("memory: no training layout fits a die", 0)])[0]
         text = f"no layout for {dies} dies passes a plan; {number} of the {refused.total()} that were planned: {reason}"
-        raise ConfigError(f"{text}; where memory is short, take more --dies or fewer recipe.num_hidden_layers")
+        raise ConfigError(f"{text}; if memory is short, use more --dies or fewer recipe.num_hidden_layers")
     return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
 
 

@@ -72,7 +72,7 @@ class Workload:
 
     def __post_init__(self):
         if self.lengths and (self.prompt_tokens or self.response_tokens):
-            raise ConfigError("--lengths has prompts and responses: leave out --prompt-tokens and --response-tokens")
+            raise ConfigError("--lengths sets both lengths: leave out --prompt-tokens and --response-tokens")
         for name in ("prompt_tokens", "response_tokens", "disk_gb_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -207,7 +207,7 @@ class Rebalancer:
         if (unequal := (rows != rows[:, :1]).any((1, 2))).any():
             raise RebalanceError(
                 f"{RebalanceError.task}: the tensor-parallel ranks of DP rank {int(unequal.argmax())} hold different "
-                "requests; expected equal ones, as their schedulers get the same; look for unequal prompts or settings"
+                "requests; expected the same ones; look for prompts or engine arguments that differ between them"
             )
         return rows[:, 0]
 
@@ -280,7 +280,7 @@ class Rebalancer:
         moved = [each for _, of_segment in segments for each in of_segment]
         if [each.computed for each in moved] != expected:
             found = [each.computed for each in moved]
-            raise RebalanceError(f"requests of {found} tokens in KV came, the plan has {expected}")
+            raise RebalanceError(f"received requests of {found} tokens in KV; expected {expected}, as planned")
         processed = self.engine.output_processor.process_outputs([result.output() for result in results])
         outputs += processed.request_outputs
         for each in moved:
@@ -406,13 +406,13 @@ def _is_movable(request: Any) -> bool:
 def _check_engine(engine: Any) -> None:
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
     if core is None:
-        faults = ["it is not vLLM's V1 engine in this process"]
+        faults = ["it is not vLLM's in-process V1 engine"]
     else:
         config, scheduler = engine.vllm_config, type(core.scheduler).__name__
-        own = f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)"
+        wrong_scheduler = f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)"
         unfit = (
-            (scheduler != "Scheduler", own),
-            (config.parallel_config.data_parallel_size == 1, "it has one data-parallel rank"),
+            (scheduler != "Scheduler", wrong_scheduler),
+            (config.parallel_config.data_parallel_size == 1, "it has only one data-parallel rank"),
             (config.parallel_config.pipeline_parallel_size > 1, "it has pipeline stages"),
             (config.speculative_config is not None, "it decodes speculatively"),
             (len(core.scheduler.kv_cache_config.kv_cache_groups) > 1, "its layers have several kinds of KV cache"),
