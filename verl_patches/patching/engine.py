@@ -74,9 +74,10 @@ class Engine:
         for name, row in self._rows.items():
             wanted, row.decided = self.switches.decide(row.spec)
             row.reason = row.decided
-            self.wanted |= {name} if wanted else set()
-        for name in (name for name in self.specs if name in self.wanted):
-            for need in self.specs[name].needs:
+            if wanted:
+                self.wanted.add(name)
+        for name, spec in self.specs.items():
+            for need in spec.needs if name in self.wanted else ():
                 if need not in self.wanted:
                     raise ConfigError(
                         f"row {name} needs {need}, which is off ({self._rows[need].reason}); "
@@ -162,15 +163,16 @@ class Engine:
         for need in (self._rows[name] for name in spec.needs):
             needs_class = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
             if need.state == "unsupported" or (needs_class and not need.in_place):
-                return Prepared(
-                    "unsupported", f"it needs row {need.spec.id}, which is {need.state} and was not applied"
-                )
+                text = f"it needs row {need.spec.id}, which is {need.state} and was not applied"
+                return Prepared("unsupported", text)
         return None
 
     def _revert_dependents(self, left: Row) -> None:
         """Revert the rows that need one which was not applied."""
+        if left.state != "unsupported":
+            return
         leaving = []
-        for row in self._order if left.state == "unsupported" else ():  # in _order, a needed row comes first
+        for row in self._order:  # a needed row comes first
             unmet = self._unmet_need(row.spec) if row.hook is not None else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason

@@ -113,7 +113,9 @@ def served_bytes(inventory: Inventory, rollout: ParallelLayout, rank: int, libra
 def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:
     """Return the bytes of the groups of one trained model."""
     static, dtype = static_bytes(inventory, setting.train, rank, setting.train_library), inventory.model.torch_dtype
-    per_value, pieces = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces
+    per_value, pieces = OPTIMIZER_BYTES, setting.swap_pieces
+    if dtype == "float32":
+        per_value -= GRAD_BYTES
     states = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
     return {
         groups.params: static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype],

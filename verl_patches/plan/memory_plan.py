@@ -188,14 +188,14 @@ def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
     for phase in short:
         largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
         failing.setdefault((phase["rank"], largest), []).append(phase)
-    said = []
+    sentences = []
     for (rank, largest), phases in failing.items():
         phase = max(phases, key=lambda each: each["peak_bytes"])
         terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
         names = ", ".join(each["phase"] for each in phases)
         need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {room / 1e9:.2f}"
-        said.append(f"{names}: die {rank} needs {need}; largest: {terms}")
-    return said
+        sentences.append(f"{names}: die {rank} needs {need}; largest: {terms}")
+    return sentences
 
 
 @functools.lru_cache(maxsize=2)
@@ -329,12 +329,11 @@ def _host_group_bytes(setting: Setting, rank: int) -> dict[str, int]:
 def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     """Return the plan of the node whose workers pin most; the parts of a host copy are equal within a stage."""
     whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
+    saves = run.verl.trainer.save_freq > 0
 
     def rank_bytes(rank: int) -> dict[str, int]:
         sizes = _host_group_bytes(whole, rank)
-        return host_bytes(
-            sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=run.verl.trainer.save_freq > 0
-        )
+        return host_bytes(sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=saves)
 
     fullest = max(_node_bytes(run, memory.setting.train, rank_bytes), key=lambda node: sum(node.values()))
     return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(run)}

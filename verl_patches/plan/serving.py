@@ -57,11 +57,11 @@ def _single_instance(run: RunSpec, dp: int, dies: int) -> RunSpec:
 def instance_checks(run: RunSpec) -> list[Check]:
     """Check that NPUs can run the instance of `instance_config` with this model's weights, as far as modelled."""
     need, share = _die_bytes(run)
-    said = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
+    text = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
     if need > share:
-        said += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
-        said += f"; {serving_text(serving_plan(run))}"
-    return [*hccl.hccl_checks(run), Check("memory", need <= share, said)]
+        text += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
+        text += f"; {serving_text(serving_plan(run))}"
+    return [*hccl.hccl_checks(run), Check("memory", need <= share, text)]
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
     dies, tp = run.hardware.node_dies, run.rollout.tp
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
-    for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
+    for ranks in range(dies, experts + 1, dies):
+        if experts % ranks or ranks % tp:
+            continue
         tried = _single_instance(run, ranks // tp, dies)
         need, share = _die_bytes(tried)
         if need <= share and hccl.check_machine(tried).ok:

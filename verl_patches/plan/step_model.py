@@ -230,8 +230,11 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
         dense += sizes.split / layout.tp + sizes.whole + sizes.shared / (1 if whole_shared else layout.tp)
         routed += sizes.expert * model.n_routed_experts / (layout.ep * layout.etp)
     table = model.vocab_size * model.hidden_size / layout.tp
-    ends = (stage == 0) + (stage == layout.pp - 1)
-    return dense + ends * table, routed
+    if stage == 0:
+        dense += table  # embedding
+    if stage == layout.pp - 1:
+        dense += table  # head
+    return dense, routed
 
 
 # training
@@ -300,7 +303,9 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
     row = model.hidden_size * DTYPE_BYTES[model.torch_dtype] * tokens / layout.tp / layout.cp
     stage_seconds = []
     for stage in range(layout.pp):
-        seconds = network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
+        seconds = 0.0
+        if layout.pp > 1:
+            seconds = network_s(row) * (2 if train else 1)
         for number, layer in enumerate(layout.stage_layers(stage, model.num_hidden_layers)):
             one = passes[model.is_moe(layer)]
             seconds += one.forward
@@ -479,10 +484,11 @@ def fullest_replica(replicas: int, seats: float, survival: Sequence[float]) -> l
     Each of a replica's `seats` responses still runs with that probability.
     """
     count = max(1, round(seats))
-    of = np.arange(count + 1)
+    counts = np.arange(count + 1)
     chance = np.clip(np.asarray(survival)[:, None], 1e-15, 1 - 1e-15)
-    ways = math.lgamma(count + 1) - np.array([math.lgamma(k + 1) + math.lgamma(count - k + 1) for k in of])
-    below = np.exp(ways + of * np.log(chance) + (count - of) * np.log1p(-chance)).cumsum(1)  # [segments, count + 1]
+    ways = math.lgamma(count + 1) - np.array([math.lgamma(k + 1) + math.lgamma(count - k + 1) for k in counts])
+    chances = np.exp(ways + counts * np.log(chance) + (count - counts) * np.log1p(-chance))  # [segments, count + 1]
+    below = chances.cumsum(1)
     most = (1 - np.minimum(below[:, :-1], 1) ** replicas).sum(1)
     return np.maximum(most * seats / count, 1.0).tolist()
 

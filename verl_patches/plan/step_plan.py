@@ -322,7 +322,7 @@ def released_bytes(moments: Mapping[str, PhaseMemory], sizes: Mapping[str, int])
     cached = total = 0
     for _ in range(2):  # the second step starts with what the first one left
         total = 0
-        for move in (move for moment in moments.values() for move in moment.moves):
+        for move in [move for moment in moments.values() for move in moment.moves]:
             if move.verb == "empty_cache":
                 total, cached = total + cached, 0
             elif move.verb in ("offload", "free"):

@@ -74,9 +74,8 @@ def _held_tokens(request: Any) -> list[tuple] | None:
     if _HELD_TOKENS not in request.__dict__:
         params = request.sampling_params
         at_once = params.output_kind.name != "FINAL_ONLY" or params.detokenize or params.prompt_logprobs is not None
-        request.__dict__[_HELD_TOKENS] = (
-            None if at_once or request.use_structured_output or request.has_encoder_inputs else []
-        )
+        at_once = at_once or request.use_structured_output or request.has_encoder_inputs
+        request.__dict__[_HELD_TOKENS] = None if at_once else []
     return request.__dict__[_HELD_TOKENS]
 
 
