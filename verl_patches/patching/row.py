@@ -160,10 +160,10 @@ class Row:
     """Hold one row's state in one process."""
 
     spec: PatchSpec
-    decided: str = ""  # the reason why it is on or off
+    switch_reason: str = ""  # the reason why it is on or off
     state: str = "off"
     reason: str = ""
-    applied: int = 0  # counts apply() after revert(), so that a hook of an earlier apply() has no effect
+    apply_count: int = 0  # counts apply() after revert(), so that a hook of an earlier apply() has no effect
     hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
     module: ModuleType | None = None  # the module where it was applied, or left out by policy
     place: Slot | None = None

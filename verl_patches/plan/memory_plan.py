@@ -153,9 +153,8 @@ def with_recompute(run: RunSpec) -> RunSpec:
     """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
 
     The number is that of `fewest_recomputed_layers` with MARGIN_BYTES left, or all layers where sizes do not divide,
-    which the checks of a plan refuse. Recomputed activations are the same values, so another number changes no result,
-    also in a resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or
-    method.
+    which the checks of a plan refuse. Recomputed activations are equal, so the number changes no result, also in a
+    resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or method.
     """
     if OmegaConf.select(run.verl, LAYERS_KEY) != "auto":
         return run

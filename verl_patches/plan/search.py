@@ -27,10 +27,10 @@ from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
 ACTOR_KEY, REF_KEY, ROLLOUT_KEY = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-SEATS_KEY, GRAPHS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
-_TP_SIZES, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
-# most pairs that are planned, and fewest that must pass, as the costs are not exact
-_MOST_PLANS, _FEWEST_RESULTS = 60, 12
+MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
+GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
+_TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
+_MOST_PLANS, _FEWEST_RESULTS = 60, 12  # pairs that are planned, and that must pass, as the costs are not exact
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
@@ -110,12 +110,14 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
         if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
             continue
         layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
-        seats = min(math.ceil(step.responses / layout.dp), _MOST_SEATS, step.token_budget)
-        graphs = [*(size for size in sizes or () if size < seats), seats]
-        keys = rollout_keys(tp, ranks) | {SEATS_KEY: seats, **({} if sizes is None else {GRAPHS_KEY: graphs})}
+        seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
+        graphs = [*(size for size in sizes or () if size < seqs), seqs]
+        keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}
+        if sizes is not None:
+            keys[GRAPHS_KEY] = graphs
         if (run.recipe.logprob_check.sequences or 0) % layout.dp:
             keys["recipe.logprob_check.sequences"] = None  # one for each replica
-        one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
+        one = replace(step, rollout=layout, max_num_seqs=seqs, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
         kv_bytes = share - sync.received_bytes  # the rest of the share beside the weights
         one = replace(one, kv_bytes=kv_bytes)

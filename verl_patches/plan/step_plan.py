@@ -130,7 +130,7 @@ def step_input(
         tensor_cache=recipe.tensor_cache.enabled,
         copies=1 if "dispatch.put_once" in rows else train.tp * train.pp,
         max_prompt_length=data.max_prompt_length,
-        seats=run.max_num_seqs,
+        max_num_seqs=run.max_num_seqs,
         graph_sizes=graphs,
         engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,

@@ -114,10 +114,10 @@ def _graphs(run: RunSpec) -> Iterator[Check]:
 
 def _graph_sizes(run: RunSpec) -> Iterator[Check]:
     """Refuse graph sizes above max_num_seqs, which the pinned vllm-ascend drops without an error."""
-    seats, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
-    if seats and (above := [size for size in sizes if size > seats]):
+    limit, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
+    if limit and (above := [size for size in sizes if size > limit]):
         text = (
-            f"{_ASCEND}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
+            f"{_ASCEND}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {limit}: "
             "vllm-ascend drops larger ones "
             "(vllm_ascend.worker.model_runner_v1.NPUModelRunner.check_torchair_graph_batch_sizes)"
         )

@@ -179,9 +179,8 @@ class Rebalancer:
         expected = [
             int(rows[m.donor, _LENGTHS + at]) for m in made.moves if m.receiver == self.rank for at in m.requests
         ]
-        self._run_or_raise(
-            lambda: self._unpack(received, expected, outputs, arrivals), "moving requests cannot be received"
-        )
+        unpack = functools.partial(self._unpack, received, expected, outputs, arrivals)
+        self._run_or_raise(unpack, "moving requests cannot be received")
         if made.moves:
             self._exchange_blocks(made.moves, arrivals)
             self._run_or_raise(lambda: self._reschedule(made.moves, arrivals), "moved requests cannot be scheduled")
