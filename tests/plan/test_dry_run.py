@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 ROOT = Path(__file__).resolve().parents[2]
 VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
-# what a plan does not need, and a machine without dies does not know
+# checks that are notes here: a plan does not need them, and a machine without dies cannot make them
 MACHINE_CHECKS = {"model folder", "data", "host memory"}
 NOTE_CHECKS = {"random_init": {"truth check"}, "true_weight": set()}  # balanced routing computes another model in vLLM
 
@@ -46,7 +46,7 @@ def test_layouts_patches_environment_and_commands(plans, name):
     assert rollout["ranks"][255]["experts"] == [256 - instances, 255]
 
     on = {row["id"] for row in plan["patches"] if row["on"]}
-    stand_ins = {"platform.flash_attn", "platform.flash_attn_bert_padding"}  # none of a CPU
+    stand_ins = {"platform.flash_attn", "platform.flash_attn_bert_padding"}  # rows that only NPUs have
     assert {row_id for row_id in on if row_id.startswith("platform.")} == stand_ins
     assert on >= {"update.engine_start", "model.mindspeed_config"}
     variables = {v["name"]: v["value"] for v in plan["environment"]}

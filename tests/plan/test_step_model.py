@@ -119,7 +119,7 @@ def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
     assert update_s(replace(run, mini_batches=2), CONSTANTS) < 1.2 * once
 
 
-# how a step must move
+# how the modelled seconds must change
 
 
 def test_what_is_switched_off_is_slower():

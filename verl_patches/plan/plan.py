@@ -207,8 +207,8 @@ def _rank_entries(
         place = layout.coordinates(rank)
         entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
         if experts is not None:
-            held = layout.local_experts(rank, experts, rest_on_last)
-            entry["experts"] = [held.start, held.stop - 1]
+            local = layout.local_experts(rank, experts, rest_on_last)
+            entry["experts"] = [local.start, local.stop - 1]
         entries.append(entry)
     return entries
 

@@ -88,9 +88,9 @@ def serving_text(plan: dict[str, Any]) -> str:
     """Return a `serving_plan` as a sentence."""
     if plan["nodes"] is None:
         return f"no number of nodes of {plan['dies']} dies holds the weights in {plan['dtype']} (modelled)"
-    held = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
+    memory = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
     nodes = f"{plan['nodes']} node(s) of {plan['dies']} dies hold the weights in {plan['dtype']}"
-    return f"{nodes}: {held}, with recipe.rollout.dp={plan['dp']}"
+    return f"{nodes}: {memory}, with recipe.rollout.dp={plan['dp']}"
 
 
 def _die_bytes(run: RunSpec) -> tuple[int, int]:

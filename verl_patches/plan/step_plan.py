@@ -283,16 +283,16 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
     size = DTYPE_BYTES[run.torch_dtype]
     beside = 0 if size == 4 else size  # fp32 weights are the optimizer's own
     elements = sum(sum(stage_elements(run.model, train, stage, library)) for stage in range(train.pp))
-    held = elements * train.world_size / train.pp
+    total = elements * train.world_size / train.pp
     if run.reads_weights:
         file = run.model_folder / "config.json"
         quantized = file.exists() and QUANTIZATION in read_json_object(file)
-        parts.append(("first start", held if quantized else size * held))
+        parts.append(("first start", total if quantized else size * total))
     if run.verl.trainer.save_freq > 0:
         trained = [build_inventory(run.model, value=name == "critic") for name in run.trained_sections]
         saved = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         parts.append(("save", (beside + OPTIMIZER_BYTES) * saved))
-        parts.append(("load", beside * len(trained) * held + OPTIMIZER_BYTES * saved))
+        parts.append(("load", beside * len(trained) * total + OPTIMIZER_BYTES * saved))
     rows = [{"part": part, "bytes": round(of), "seconds": round(of / gb_s / 1e9, 1)} for part, of in parts]
     return {"gb_s": gb_s, "parts": rows}
 

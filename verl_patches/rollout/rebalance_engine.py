@@ -166,25 +166,25 @@ class Rebalancer:
     def _exchange(self) -> list[Any]:
         """Exchange requests (collective), and return the requests of this rank that have ended elsewhere."""
         rows = self._gather_rows()
-        made = self._plan_moves(rows)
+        plan = self._plan_moves(rows)
         # true while requests may run on other ranks; once all have ended, one more exchange finds nothing
-        self.has_moved_requests = bool(rows[:, _FOREIGN].any()) or bool(made.moves)
+        self.has_moved_requests = bool(rows[:, _FOREIGN].any()) or bool(plan.moves)
         if not self.has_moved_requests:
             return []
         segments: list[bytes] = []
-        self._run_or_raise(lambda: segments.extend(self._pack(made.moves)), "moving requests cannot be packed")
+        self._run_or_raise(lambda: segments.extend(self._pack(plan.moves)), "moving requests cannot be packed")
         received: list[bytes] = self._exchange_segments(segments)
         outputs: list[Any] = []
         arrivals: list[tuple[MovedRequest, Any]] = []
         expected = [
-            int(rows[m.donor, _LENGTHS + at]) for m in made.moves if m.receiver == self.rank for at in m.requests
+            int(rows[m.donor, _LENGTHS + at]) for m in plan.moves if m.receiver == self.rank for at in m.requests
         ]
         unpack = functools.partial(self._unpack, received, expected, outputs, arrivals)
         self._run_or_raise(unpack, "moving requests cannot be received")
-        if made.moves:
-            self._exchange_blocks(made.moves, arrivals)
-            self._run_or_raise(lambda: self._reschedule(made.moves, arrivals), "moved requests cannot be scheduled")
-            self.moved_count += sum(len(move.requests) for move in made.moves)
+        if plan.moves:
+            self._exchange_blocks(plan.moves, arrivals)
+            self._run_or_raise(lambda: self._reschedule(plan.moves, arrivals), "moved requests cannot be scheduled")
+            self.moved_count += sum(len(move.requests) for move in plan.moves)
         return outputs
 
     def _run_or_raise(self, work: Callable[[], None], todo: str) -> None:
