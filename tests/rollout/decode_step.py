@@ -190,7 +190,7 @@ def uneven(model: str) -> dict[str, Any]:
     found |= {"some log-probs": twelve([], logprobs=None) == twelve(ROWS, logprobs=None)}
     shared(ROWS)  # from here on its first block is cached
     found |= {"one prompt": shared([]) == shared(ROWS), "reasons": sorted({reason for _, _, reason, *_ in expected})}
-    with mock.patch.object(decode_host, "_with_held", lambda output, held: held.clear()):
+    with mock.patch.object(decode_host, "_prepend_held_tokens", lambda output, held: held.clear()):
         try:
             found["control"] = twelve([]) == expected
         except Exception:  # fewer log-probs than tokens
