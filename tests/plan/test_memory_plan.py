@@ -89,9 +89,9 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
     one, two = (plan(BIG, f"recipe.rewards=[{text}]") for text in (entries[: len(entries) // 2], entries))
     for found in (one, two):
         assert all(order["order"].endswith("with reward models") for order in found["orders"])
-    (of_one, of_two) = (found["orders"][0]["phases"] for found in (one, two))
-    assert of_one == of_two
-    (scoring,) = (phase["bytes"] for phase in of_one if phase["phase"] == "rm_scores")
+    (one_phases, two_phases) = (found["orders"][0]["phases"] for found in (one, two))
+    assert one_phases == two_phases
+    (scoring,) = (phase["bytes"] for phase in one_phases if phase["phase"] == "rm_scores")
     assert scoring["reward_params"] > 0 < scoring["working_activations"]
     host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
     loaded = [found["orders"][0]["to_device_bytes"]["max"] for found in (one, two)]
