@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from report import figure, parser_of, print_report, run_python
+from report import argument_parser, figure, print_report, run_python
 
 LAYOUT = "tp2 pp2 ep4 etp1 @8 layers=2,2"
 SIZES = {
@@ -204,7 +204,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Measure and print the report."""
-    parser = parser_of(__doc__, pairs=3, mib=512)
+    parser = argument_parser(__doc__, pairs=3, mib=512)
     parts: dict[str, Callable[[Path], Any]] = {
         "convert": lambda folder: conversions(folder, given.pairs, {"num_hidden_layers": 4} if given.tiny else SIZES),
         "save": lambda folder: saves(folder, given.mib),

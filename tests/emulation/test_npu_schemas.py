@@ -96,7 +96,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def kind_of(cpp):
+def schema_type(cpp):
     cpp = re.sub(r"\bconst\b|&|\s", "", cpp)
     optional = re.fullmatch(r"c10::optional<(.*)>", cpp)
     return f"Optional[{KINDS[optional[1]]}]" if optional else KINDS[cpp]
@@ -108,7 +108,7 @@ def declared(text):
     for name, function, rest in re.findall(r'm\.def\("(\w+)",\s*(?:\(\w+\))?&(\w+),(.*?)\);', text, re.DOTALL):
         named = re.findall(r'pybind11::arg\("(\w+)"\)(?:\s*=\s*(pybind11::none\(\)|[^,\s)]+))?', rest)
         bodies = re.findall(rf"\b{function}\(([^{{}};]*?)\)\s*\{{", text)
-        kinds = [[kind_of(re.sub(r"\s*\w+$", "", p.strip())) for p in body.split(",")] for body in bodies]
+        kinds = [[schema_type(re.sub(r"\s*\w+$", "", p.strip())) for p in body.split(",")] for body in bodies]
         found[name] = [([n for n, _ in named] or None, of, {n: d for n, d in named if d}) for of in kinds]
     return found
 

@@ -66,7 +66,7 @@ NEWER = {
 }
 
 
-def of_both(npu):
+def called_schemas(npu):
     """Yield ("function.overload", schema of 2.5.1.post1, schema of the running wheel or None) of called functions."""
     for name in CALLED:
         for old in op_schemas.read_schemas()[name]:
@@ -78,7 +78,7 @@ def of_both(npu):
 def test_functions_arguments_and_defaults_of_the_pin_are_still_there(npu):
     """Check that the pin accepts all that the fake device accepts, except NEWER."""
     newer, outputs = {}, set()
-    for key, old, new in of_both(npu):
+    for key, old, new in called_schemas(npu):
         assert new is not None, f"{key} is gone"
         arguments = new.signature.parameters
         here = dict(arguments)

@@ -34,7 +34,7 @@ def parity(spec: dict) -> dict:
 def one_rank(spec: dict) -> dict:
     """Run parity, its negative controls, an update in memory, and the reference of the data-parallel tests."""
     llm = engine_rank.awake(spec["model"], **spec["rollout"])
-    model = engine_rank.model_of(llm)
+    model = engine_rank.engine_model(llm)
     found = {"logits": forced_logits(llm, spec), "generated": engine_rank.generate_with(llm, spec["requests"])}
     found["asleep_bytes"], found["awake_bytes"] = _sleep_and_wake(llm)
     found["again"] = forced_logits(llm, spec)
@@ -68,7 +68,7 @@ def one_rank(spec: dict) -> dict:
         engine_rank.awake(spec["public_folder"], **spec["rollout"], engine_kwargs=overrides)
     except KeyError as error:  # a tensor that vLLM's loader does not have in its model
         found["without_mtp"] = str(error)
-    bf16 = engine_rank.model_of(engine_rank.awake(spec["model"], **spec["rollout"], dtype="bfloat16"))
+    bf16 = engine_rank.engine_model(engine_rank.awake(spec["model"], **spec["rollout"], dtype="bfloat16"))
     found["bf16_bias"] = [layer.mlp.gate.e_score_correction_bias.data.clone() for layer in bf16.model.layers[1:]]
     return found
 

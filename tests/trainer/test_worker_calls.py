@@ -39,11 +39,11 @@ def answer(name, method):
     return one if one is type(None) else list[of_ranks[0]]
 
 
-def differences(calls, worker_of):
+def differences(calls, engine_worker):
     """Return {method: (the trainer's signature, the worker's)} of those that differ."""
     found = {}
     for name, call in calls.items():
-        method = getattr(worker_of(name), name, None)
+        method = getattr(engine_worker(name), name, None)
         if method is None or not hasattr(method, MAGIC_ATTR):
             found[name] = "a remote method", method
             continue

@@ -66,7 +66,9 @@ def compose(
     """
     config = compose_config(config_name, overrides, verl_path=trees.verl)
     platform = config.recipe.platform
-    return with_start(resolve(config, platform_rows(platform), override_keys(overrides), add_platform_trees(platform, trees)))
+    return with_start(
+        resolve(config, platform_rows(platform), override_keys(overrides), add_platform_trees(platform, trees))
+    )
 
 
 def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:

@@ -270,9 +270,7 @@ class Checkpoints:
         """Return the files of data position and generators: JSON, null in place of tensors, and the tensors."""
         state, tensors = loader_state(self.trainer.train_dataloader)
         kl_coef = None if self._kl_controller is None else self._kl_controller.value
-        text = json.dumps(
-            {"dataloader": state, "generators": generator_states(), "kl_coef": kl_coef}
-        )
+        text = json.dumps({"dataloader": state, "generators": generator_states(), "kl_coef": kl_coef})
         return {STATE_FILE: text.encode(), TENSORS_FILE: safetensors.torch.save(tensors)}
 
     # ---- load

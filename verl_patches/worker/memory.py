@@ -110,7 +110,7 @@ class WorkerMemory:
             chunks = [chunk for model in models for chunk in model.reward_model_module]
             ledger.register("reward_params", self._byte_counter(lambda: [list(m.parameters()) for m in chunks]))
 
-    def _watch_training(self, trained: TrainedModel, ledger: Ledger) -> None:
+    def _register_training(self, trained: TrainedModel, ledger: Ledger) -> None:
         buffers, optimizer, groups = measure.ddp_buffers(trained.chunks), trained.optimizer, trained.groups
         for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
             full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)

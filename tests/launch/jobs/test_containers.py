@@ -182,7 +182,7 @@ def test_placeholders_and_an_ssh_that_is_not_installed_are_named_before_anything
 
 
 def sleeping(process):
-    """Return the descendants of a process that sleep; one that ends while they are listed is none of them."""
+    """Return the descendants of a process that sleep, without those that end while they are listed."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):

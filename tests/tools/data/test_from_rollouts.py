@@ -82,7 +82,7 @@ def save(folder, spec):
     (folder / FACTS_FILE).write_text(spec.text())
 
 
-def spec_of(folder):
+def read_spec(folder):
     return read_run((folder / FACTS_FILE).read_text(), OmegaConf.load(folder / CONFIG_FILE))
 
 
@@ -183,16 +183,16 @@ def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
     made(run, tmp_path, kind="pairs")
     file = str(tmp_path / "out" / "train.parquet")
 
-    def run_of(algo):
+    def make_run(algo):
         overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
         overrides += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
         return composed("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
 
     def faults(algo):
-        return [check.detail for check in data_checks(run_of(algo)) if not check.ok]
+        return [check.detail for check in data_checks(make_run(algo)) if not check.ok]
 
     assert faults("dpo") == [] and faults("kto")  # control
-    data = OmegaConf.merge(run_of("dpo").verl.data, {"cache_dir": str(tmp_path)})
+    data = OmegaConf.merge(make_run("dpo").verl.data, {"cache_dir": str(tmp_path)})
     row = dataset.PairData([file], tokenizer, data)[0]
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
@@ -209,7 +209,7 @@ def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
         path.unlink()
     record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer, cut[truncation])
     for setting in ("left", "middle", "right"):
-        save(run, changed_run(spec_of(run), {"data.truncation": setting}))
+        save(run, changed_run(read_spec(run), {"data.truncation": setting}))
         if setting == truncation:
             assert len(made(run, tmp_path)[0]) == 1
         else:
@@ -229,7 +229,7 @@ def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_pat
         path.unlink()
     with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
         made(run, tmp_path)
-    save(run, changed_run(spec_of(run), {"recipe.objective.name": "sft"}))
+    save(run, changed_run(read_spec(run), {"recipe.objective.name": "sft"}))
     with pytest.raises(ConfigError, match="trains on fixed data"):
         made(run, tmp_path)
     (run / FACTS_FILE).unlink()
@@ -260,7 +260,7 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
 def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after(run, tmp_path):
     """Let start 2 go on after step 1 and end before its step 2 had scores: step 2 of start 1 is not the run's."""
     second = run.parent / take_start([run.parent], ("0001", 1), None)
-    save(second, spec_of(run))
+    save(second, read_spec(run))
     (second / "rollouts").mkdir()
     shutil.copy(run / "rollouts/step_2.safetensors", second / "rollouts")
     done = CliRunner().invoke(app, ["data", "from-rollouts", str(run.parent), "-o", str(tmp_path / "new")])

@@ -33,7 +33,7 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def row_of(folder, handler, record, **keys):
+def build_row(folder, handler, record, **keys):
     """Return the row of a record, which is in train: the first file is large enough for the others."""
     others = [RECORDS[handler](n) for n in range(100, 103)]
     make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
@@ -41,28 +41,28 @@ def row_of(folder, handler, record, **keys):
 
 
 def test_the_columns_of_each_handler(tmp_path):
-    row = row_of(tmp_path, "maths", {"question": "1?", "answer": 0.5, "solution": "x"})
+    row = build_row(tmp_path, "maths", {"question": "1?", "answer": 0.5, "solution": "x"})
     assert (row["prompt"], row["data_source"], row["ability"]) == (user("1?"), "maths", "math")
     assert row["reward_model"] == {"style": "rule", "ground_truth": "0.5"}
     extra = {"index": 0, "split": "train", "answer": "0.5", "solution": "x", "origin": "rows.jsonl:2"}
     assert row["extra_info"] == extra
-    row = row_of(tmp_path, "gsm8k", RECORDS["gsm8k"](1))
+    row = build_row(tmp_path, "gsm8k", RECORDS["gsm8k"](1))
     assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("1000", "so\n#### 1,000")
-    row = row_of(tmp_path, "instruction", RECORDS["instruction"](3))
+    row = build_row(tmp_path, "instruction", RECORDS["instruction"](3))
     assert (row["prompt"], row["response"]) == (user("Say 3.\nLoud."), "3!")
-    row = row_of(tmp_path, "instruction", RECORDS["instruction"](2))
+    row = build_row(tmp_path, "instruction", RECORDS["instruction"](2))
     assert (row["prompt"], row["response"]) == ([HI, HELLO, say(2)], "2!")
     sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    row = row_of(tmp_path, "instruction", {"conversations": sharegpt, "system": "Be brief."})
+    row = build_row(tmp_path, "instruction", {"conversations": sharegpt, "system": "Be brief."})
     assert (row["prompt"], row["response"]) == ([{"role": "system", "content": "Be brief."}, HI], "Hello")
     for number in (1, 2):
-        row = row_of(tmp_path, "preference", RECORDS["preference"](number))
+        row = build_row(tmp_path, "preference", RECORDS["preference"](number))
         assert (row["prompt"], row["rejected"]) == ([say(number)], "no")
-    row = row_of(tmp_path, "labelled", RECORDS["labelled"](2))
+    row = build_row(tmp_path, "labelled", RECORDS["labelled"](2))
     assert (row["prompt"], row["response"], row["label"]) == ([say(2)], "2!", True)
-    row = row_of(tmp_path, "process", RECORDS["process"](1))
+    row = build_row(tmp_path, "process", RECORDS["process"](1))
     assert (row["steps"], row["labels"]) == (["one", "two"], [1.0, 0.5])
-    row = row_of(tmp_path, "text", {"content": "raw"})
+    row = build_row(tmp_path, "text", {"content": "raw"})
     assert row["text"] == "raw" and "prompt" not in row
 
 
@@ -194,14 +194,17 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
 
 def test_prompt_types(tmp_path):
     record = RECORDS["maths"](1)
-    assert row_of(tmp_path, "maths", record)["prompt"] == user(record["problem"])
-    boxed = row_of(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
+    assert build_row(tmp_path, "maths", record)["prompt"] == user(record["problem"])
+    boxed = build_row(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
     assert boxed.startswith(record["problem"]) and boxed.endswith("\\boxed{}.")
-    assert [m["role"] for m in row_of(tmp_path, "maths", record, prompt_type="think")["prompt"]] == ["system", "user"]
+    assert [m["role"] for m in build_row(tmp_path, "maths", record, prompt_type="think")["prompt"]] == [
+        "system",
+        "user",
+    ]
     jinja = (
         "{% for word in tags|default(prompt) %}{{ word|trim }}{% endfor %}{% if answer %} ({{ solution }}){% endif %}"
     )
-    made = row_of(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
+    made = build_row(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
     assert made["prompt"] == user("ab (Add.)")
     others = [RECORDS["maths"](n) for n in range(4)]
     code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
@@ -231,7 +234,7 @@ def test_an_unknown_prompt_type_is_refused():
 GOOD = {"input": "rows.jsonl", "handler_name": "maths", "output_prefix": "out"}
 
 
-def settings_of(folder, *overrides, **keys):
+def make_settings(folder, *overrides, **keys):
     (folder / "b.yaml").write_text(json.dumps({**GOOD, **keys}))
     return read_settings(folder / "b.yaml", overrides)
 
@@ -239,11 +242,13 @@ def settings_of(folder, *overrides, **keys):
 def test_a_yaml_of_mindspeed_rl(tmp_path):
     keys = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_name_or_path": "m", "workers": 8, "seq_length": 1024}
     keys["map_keys"] = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
-    found = settings_of(tmp_path, log_interval=1000, **keys)
+    found = make_settings(tmp_path, log_interval=1000, **keys)
     assert found.handler.fields["prompt"] == ("problem",)
     assert found.handler.fields["query"] == ()
-    assert settings_of(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith("{{ prompt")
-    assert settings_of(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
+    assert make_settings(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith(
+        "{{ prompt"
+    )
+    assert make_settings(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -257,7 +262,7 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
 ])  # fmt: skip
 def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message) as error:
-        settings_of(tmp_path, **keys)
+        make_settings(tmp_path, **keys)
     assert "\n" not in str(error.value)
 
 
@@ -269,4 +274,4 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="expected a YAML file of settings .*input=.*rows.jsonl -o DIR"):
         read_settings(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
-        settings_of(tmp_path, "seed")
+        make_settings(tmp_path, "seed")

@@ -100,7 +100,7 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch, n
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def of_url(url, scratch):
+def read_url(url, scratch):
     return list(sources.input_sources(Settings(input=url, handler_name="maths", output_prefix="x"), scratch))
 
 
@@ -121,22 +121,22 @@ def test_remote_files_are_read_through_fsspec(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.jsonl", "README"):
         bucket.pipe(f"/bucket/rows/{name}", json.dumps({**ROW, "answer": name}).encode())
     for number, (url, names) in enumerate([("s3://bucket/rows", "ab"), ("s3://bucket/rows/b.jsonl", "b")]):
-        found = of_url(url, tmp_path / str(number))
+        found = read_url(url, tmp_path / str(number))
         assert [source.name for source in found] == [f"{name}.jsonl" for name in names]
         assert next(found[0].rows())[1]["answer"] == f"{names[0]}.jsonl"
     with pytest.raises(ConfigError, match="s3://bucket/none"):
-        of_url("s3://bucket/none", tmp_path)
+        read_url("s3://bucket/none", tmp_path)
 
 
 def test_without_its_package_an_address_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match="s3fs is not installed; pip install s3fs"):
-        of_url("s3://bucket/rows.jsonl", tmp_path)
+        read_url("s3://bucket/rows.jsonl", tmp_path)
 
 
 def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
     with pytest.raises(ConfigError, match="pass credentials in environment variables") as error:
-        of_url("s3://user:word@bucket/x.json", tmp_path)
+        read_url("s3://user:word@bucket/x.json", tmp_path)
     assert "bucket" not in str(error.value)
 
 

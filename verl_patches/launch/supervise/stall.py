@@ -198,7 +198,10 @@ def _idle_controller(controller: SeenProcess | None, ranks: Sequence[SeenProcess
 
 
 def _make_stall(
-    culprits: Sequence[SeenProcess], waiting: Sequence[SeenProcess], sentence: str, controller: SeenProcess | None = None
+    culprits: Sequence[SeenProcess],
+    waiting: Sequence[SeenProcess],
+    sentence: str,
+    controller: SeenProcess | None = None,
 ) -> Stall:
     controller = controller or next((seen for seen in culprits if seen.beat.rank is None), None)
     step = f"step {controller.beat.step}: " if controller and controller.beat.step else ""
