@@ -66,7 +66,7 @@ def run(start, tmp_path):
 
     def make(*tries, times=2, **trainer):
         settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 1, "resume_mode": "auto"}
-        recipe = {"restart.times": times, "restart.without_nodes": []}
+        recipe = {"restart.max_restarts": times, "restart.exclude_nodes": []}
         return start(driver(*tries), trainer={**settings, "total_training_steps": 9, **trainer}, **recipe)
 
     return make
@@ -138,7 +138,7 @@ def joined(tmp_path, monkeypatch):
         nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": 2.0}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (folder / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
-        recipe = {"restart.times": times, "restart.without_nodes": list(left_out), "ray_address": "auto"}
+        recipe = {"restart.max_restarts": times, "restart.exclude_nodes": list(left_out), "ray_address": "auto"}
         trainer = {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}
         return Restarts(run_named_t(tmp_path, recipe | {"watch.action": action}, trainer)), folder
 
@@ -157,7 +157,7 @@ def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, o
         1, "ValueError: a", folder
     )
     assert words in restarts.record_failure(1, "StallError: rank 2 is stopped", folder)
-    assert restarts.run().recipe.restart.without_nodes == left_out
+    assert restarts.run().recipe.restart.exclude_nodes == left_out
     assert not restarts.allows_restart(1, "StallError: again", folder)
 
 
@@ -171,7 +171,7 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
             record = {"culprits": [{"name": "rank 2", "node": node}], "raised": raised}
             (folder / "watch.json").write_text(json.dumps(record))
             restarts.record_failure(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL", folder)
-            left_out.append(restarts.run().recipe.restart.without_nodes)
+            left_out.append(restarts.run().recipe.restart.exclude_nodes)
         return left_out
 
     assert after("device", "id-b") == [["b"]]

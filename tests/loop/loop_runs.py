@@ -134,7 +134,7 @@ def resume_overrides(run, step):
 
 
 # Arguments of a run of two steps that is killed once.
-KILLED = (hook("killed_in_update"), "recipe.restart.times=1", "trainer.resume_mode=auto")
+KILLED = (hook("killed_in_update"), "recipe.restart.max_restarts=1", "trainer.resume_mode=auto")
 
 
 def assert_goes_on(killed, whole, *names):

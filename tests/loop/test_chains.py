@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "A B C D"}]
 PROMPTS = ["small a b", [{"role": "user", "content": "1 2 3"}], MESSAGES, "x " * 40]
 SAMPLED = ("--n", "2", "--seed", "7", "--max-tokens", TOKENS)
 GREEDY = ("--temperature", "0", "--max-tokens", TOKENS)
-DP2 = ("recipe.rollout.dp=2", "recipe.rollout.expert_parallel=true")
+DP2 = ("recipe.rollout.data_parallel_size=2", "recipe.rollout.enable_expert_parallel=true")
 
 
 def call(words, env):

@@ -37,7 +37,7 @@ def saved_checkpoints(run):
 def runs(smoke):
     """Return the run's first start and its last, whose folder has all three."""
     first = smoke(*SAVING, hook("killed_in_save"), ok=False)
-    given = hook("stopped_in_update"), "recipe.restart.times=1", f"{LEAST_S}={BOUND_S}"
+    given = hook("stopped_in_update"), "recipe.restart.max_restarts=1", f"{LEAST_S}={BOUND_S}"
     return first, smoke(*SAVING, *given, after=first)
 
 

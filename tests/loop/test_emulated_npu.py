@@ -26,10 +26,10 @@ VLLM_SLEEP = "vllm_sleep_mode=true"
 EVERYTHING = (  # all but the swapped optimizer
     *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
     "recipe.train.skip_old_log_prob=true",
-    "recipe.train.alltoall_overlap=true",
-    "recipe.train.fused_expert_wgrad=true",
-    "recipe.train.grad_overlap=true",
-    "recipe.train.grad_bucket_parameters=4000",
+    "recipe.train.moe_alltoall_overlap_comm=true",
+    "recipe.train.gemm_gradient_accumulation_fusion=true",
+    "recipe.train.overlap_grad_reduce=true",
+    "recipe.train.ddp_bucket_size=4000",
     "recipe.tensor_cache.enabled=true",
     "recipe.memory.ledger=strict",
     "recipe.profile.steps=[1]",

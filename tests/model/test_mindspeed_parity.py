@@ -117,10 +117,14 @@ ALL_LAYERS = [f"{RECOMPUTED}granularity=full", f"{RECOMPUTED}method=block", f"{R
 ALL_LAYERS.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
 
 
-PRODUCTION = ("alltoall_overlap", "fused_expert_wgrad", "swap_optimizer")  # of both 256-die configurations
+PRODUCTION = (
+    "moe_alltoall_overlap_comm",
+    "gemm_gradient_accumulation_fusion",
+    "swap_optimizer",
+)  # of both 256-die configurations
 FP32_PRODUCTION = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
-WGRAD = ("fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention")
-EVERYTHING = {**FP32_PRODUCTION, "grad_overlap": True, "grad_bucket_parameters": 4000}
+WGRAD = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "unpadded_attention")
+EVERYTHING = {**FP32_PRODUCTION, "overlap_grad_reduce": True, "ddp_bucket_size": 4000}
 
 
 def recomputed(layers):
@@ -132,11 +136,11 @@ SAME_UPDATE_CASES = [
     ("tp1", {}, ALL_LAYERS, None),
     *(("tp1", {f"fused_{kernel}": False}, [], None) for kernel in ("rmsnorm", "swiglu", "rope", "permute")),
     *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
-    ("tp2_extends_ep", {"alltoall_overlap": True}, [], None),
-    *(("tp2_extends_ep", FP32_PRODUCTION, recomputed(n), "fused_expert_wgrad") for n in (0, 4)),
+    ("tp2_extends_ep", {"moe_alltoall_overlap_comm": True}, [], None),
+    *(("tp2_extends_ep", FP32_PRODUCTION, recomputed(n), "gemm_gradient_accumulation_fusion") for n in (0, 4)),
     # everything on, and each off alone
-    ("tp2_ep2", EVERYTHING, recomputed(2), "fused_expert_wgrad"),
-    ("tp2_ep2", EVERYTHING, [], "fused_expert_wgrad"),
+    ("tp2_ep2", EVERYTHING, recomputed(2), "gemm_gradient_accumulation_fusion"),
+    ("tp2_ep2", EVERYTHING, [], "gemm_gradient_accumulation_fusion"),
     *(("tp2_ep2", EVERYTHING | {key: False}, recomputed(2), None) for key in FP32_PRODUCTION),
     ("tp2_ep2", FP32_PRODUCTION, recomputed(2), None),
 ]
@@ -174,7 +178,11 @@ def test_swapped_optimizer_gives_the_same_update(run_a3):
         assert [*map(_grad_norms, on)] == [*map(_grad_norms, off)]
     for found, alone in zip(all_three, swapped, strict=True):
         assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-3)
-        assert found["calls"]["fused_expert_wgrad"] > 0 == alone["calls"]["fused_expert_wgrad"]
+        assert (
+            found["calls"]["gemm_gradient_accumulation_fusion"]
+            > 0
+            == alone["calls"]["gemm_gradient_accumulation_fusion"]
+        )
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):

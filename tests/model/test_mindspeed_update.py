@@ -9,9 +9,9 @@ import pytest
 from tests.model.mindspeed_start import LAYOUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
-KEYS = {"router_bias_update_rate": 0.01, "adam_beta2": 0.95}
+KEYS = {"moe_router_bias_update_rate": 0.01, "adam_beta2": 0.95}
 MINI_BATCHES = "actor_rollout_ref.actor.ppo_mini_batch_size=2"  # prompts: two mini batches an update
-OVERLAPS = {"grad_overlap": True, "grad_bucket_parameters": 4000}
+OVERLAPS = {"overlap_grad_reduce": True, "ddp_bucket_size": 4000}
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +100,7 @@ def test_the_correction_bias_moves_by_its_rate_towards_experts_with_few_tokens(p
 
 def test_overlapped_expert_exchange_counts_tokens_of_the_update_alone(updates, plain):
     """Check this because MindSpeed enables gradients in the pass for old log-probs, where the router would count."""
-    found = updates(LAYOUTS["ep2"], {**KEYS, "alltoall_overlap": True})
+    found = updates(LAYOUTS["ep2"], {**KEYS, "moe_alltoall_overlap_comm": True})
     for there, here in zip(plain, found, strict=True):
         for a, b in zip(there["metrics"][:2], here["metrics"], strict=True):
             assert norms_are_near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-6)

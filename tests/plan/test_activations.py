@@ -30,9 +30,9 @@ MEASURED = {
     "tp1_unpadded": (1, {"train": {"unpadded_attention": True}}),
     "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
 }
-MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"alltoall_overlap": True}})
+MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"moe_alltoall_overlap_comm": True}})
 # switches that the public recipe's script for random weights sets too (docs/plan.md, Recompute)
-_PUBLIC = dict.fromkeys(("alltoall_overlap", "fused_expert_wgrad", "balanced_routing"), True)
+_PUBLIC = dict.fromkeys(("moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion", "balanced_routing"), True)
 MEASURED["tp2_published"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": _PUBLIC})
 
 
@@ -110,7 +110,7 @@ def test_keys_change_the_activations():
     assert together["kept_activations"] * 7 == kept["kept_activations"]
     assert together["working_activations"] > 3 * kept["working_activations"]
     assert update_with(imbalance=2.0)["working_activations"] > kept["working_activations"]
-    assert update_with(fused_expert_wgrad=True)["weight_gradient"] == 0
+    assert update_with(gemm_gradient_accumulation_fusion=True)["weight_gradient"] == 0
     assert update_with(unpadded=True)["working_activations"] < kept["working_activations"]
 
 

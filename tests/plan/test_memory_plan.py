@@ -148,7 +148,7 @@ def test_what_is_beside_the_memory_groups():
     work = {"kept_activations", "working_activations"}
     assert work <= update.keys() and "logits" in phases["ref"] and "weight_gradient" not in update
     assert not work & (phases["reshard"].keys() | rollout.keys() | phases["reward"].keys())
-    apart = group_size("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=None)["update"]
+    apart = group_size("weight_gradient", "recipe.train.gemm_gradient_accumulation_fusion=false", rows=None)["update"]
     assert apart == 2 * 8 * 7168 * 2 * 2048  # 8 experts of a die in bf16
     assert round(planned["host"]["node_bytes"] / 1e9, 1) == 771.5 and planned["host"]["limit_bytes"] is None
     assert set(planned["host"]["bytes"]) == {"actor_params", "ref_params", "optimizer"}

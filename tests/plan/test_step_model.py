@@ -123,10 +123,12 @@ def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
 
 
 def test_what_is_switched_off_is_slower():
-    on = replace(published_run(), tensor_cache=True, alltoall_overlap=True, swap_optimizer=False, recompute_layers=0)
+    on = replace(
+        published_run(), tensor_cache=True, moe_alltoall_overlap_comm=True, swap_optimizer=False, recompute_layers=0
+    )
     for off in (
         {"tensor_cache": False},
-        {"alltoall_overlap": False},
+        {"moe_alltoall_overlap_comm": False},
         {"swap_optimizer": True},
         {"recompute_layers": 4},
         {"old_micro_batch": 1},

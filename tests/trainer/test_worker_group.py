@@ -246,13 +246,13 @@ def test_the_pass_for_old_log_probs_is_left_out():
 
 
 def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
-    """Check recipe.keep_groups: one weight sync and one sleep; the check is requested before the first batch."""
-    group, workers = make_group(keep_groups={"metric": "score"}, logprob_check={"every": 1})
+    """Check recipe.filter_groups: one weight sync and one sleep; the check is requested before the first batch."""
+    group, workers = make_group(filter_groups={"metric": "score"}, logprob_check={"every": 1})
     ended, end_rollout = [], workers.end_rollout
     workers.end_rollout = lambda: ended.append(len(workers.generated)) or end_rollout()
-    generate_sequences = group.kept_groups._generate
+    generate_sequences = group.filtered_groups._generate
     monkeypatch.setattr(
-        group.kept_groups, "draw_kept_groups", lambda batch: [generate_sequences(batch) for _ in range(2)][-1]
+        group.filtered_groups, "draw_filtered_groups", lambda batch: [generate_sequences(batch) for _ in range(2)][-1]
     )
     generate(group, prompts())
     assert workers.asked == [(0, True, CheckRequest(1, seed=1))] and ended == [2]

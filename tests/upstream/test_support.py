@@ -29,7 +29,7 @@ REFUSED_VALUES = {  # values that are not neutral, for keys of every kind
     "+reward_model.overlong_buffer": "{enable: true, len: 8}",
     "trainer.del_local_ckpt_after_load": "true",
     "recipe.train.layers_per_stage": "[1]",
-    "recipe.train.fused_rope": "false",
+    "recipe.train.use_fused_rotary_pos_emb": "false",
     "recipe.train.adam_beta1": "0.8",
     "recipe.train.adam_eps": "1e-6",
 }
@@ -89,10 +89,10 @@ def test_the_keywords_that_verl_passes_to_vllm_are_those_of_the_pin_file(line, p
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():
     neutral = [
-        "collective_timeout_minutes=30",
+        "distributed_timeout_minutes=30",
         "adam_beta2=0.999",
-        "alltoall_overlap=false",
-        "fused_expert_wgrad=false",
+        "moe_alltoall_overlap_comm=false",
+        "gemm_gradient_accumulation_fusion=false",
         "swap_optimizer=false",
     ]
     given = ["recipe.line=pypi", f"{LAYERS_KEY}=4"]

@@ -110,7 +110,7 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
     """Refuse `nodes` unless trainer.nnodes of them have trainer.n_gpus_per_node devices each."""
     resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
     device_counts = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
-    left_out = run.recipe.restart.without_nodes
+    left_out = run.recipe.restart.exclude_nodes
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < run.verl.trainer.nnodes:
         found = ", ".join(f"{address}: {count}" for address, count in device_counts[:20]) or "no node"
@@ -129,20 +129,20 @@ def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[di
 
 
 def reserve_left_out_nodes(run: RunSpec) -> None:
-    """Keep this job off recipe.restart.without_nodes by giving their devices to placement groups that nothing uses.
+    """Keep this job off recipe.restart.exclude_nodes by giving their devices to placement groups that nothing uses.
 
     The driver calls this before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray
     gives the devices back when the job ends. Names of nodes that do not exist are ignored.
     """
     import ray
 
-    wanted, resource = set(run.recipe.restart.without_nodes), _device_resource(run)
+    wanted, resource = set(run.recipe.restart.exclude_nodes), _device_resource(run)
     for node in ray_nodes.living_nodes() if wanted else ():
         address, count = node["address"], node["resources"].get(resource, 0)
         if count and wanted & {node["id"], address}:
             group = ray.util.placement_group([{resource: count, f"node:{address}": 0.001}], strategy="STRICT_PACK")
             if not group.wait(ANSWER_S):
-                text = "node %s (recipe.restart.without_nodes) may get workers: another job holds devices of it"
+                text = "node %s (recipe.restart.exclude_nodes) may get workers: another job holds devices of it"
                 log.warning(text, address)
 
 

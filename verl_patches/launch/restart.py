@@ -59,13 +59,13 @@ class Restarts:
 
     def __init__(self, run: RunSpec):
         self.base_run = run
-        self._max_restarts = run.recipe.restart.times
-        self._left_out_nodes = list(run.recipe.restart.without_nodes)
+        self._max_restarts = run.recipe.restart.max_restarts
+        self._left_out_nodes = list(run.recipe.restart.exclude_nodes)
         self.records: list[dict[str, Any]] = []
 
     def run(self) -> RunSpec:
         """Return the run of the next start: the given one, without faulty nodes."""
-        return changed_run(self.base_run, {"recipe.restart.without_nodes": list(self._left_out_nodes)})
+        return changed_run(self.base_run, {"recipe.restart.exclude_nodes": list(self._left_out_nodes)})
 
     def allows_restart(self, code: int, reason: str | None, folder: Path) -> bool:
         """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""

@@ -119,7 +119,7 @@ def smoke_overrides(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[s
     ]
     if options.emulate_npu:
         overrides += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
-        overrides.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
+        overrides.append("recipe.train.distributed_timeout_minutes=18")  # HCCL's AIV mode allows no more
     if options.steps:
         overrides.append(f"trainer.total_training_steps={options.steps}")
     if options.replay_rollout:

@@ -22,8 +22,8 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
     shared     3 b T f shared / tp                         as dense_mlp
 
 w is the head width padded to a multiple of 128, 256 at 671B; with `unpadded` q and k have their own width and v is a
-part of kv_b_proj's output. alltoall_overlap saves the same bytes; those that it holds at once are not modelled, nor
-are context parallelism, dynamic batches and fragmentation.
+part of kv_b_proj's output. moe_alltoall_overlap_comm saves the same bytes; those that it holds at once are not
+modelled, nor are context parallelism, dynamic batches and fragmentation.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Passes:
     `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
     `entropy`: whether the update's loss has it. `chunked_logits`: whether log-probs are computed in chunks (rows
     logprob.*). `recorded_tokens`: tokens of a replica's step whose routed experts are recorded
-    (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: whether weight gradients are added in
-    place. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a
-    reward model.
+    (recipe.train.routing_replay). `gemm_gradient_accumulation_fusion`, `gradient_accumulation_fusion`: whether weight
+    gradients are added in place. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a
+    critic; `reward_tokens`: of a reward model.
     """
 
     update_tokens: int
@@ -76,8 +76,8 @@ class Passes:
     entropy: bool = False
     chunked_logits: bool = True
     recorded_tokens: int = 0
-    fused_expert_wgrad: bool = False
-    fused_linear_wgrad: bool = False
+    gemm_gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool = False
     critic_tokens: int = 0
     critic_batches: int = 0
     reward_tokens: int = 0
@@ -216,8 +216,10 @@ def _weight_gradient_bytes(model: ModelShape, layout: ParallelLayout, stage: int
     """Return the bytes of the largest weight gradient in the model's dtype, before it joins the fp32 gradients."""
     size, hidden = DTYPE_BYTES[model.torch_dtype], model.hidden_size
     moe = any(model.is_moe(layer) for layer in layout.stage_layers(stage, model.num_hidden_layers))
-    experts = 0 if passes.fused_expert_wgrad or not moe else routed * hidden * 2 * model.moe_intermediate_size
+    experts = (
+        0 if passes.gemm_gradient_accumulation_fusion or not moe else routed * hidden * 2 * model.moe_intermediate_size
+    )
     vocabulary = -(-model.vocab_size // layout.tp) * hidden
-    has_head = stage == layout.pp - 1 and not passes.fused_linear_wgrad
+    has_head = stage == layout.pp - 1 and not passes.gradient_accumulation_fusion
     outer = vocabulary if stage == 0 or has_head else 0
     return size * max(experts // layout.etp, outer)

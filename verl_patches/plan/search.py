@@ -160,7 +160,7 @@ def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[
 
 def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
     """Return the keys that give instances of `ranks` ranks, as many as there are dies for."""
-    instances = {"recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
+    instances = {"recipe.rollout.data_parallel_size": ranks // tp, "recipe.rollout.instances": None}
     return {f"{ROLLOUT_KEY}.tensor_model_parallel_size": tp, **instances}
 
 

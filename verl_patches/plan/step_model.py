@@ -169,7 +169,7 @@ class StepInput:
     mini_batches: int = 1
     epochs: int = 1
     recompute_layers: PerStage = 0
-    alltoall_overlap: bool = False
+    moe_alltoall_overlap_comm: bool = False
     swap_optimizer: bool = False
     balanced_lengths: bool = False
     tensor_cache: bool = False
@@ -265,7 +265,7 @@ def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants:
     flops += 2 * (run.expert_load[0] - 1) * model.num_experts_per_tok * sizes.expert * tokens
     compute = compute_s(flops / layout.tp / layout.cp, efficiency)
     gathered, exchanged = map(network_s, _layer_bytes(run, moe, tokens))
-    if run.alltoall_overlap:  # runs behind the shared experts
+    if run.moe_alltoall_overlap_comm:  # runs behind the shared experts
         behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
         exchanged = max(0.0, exchanged - behind)
     return _LayerTime(compute, gathered + exchanged)

@@ -124,7 +124,7 @@ def step_input(
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
         recompute_layers=recomputation(run)[0],
-        alltoall_overlap=recipe.train.alltoall_overlap,
+        moe_alltoall_overlap_comm=recipe.train.moe_alltoall_overlap_comm,
         swap_optimizer=recipe.train.swap_optimizer or actor.megatron.optimizer_offload,
         balanced_lengths=run.verl.trainer.balance_batch,
         tensor_cache=recipe.tensor_cache.enabled,

@@ -25,18 +25,18 @@ def rollout_checks(run: RunSpec) -> Iterator[Check]:
         last = experts - (rollout.ep - 1) * per_rank
         yield Check("rollout experts", True, f"{per_rank} of {experts} experts a rank, {last} on the last")
     else:
-        keys = "recipe.rollout.dp or rollout.tensor_model_parallel_size"
+        keys = "recipe.rollout.data_parallel_size or rollout.tensor_model_parallel_size"
         yield experts_check("rollout experts", rollout.ep, experts, keys)
     yield divides("rollout heads", heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size", "heads a rank")
-    wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
+    wanted = {"enable_expert_parallel": recipe.enable_expert_parallel, "data_parallel_size": recipe.data_parallel_size}
     found = {key: engine.get(key) for key in wanted}
     unequal = [f"{key} is {found[key]}, expected {wanted[key]}" for key in wanted if found[key] != wanted[key]]
     fault = f"{'; '.join(unequal)}: change recipe.rollout instead, from which these arguments are derived"
     yield either("engine_kwargs.vllm", not unequal, "agrees with recipe.rollout", fault)
-    if recipe.expert_parallel and rollout.ep == 1:
+    if recipe.enable_expert_parallel and rollout.ep == 1:
         text = (
-            "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
-            "found 1 rank an instance, where vLLM ignores it"
+            "recipe.rollout.enable_expert_parallel needs rollout.tensor_model_parallel_size x "
+            "recipe.rollout.data_parallel_size > 1; found 1 rank an instance, where vLLM ignores it"
         )
         yield Check("expert parallel", False, text)
 
@@ -102,12 +102,13 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
 def _graphs(run: RunSpec) -> Iterator[Check]:
     """Refuse graphs with experts over 2 to 15 ranks: their all-to-all has lengths that graphs cannot capture."""
     recipe, ranks = run.recipe, run.world_size
-    few = recipe.rollout.expert_parallel and 1 < ranks < MC2_MIN_RANKS
+    few = recipe.rollout.enable_expert_parallel and 1 < ranks < MC2_MIN_RANKS
     if few and recipe.platform == "npu" and run.graphs:
         text = (
             f"{_ASCEND}.graphs is true with experts split over {ranks} ranks, expected at least "
-            f"{MC2_MIN_RANKS}, recipe.rollout.expert_parallel=false, or graphs=false: with fewer ranks vllm-ascend "
-            "uses an all-to-all (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair cannot trace"
+            f"{MC2_MIN_RANKS}, recipe.rollout.enable_expert_parallel=false, or graphs=false: with fewer ranks "
+            "vllm-ascend uses an all-to-all (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair "
+            "cannot trace"
         )
         yield Check("graphs", False, text)
 

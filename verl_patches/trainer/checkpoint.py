@@ -203,7 +203,7 @@ class Checkpoints:
         assert self._folder_in_writing is not None  # `save` sets it before it starts the thread
         before, written = None, folder_bytes(self._folder_in_writing)
         recipe = self.config.recipe
-        bound_s = min(recipe.watch.least_s, 60 * recipe.train.collective_timeout_minutes)
+        bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
         ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
             with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not

@@ -45,18 +45,20 @@ def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
 def restart_checks(run: RunSpec) -> Iterator[Check]:
     """Check that a restart (recipe.restart) finds a checkpoint, and nodes to leave out; skip without restarts."""
     restart, trainer = run.recipe.restart, run.verl.trainer
-    if restart.without_nodes and run.recipe.ray_address is None:
-        text = "recipe.restart.without_nodes needs recipe.ray_address, found null: set it, or remove without_nodes"
+    if restart.exclude_nodes and run.recipe.ray_address is None:
+        text = "recipe.restart.exclude_nodes needs recipe.ray_address, found null: set it, or remove exclude_nodes"
         yield Check("restart", False, text)
-    if not restart.times:
+    if not restart.max_restarts:
         return
     faults = []
     if trainer.save_freq < 1:
         faults.append(f"trainer.save_freq is {trainer.save_freq}, so there is no checkpoint; set it to 1 or more")
     if trainer.resume_mode != "auto":
         faults.append(f"trainer.resume_mode is {trainer.resume_mode}; expected auto, which takes the newest checkpoint")
-    detail = f"at most {restart.times} times, from the newest checkpoint"
-    yield either("restart", not faults, detail, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")
+    detail = f"at most {restart.max_restarts} times, from the newest checkpoint"
+    yield either(
+        "restart", not faults, detail, f"recipe.restart.max_restarts is {restart.max_restarts}, but {'; '.join(faults)}"
+    )
 
 
 def profile_checks(run: RunSpec) -> Iterator[Check]:

@@ -154,8 +154,8 @@ class TrainerRun:
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
         )
         trainer.actor_rollout_wg = self.group
-        if self.group.kept_groups is not None:
-            trainer.train_dataloader = self.group.kept_groups
+        if self.group.filtered_groups is not None:
+            trainer.train_dataloader = self.group.filtered_groups
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records

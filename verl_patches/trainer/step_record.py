@@ -85,7 +85,7 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
         metrics["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
     if record["skipped"]:
         metrics[SKIPPED_STEPS_METRIC] = record["skipped"]["steps"]
-    metrics |= {f"recipe/keep_groups/{name}": float(value) for name, value in record.get("keep_groups", {}).items()}
+    metrics |= {f"recipe/filter_groups/{name}": float(value) for name, value in record.get("filter_groups", {}).items()}
     return metrics | {f"{ALARM_METRICS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
 
 
@@ -98,9 +98,9 @@ def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield said
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + skipped_text(record["skipped"])
-    if kept_groups := record.get("keep_groups"):
+    if filtered_groups := record.get("filter_groups"):
         text = "{differ} of {prompts} prompts in {drawn_batches} batches have responses with different rewards"
-        yield step + text.format(**kept_groups)
+        yield step + text.format(**filtered_groups)
     for alarm in record["alarms"]:
         yield f"{step}alarm {alarm['name']}: {alarm['text']}"
 

@@ -1,7 +1,7 @@
 """Call the workers in the order of one step, for verl's RayPPOTrainer.fit().
 
     fit() calls               calls of workers, without and with recipe.tensor_cache
-    generate_sequences        [begin_rollout]         with recipe.keep_groups, and for recipe.logprob_check.every
+    generate_sequences        [begin_rollout]         with recipe.filter_groups, and for recipe.logprob_check.every
                               generate_sequences      generate_cached, place_cached
                               [end_rollout; compute_log_prob of the check]
     compute_log_prob          compute_log_prob        log_prob_cached      none with recipe.train.skip_old_log_prob
@@ -33,7 +33,7 @@ from verl_patches.rewards.parts import REWARD_PREFIX, part_means
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
-from verl_patches.step.batches.keep_groups import KeepGroupsLoader
+from verl_patches.step.batches.filter_groups import FilterGroupsLoader
 from verl_patches.step.log_probs.logprob_check import unchecked_reason
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
@@ -149,9 +149,9 @@ class RecipeWorkerGroup:
         self.cache: CachedStep | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
             self.cache = actor.cache if actor else CachedStep.from_trainer(trainer)
-        self.kept_groups: KeepGroupsLoader | None = None
-        if recipe.keep_groups.metric is not None and actor is None:
-            self.kept_groups = KeepGroupsLoader(trainer, self._generate, lambda name: on_call(self.step, name))
+        self.filtered_groups: FilterGroupsLoader | None = None
+        if recipe.filter_groups.metric is not None and actor is None:
+            self.filtered_groups = FilterGroupsLoader(trainer, self._generate, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
         every = recipe.logprob_check.every
         if every is not None and not unchecked_reason(run):
@@ -195,12 +195,16 @@ class RecipeWorkerGroup:
         return output
 
     def _rollout(self, prompts: DataProto) -> DataProto:
-        """Generate with vLLM: several batches with recipe.keep_groups, samples for the log-prob check every N steps."""
+        """Generate with vLLM: several batches for recipe.filter_groups, and at times samples of the log-prob check."""
         request = None if self.sampled_check is None else self.sampled_check.request(self.step)
-        if request is None and self.kept_groups is None:
+        if request is None and self.filtered_groups is None:
             return self._generate(prompts)
-        self._calls.begin_rollout(self.kept_groups is not None, request)
-        output = self._generate(prompts) if self.kept_groups is None else self.kept_groups.draw_kept_groups(prompts)
+        self._calls.begin_rollout(self.filtered_groups is not None, request)
+        output = (
+            self._generate(prompts)
+            if self.filtered_groups is None
+            else self.filtered_groups.draw_filtered_groups(prompts)
+        )
         checked = self._calls.end_rollout()
         if self.sampled_check is not None and request is not None:
             self.sampled_check.compare(checked, self._calls.compute_log_prob)
@@ -277,10 +281,10 @@ class RecipeWorkerGroup:
             self._scores_to = None
 
     def end_step(self) -> dict[str, Any]:
-        """Return rewards, the means of their parts, and the reports of tensor_cache, logprob_check and keep_groups."""
+        """Return rewards, means of their parts, and the reports of tensor_cache, logprob_check and filter_groups."""
         facts: dict[str, Any] = {"rewards": self._rewards}
-        if self.kept_groups is not None:
-            facts["keep_groups"] = self.kept_groups.report
+        if self.filtered_groups is not None:
+            facts["filter_groups"] = self.filtered_groups.report
         if self.cache is not None:
             facts["tensor_cache"] = self.cache.report()
         if self.sampled_check is not None:

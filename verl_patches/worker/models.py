@@ -196,7 +196,7 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
 
 
 def overlapping_ddp(original: type) -> type:
-    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (line a3, recipe.train.grad_overlap).
+    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (recipe.train.overlap_grad_reduce).
 
     Megatron's training loop gives the schedules DDP's no_sync (megatron.training.training.train); verl has its own loop
     and does not. A bucket's reduction starts in the last micro batch's backward, once all its gradients are there;

@@ -75,7 +75,7 @@ def main():
     second, third = cluster.add_node(**NODE, node_ip_address="127.0.0.2"), cluster.add_node(**NODE)
     own = ray.get_runtime_context().get_node_id()
 
-    without = {"recipe.restart.without_nodes": ["127.0.0.2", "no such node"]}
+    without = {"recipe.restart.exclude_nodes": ["127.0.0.2", "no such node"]}
     before = ray.available_resources()["GPU"]
     reserve_left_out_nodes(changed_run(tiny(), without))
     wait_until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))

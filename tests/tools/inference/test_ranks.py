@@ -20,8 +20,11 @@ from verl_patches.weights.manifest import small_files
 PROMPTS = ["1 2 3", [{"role": "user", "content": "A B C D"}], "small a b"]
 SHAPE = "model/deepseekv3_tiny_256experts.json"  # vllm-ascend's routing is that of 256 experts
 GREEDY, SAMPLED = ("--temperature", "0", "--max-tokens", "8"), ("--n", "2", "--seed", "7", "--max-tokens", "8")
-EXPERTS = "recipe.rollout.expert_parallel=true"
-DP2, TP2 = ("recipe.rollout.dp=2", EXPERTS), ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", EXPERTS)
+EXPERTS = "recipe.rollout.enable_expert_parallel=true"
+DP2, TP2 = (
+    ("recipe.rollout.data_parallel_size=2", EXPERTS),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", EXPERTS),
+)
 
 
 def use(folder, commands, main=None):
@@ -48,7 +51,7 @@ def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
     upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
     model = make_tiny_model(tmp_path / "model", overrides=json.loads((ROOT / "configs" / SHAPE).read_text()))
     given = ["--upstream", upstream, "recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
-    given += [f"recipe.model_shape={SHAPE}", "recipe.train.collective_timeout_minutes=18"]
+    given += [f"recipe.model_shape={SHAPE}", "recipe.train.distributed_timeout_minutes=18"]
     out = {name: tmp_path / f"{name}.jsonl" for name in ("sampled", "alone", "tp2")}
     commands = [
         ["generate", model, "in.jsonl", out["sampled"], *SAMPLED, *given, *DP2],

@@ -265,8 +265,8 @@ def _swap_args(on: bool, get: Get) -> list[str]:
 def _bucket_args(parameters: int | None, get: Get) -> list[str]:
     if parameters is None:
         return []
-    if not get("recipe.train.grad_overlap"):
-        raise ConfigError("without recipe.train.grad_overlap=true all gradients are one bucket: remove this key")
+    if not get("recipe.train.overlap_grad_reduce"):
+        raise ConfigError("without recipe.train.overlap_grad_reduce=true all gradients are one bucket: remove this key")
     return ["--ddp-bucket-size", str(parameters)]
 
 
@@ -349,23 +349,26 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "swap_optimizer", "convert", _swap_args, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
     Key(_R + "max_skipped_steps", "ours", None, "most in a row, for NaN gradients (worker/step_guard.py)", 3),
-    Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
-    Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
-    Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
-    Key(_R + "fused_permute", "switch", "--use-fused-moe-token-permute-and-unpermute", _FUSED_REASON, True),
-    Key(_R + "fused_linear_wgrad", "convert", _linear_wgrad_args,
+    Key(_R + "use_fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
+    Key(_R + "use_fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
+    Key(_R + "use_fused_rotary_pos_emb", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
+    Key(_R + "use_fused_moe_token_permute_and_unpermute", "switch", "--use-fused-moe-token-permute-and-unpermute",
+        _FUSED_REASON, True),
+    Key(_R + "gradient_accumulation_fusion", "convert", _linear_wgrad_args,
         "linear layers add their weight gradients to fp32 main_grad in the product's kernel (npu_matmul_add_fp32)",
         False),
-    Key(_R + "fused_expert_wgrad", "switch", "--gemm-gradient-accumulation-fusion",
+    Key(_R + "gemm_gradient_accumulation_fusion", "switch", "--gemm-gradient-accumulation-fusion",
         "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
-    Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
-    Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)", False),
-    Key(_R + "grad_bucket_parameters", "convert", _bucket_args, "in one reduction; null: 40e6, or 1e6 x DP if more"),
-    Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
+    Key(_R + "moe_alltoall_overlap_comm", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation",
+        False),
+    Key(_R + "overlap_grad_reduce", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)",
+        False),
+    Key(_R + "ddp_bucket_size", "convert", _bucket_args, "in one reduction; null: 40e6, or 1e6 x DP if more"),
+    Key(_R + "distributed_timeout_minutes", "value", "--distributed-timeout-minutes",
         "timeout of torch.distributed and of every group; verl's worker sets none at this commit", 30),
-    Key(_R + "router_bias_update_rate", "value", "--moe-router-bias-update-rate",
+    Key(_R + "moe_router_bias_update_rate", "value", "--moe-router-bias-update-rate",
         "0 leaves the model's correction bias alone", 0.0),
     Key(_R + "balanced_routing", "switch", "--fix-router", "equally many tokens an expert: speed runs only", False),
     Key(_R + "adam_beta1", "value", "--adam-beta1", "", 0.9),

@@ -91,7 +91,7 @@ def start(section: Any) -> Namespace:
             shown = logging.WARNING if engine.current_engine().switches.platform == "npu" else logging.INFO
             log.log(shown, bind_cores(os.environ.get(VISIBLE_DEVICES, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
-    _start_distributed(recipe.train.collective_timeout_minutes)
+    _start_distributed(recipe.train.distributed_timeout_minutes)
     args = _parse_arguments(words)
     if recipe.dtype == "fp32":
         args.bf16, args.params_dtype = False, torch.float32

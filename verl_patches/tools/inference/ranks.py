@@ -41,7 +41,7 @@ class EngineWorker(Worker):
         dist.init_process_group("gloo")
         layout = run.rollout
         parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
-        parallel["enable_expert_parallel"] = run.recipe.rollout.expert_parallel
+        parallel["enable_expert_parallel"] = run.recipe.rollout.enable_expert_parallel
         self.yields_outputs = dist.get_rank() % layout.tp == 0
         self.engine = Engine(folder, run, length, parallel)
 
