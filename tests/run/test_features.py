@@ -103,5 +103,5 @@ def test_status_has_a_table_for_each_role():
 
 
 def test_an_id_that_the_catalogue_lacks_is_refused():
-    with pytest.raises(ConfigError, match="names the row t.e, .* another version"):
+    with pytest.raises(ConfigError, match="no row t.e; .* another version"):
         Engine((C,), parse_switches("line=pypi,platform=cpu,rows=t.c:t.e"))
