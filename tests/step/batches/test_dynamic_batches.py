@@ -30,7 +30,7 @@ def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypa
     actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 300, "megatron": {"context_parallel_size": 1}}
     worker.config, worker.recipe = OmegaConf.create({"actor": actor}), OmegaConf.create({"line": line})
     if budget is None:
-        with pytest.raises(ConfigError, match="row update.dynamic_batches is off"):
+        with pytest.raises(ConfigError, match="expected row update.dynamic_batches on"):
             worker._token_budget("update")
         return
     assert worker._token_budget("update") == (budget or None)
