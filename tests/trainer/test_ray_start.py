@@ -53,7 +53,7 @@ refuse_early_device_runtime()
 def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
     assert run_python(EARLY, "cpu").check()
     refused = run_python(EARLY, "npu", env=WORKER)
-    assert refused.rc == 1 and "ConfigError: rank 0 (pid" in refused.err and "before Ray sets ASCEND" in refused.err
+    assert refused.rc == 1 and "ConfigError: rank 0 (pid" in refused.err and "before Ray set ASCEND" in refused.err
 
 
 @pytest.fixture(scope="module")
