@@ -297,7 +297,11 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     changed = {"data.val_files": tmp_path / "empty.parquet"}
     assert faults(**changed) == {"data": "data.val_files: 0 prompts; expected at least 1"}
     data.write_bytes(data.read_bytes()[:-20])
-    assert "train.parquet is not a complete parquet file" in faults()["data"]
+    assert "train.parquet: is cut off" in faults()["data"]
+    data.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "train.parquet: is a Git LFS pointer" in faults()["data"]
+    (tmp_path / "tokenizer.json").write_text("<html>")
+    assert "tokenizer.json: is a web page" in faults()["model folder"]
 
 
 def test_a_damaged_recording_is_refused(tmp_path):
