@@ -1,7 +1,4 @@
-"""Write, lock and read files that several processes use: replace whole files, take locks, follow growing files.
-
-`file_fault` names files that a download has not brought whole.
-"""
+"""Replace, lock and follow files that several processes use, and name the faults of files that were downloaded."""
 
 from __future__ import annotations
 

@@ -76,14 +76,14 @@ def test_a_setting_of_yarn_that_one_framework_ignores_is_refused(tmp_path, secti
     config = json.loads(PUBLIC.read_text())
     config = config_of_transformers_5(config) if section == "rope_parameters" else config
     config[section]["truncate"] = False
-    with pytest.raises(ConfigError, match="config.json: rope_scaling or rope_parameters has truncate; expected factor"):
+    with pytest.raises(ConfigError, match="config.json: the settings of rope have truncate; expected factor"):
         read_config(write_config(tmp_path, config))
 
 
 TOKENIZER_FAULTS = {
     "no JSON": ("{", "tokenizer_config.json: is cut off"),
-    "transformers 5": ({"tokenizer_class": "TokenizersBackend"}, "set it to PreTrainedTokenizerFast"),
-    "list": ({"extra_special_tokens": ["<|user|>"]}, "rename it additional_special_tokens"),
+    "transformers 5": ({"tokenizer_class": "TokenizersBackend"}, "set tokenizer_class to PreTrainedTokenizerFast"),
+    "list": ({"extra_special_tokens": ["<|user|>"]}, "rename extra_special_tokens, if there, additional"),
 }
 
 

@@ -49,10 +49,8 @@ REQUIRED_VALUES: Mapping[str, Any] = {
     "rope_interleave": True,
 }
 YARN_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
-_ROPE_TYPES = frozenset({"type", "rope_type"})  # transformers 4 writes the first or both, 5 the second or both
 _SMALL_FILES = "*.json", "*.jinja", "*.model"  # files of settings and tokenizer
-_SAVED_BY_5 = "which only transformers 5 can load"
-_FAST_TOKENIZER, _SPECIAL_TOKENS = "PreTrainedTokenizerFast", "additional_special_tokens"  # their names of 4
+_TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -70,37 +68,30 @@ def read_stored_config(path: str | Path) -> dict[str, Any]:
         fault = file_fault(path) or "no such file; expected a HF model folder or its config.json"
         raise ConfigError(f"{path}: {fault}")
     config = read_json_object(path)
-    try:
-        _rename_new_keys(config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    _rename_new_keys(config, str(path))
     return config
 
 
-def _rename_new_keys(config: dict[str, Any]) -> None:
-    """Give the keys of transformers 5 their names of transformers 4, in place; a `rope_scaling` beside them stays.
+def _rename_new_keys(config: dict[str, Any], where: str) -> None:
+    """Give the keys of transformers 5 their names of transformers 4, in place; `rope_scaling` has priority.
 
     Raise ConfigError for a setting of yarn that not all of Megatron, MindSpeed-LLM and vLLM read.
     """
     if dtype := config.pop("dtype", None):
         config["torch_dtype"] = config.get("torch_dtype") or dtype
     new = config.pop("rope_parameters", None)
-    if isinstance(new, dict):
-        config["rope_theta"] = new.get("rope_theta", config.get("rope_theta"))
-        scaling = {key: value for key, value in new.items() if key != "rope_theta" and value is not None}
-        if not scaling.keys() - _ROPE_TYPES and {*scaling.values()} <= {"default"}:
-            scaling = {}
-        config["rope_scaling"] = config.get("rope_scaling") or scaling or None
-    yarn = config.get("rope_scaling")
-    if not isinstance(yarn, dict):
+    rope = config.get("rope_scaling") or new
+    if not isinstance(rope, dict):
         return
-    if unknown := sorted(yarn.keys() - _ROPE_TYPES - {*YARN_KEYS}):
+    config["rope_theta"] = {**rope, **(new or {})}.get("rope_theta", config.get("rope_theta"))
+    kind = rope.get("type") or rope.get("rope_type")  # 4 writes the first or both, 5 the second or both
+    yarn = {k: v for k, v in rope.items() if v is not None and k not in ("type", "rope_type", "rope_theta")}
+    if unknown := sorted(yarn.keys() - {*YARN_KEYS}):
         raise ConfigError(
-            f"rope_scaling or rope_parameters has {', '.join(unknown)}; expected {', '.join(YARN_KEYS)} and a type "
-            "alone, as Megatron and vLLM do not both read others: remove the key if it does not change this model"
+            f"{where}: the settings of rope have {', '.join(unknown)}; expected {', '.join(YARN_KEYS)} alone, as "
+            "Megatron and vLLM do not both read others: remove the key if it does not change this model"
         )
-    if kind := yarn.get("type") or yarn.get("rope_type"):
-        config["rope_scaling"] = {**{key: value for key, value in yarn.items() if key != "rope_type"}, "type": kind}
+    config["rope_scaling"] = {**yarn, "type": kind} if yarn or kind != "default" else None
 
 
 def require_whole_folder(folder: Path) -> None:
@@ -112,10 +103,12 @@ def require_whole_folder(folder: Path) -> None:
             raise ConfigError(f"{path}: {fault}")
     path = folder / "tokenizer_config.json"
     tokenizer = read_json_object(path) if path.exists() else {}
-    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
-        raise ConfigError(f"{path}: tokenizer_class is TokenizersBackend, {_SAVED_BY_5}: set it to {_FAST_TOKENIZER}")
-    if isinstance(tokenizer.get("extra_special_tokens"), list):
-        raise ConfigError(f"{path}: extra_special_tokens is a list, {_SAVED_BY_5}: rename it {_SPECIAL_TOKENS}")
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend" or isinstance(tokenizer.get(_TOKENS_OF_5), list):
+        raise ConfigError(
+            f"{path}: expected a tokenizer of transformers 4, found one that transformers 5 saved; in a copy of the "
+            f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
+            "additional_special_tokens"
+        )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -154,7 +147,7 @@ def edit_for_vllm(hf_config: Any) -> Any:
 
 def _rename_attributes(hf_config: Any) -> None:
     """Give a transformers configuration its names of transformers 4, in place, with both names of the rope's type."""
-    _rename_new_keys(vars(hf_config))
+    _rename_new_keys(vars(hf_config), "HF config")
     if "type" in (yarn := getattr(hf_config, "rope_scaling", None) or {}):
         hf_config.rope_scaling = {**yarn, "rope_type": yarn["type"]}
     if isinstance(hf_config.torch_dtype, str):

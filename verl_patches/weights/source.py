@@ -102,11 +102,11 @@ class SourceTensor(NamedTuple):
 class Source:
     """Hold all tensors of a folder, by HF name, in the inventory's order.
 
-    `kind`: "hf", "megatron" or "checkpoint". `config`: config.json with its FP8 and MTP entries. `block`: the block of
-    FP8, None without it. `left_out`: names of tensors beyond the counted layers. `identity`: digest that tells folders
-    apart, from the files' sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity of a
-    manifest. `files`: the manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the
-    optimizer, by role and HF name.
+    `kind`: "hf", "megatron" or "checkpoint". `config`: read_stored_config's. `block`: the FP8 block, None without FP8.
+    `left_out`: names of tensors beyond the counted layers. `identity`: digest that tells folders apart, from the files'
+    sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity of a manifest. `files`: the
+    manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the optimizer, by role and HF
+    name.
     """
 
     folder: Path
