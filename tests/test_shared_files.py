@@ -1,5 +1,8 @@
 """Test files that several processes use: replaced whole or not at all, one holder of a folder, complete appends."""
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from verl_patches.shared_files import LOCK, GrowingFile, file_fault, is_locked, locked_folder, replacing, write_whole
@@ -73,6 +76,15 @@ def test_a_file_that_a_download_did_not_bring_is_named(tmp_path, name):
     else:
         path.write_bytes(content)
     assert words in file_fault(path)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "a.json").write_text("{}")
+    monkeypatch.setattr(Path, "open", refuse)  # root may open any file
+    assert "Permission denied" in file_fault(tmp_path / "a.json")
 
 
 def test_whole_files_have_no_fault(tmp_path):

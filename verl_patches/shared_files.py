@@ -28,17 +28,20 @@ _LAST_BYTES = {".parquet": (b"PAR1",), ".json": (b"}", b"]")}  # what the last b
 def file_fault(path: Path) -> str:
     """Return what a file of data, weights or a tokenizer is in place of its content, and what to do; empty if nothing.
 
-    It is a link to nothing, an empty file, a Git LFS pointer, a web page, or cut off. At most 1 KiB is read, so a file
-    without a fault here may still be damaged.
+    It is a link to nothing, unreadable, empty, a Git LFS pointer, a web page, or cut off. At most 1 KiB is read, so a
+    file without a fault here may still be damaged.
     """
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist; download it again"
     if not path.is_file():
         return ""
-    with path.open("rb") as file:
-        start = file.read(512).removeprefix(codecs.BOM_UTF8).strip().lower()
-        file.seek(max(0, path.stat().st_size - 512))
-        end = file.read().rstrip()
+    try:
+        with path.open("rb") as file:
+            start = file.read(512).removeprefix(codecs.BOM_UTF8).strip().lower()
+            file.seek(max(0, path.stat().st_size - 512))
+            end = file.read().rstrip()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}; correct its permissions, or download it again"
     if not start and not end.removeprefix(codecs.BOM_UTF8):
         return "is empty; download or write it again"
     if start.startswith(b"version https://git-lfs"):
