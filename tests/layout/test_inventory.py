@@ -72,7 +72,7 @@ def test_variants_of_the_config():
     (b"[1]", "expected a JSON object, found list"), (b"[" * 100_000 + b"]", "cannot be read as JSON"),
 ])  # fmt: skip
 def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="config.json does not exist"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=words):

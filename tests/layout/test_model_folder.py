@@ -81,7 +81,7 @@ def test_a_setting_of_yarn_that_one_framework_ignores_is_refused(tmp_path, secti
 
 
 TOKENIZER_FAULTS = {
-    "no JSON": ("{", "tokenizer_config.json: is cut off"),
+    "no JSON": ("{", "tokenizer_config.json is cut off"),
     "transformers 5": ({"tokenizer_class": "TokenizersBackend"}, "set tokenizer_class to PreTrainedTokenizerFast"),
     "list": ({"extra_special_tokens": ["<|user|>"]}, "rename extra_special_tokens, if there, additional"),
 }
@@ -107,7 +107,7 @@ def test_a_repository_in_the_hubs_cache_is_refused_with_the_folder_to_give(tiny_
     require_whole_folder(snapshot)
     (snapshot / "tokenizer.json").unlink()
     (snapshot / "tokenizer.json").symlink_to("../../blobs/0123")
-    with pytest.raises(ConfigError, match="tokenizer.json: is a link to ../../blobs/0123"):
+    with pytest.raises(ConfigError, match="tokenizer.json is a link to ../../blobs/0123"):
         require_whole_folder(snapshot)
 
 

@@ -65,8 +65,8 @@ def read_stored_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        fault = file_fault(path) or "no such file; expected a HF model folder or its config.json"
-        raise ConfigError(f"{path}: {fault}")
+        fault = file_fault(path) or "does not exist; expected a HF model folder or its config.json"
+        raise ConfigError(f"{path} {fault}")
     config = read_json_object(path)
     _rename_new_keys(config, str(path))
     return config
@@ -100,7 +100,7 @@ def require_whole_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is a repository in the hub's cache; give a model's folder in it: {snapshots[-1]}")
     for path in sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern)):
         if fault := file_fault(path):
-            raise ConfigError(f"{path}: {fault}")
+            raise ConfigError(f"{path} {fault}")
     path = folder / "tokenizer_config.json"
     tokenizer = read_json_object(path) if path.exists() else {}
     if tokenizer.get("tokenizer_class") == "TokenizersBackend" or isinstance(tokenizer.get(_TOKENS_OF_5), list):
@@ -117,7 +117,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         fault = file_fault(path) or f"cannot be read as JSON ({type(error).__name__}: {error}); copy it again"
-        raise ConfigError(f"{path}: {fault}") from error
+        raise ConfigError(f"{path} {fault}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}; copy it again")
     return content
@@ -180,6 +180,6 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, SafetensorError) as error:
-        fault = file_fault(path) or f"not a whole safetensors file ({error}); download or write it again"
-        raise ConfigError(f"{path}: {fault}") from error
+        fault = file_fault(path) or f"is not a whole safetensors file ({error}); download or write it again"
+        raise ConfigError(f"{path} {fault}") from error
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}

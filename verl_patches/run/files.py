@@ -198,7 +198,7 @@ def _row_count(file: str, run: RunSpec) -> int:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
         fault = file_fault(Path(file)) or f"is not a complete parquet file ({error}); write it again"
-        raise ConfigError(f"{file}: {fault}") from error
+        raise ConfigError(f"{file} {fault}") from error
     if not run.samples:  # step/objectives/dataset.py reads the values
         columns = dict.fromkeys(file_columns(run.recipe.objective.name, schema.names), lambda kind: True)
     faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
