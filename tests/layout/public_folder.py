@@ -21,3 +21,12 @@ def as_published(folder, public):
     index["weight_map"] |= dict.fromkeys(tensors, "model-mtp.safetensors")
     (folder / INDEX).write_text(json.dumps(index))
     return folder
+
+
+def config_of_transformers_5(config):
+    """Return config.json as transformers 5.3.0 saves what it has read from a config.json of transformers 4."""
+    new = dict(config)
+    yarn, theta, dtype = (new.pop(key) for key in ("rope_scaling", "rope_theta", "torch_dtype"))
+    rope = {**yarn, "rope_theta": theta, "rope_type": yarn["type"]} if yarn else {"rope_theta": theta}
+    new["rope_parameters"] = {"rope_type": "default", **rope}
+    return {**new, "dtype": dtype, "transformers_version": "5.3.0"}

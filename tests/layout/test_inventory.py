@@ -68,11 +68,11 @@ def test_variants_of_the_config():
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    (b"", "cannot be read as JSON"), (b"\xff\xfe\x00", "cannot be read as JSON"),
-    (b"[1]", "expected a JSON object, found list"), (b"[" * 100_000, "cannot be read as JSON"),
+    (b"", "is empty"), (b"{]", "cannot be read as JSON"), (b"\xff\xfe\x00", "of another format"),
+    (b"[1]", "expected a JSON object, found list"), (b"[" * 100_000 + b"]", "cannot be read as JSON"),
 ])  # fmt: skip
 def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="config.json does not exist"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=words):

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.layout.public_folder import config_of_transformers_5
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import MTP_LAYERS, QUANTIZATION, read_config
+from verl_patches.layout.model_folder import (
+    MTP_LAYERS,
+    QUANTIZATION,
+    edit_for_training,
+    edit_for_vllm,
+    read_config,
+    require_whole_folder,
+)
 from verl_patches.model.mindspeed.arguments import command_line_arguments, model_settings
 
 PUBLIC = Path(__file__).with_name("deepseek_v3_public_config.json")
@@ -24,6 +32,83 @@ def test_training_reads_the_public_config_without_fp8_and_mtp():
     assert command_line_arguments(model_settings(read_config(PUBLIC)))  # no key is refused
     with pytest.raises(ConfigError, match=f"{MTP_LAYERS} is 1.*\n.*{QUANTIZATION} is"):
         command_line_arguments(model_settings(public))
+
+
+def write_config(folder, config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("old", [{}, {"rope_theta": 50000}, {"rope_scaling": None}], ids=str)
+@pytest.mark.parametrize("kept", ["both types", "rope_type alone"])
+def test_a_config_of_transformers_5_is_read_as_that_of_4(tmp_path, old, kept):
+    """Compare the file as training reads it, and transformers' configuration as Megatron and vLLM get it."""
+    from transformers import AutoConfig
+
+    public = {**json.loads(PUBLIC.read_text()), **old}
+    public.pop("auto_map")  # names files of the model's own code
+    new = config_of_transformers_5(public)
+    if kept == "rope_type alone":
+        new["rope_parameters"].pop("type", None)
+    folders = write_config(tmp_path / "4", public), write_config(tmp_path / "5", new)
+    expected, found = map(read_config, folders)
+    assert found == {**expected, "transformers_version": "5.3.0"}
+    for edit in (edit_for_training, edit_for_vllm):
+        expected, found = (AutoConfig.from_pretrained(folder) for folder in folders)
+        assert found.torch_dtype is None and "rope_parameters" in vars(found)  # control: the pinned transformers
+        for config in (expected, found):
+            edit(config)
+            vars(config).update(_name_or_path=None, transformers_version=None)
+        assert vars(found) == vars(expected)
+
+
+def test_the_dtype_of_transformers_4_57_and_rope_scaling_beside_new_keys_are_read(tmp_path):
+    public = json.loads(PUBLIC.read_text())
+    dtype = {key: value for key, value in public.items() if key != "torch_dtype"} | {"dtype": "float16"}
+    assert read_config(write_config(tmp_path, dtype)) == read_config(PUBLIC) | {"torch_dtype": "float16"}
+    both = public | {"rope_parameters": {"rope_type": "default"}}
+    assert read_config(write_config(tmp_path, both)) == read_config(PUBLIC)
+
+
+@pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
+def test_a_setting_of_yarn_that_one_framework_ignores_is_refused(tmp_path, section):
+    config = json.loads(PUBLIC.read_text())
+    config = config_of_transformers_5(config) if section == "rope_parameters" else config
+    config[section]["truncate"] = False
+    with pytest.raises(ConfigError, match="config.json: the settings of rope have truncate; expected factor"):
+        read_config(write_config(tmp_path, config))
+
+
+TOKENIZER_FAULTS = {
+    "no JSON": ("{", "tokenizer_config.json is cut off"),
+    "transformers 5": ({"tokenizer_class": "TokenizersBackend"}, "set tokenizer_class to PreTrainedTokenizerFast"),
+    "list": ({"extra_special_tokens": ["<|user|>"]}, "rename extra_special_tokens, if there, additional"),
+}
+
+
+@pytest.mark.parametrize("fault", TOKENIZER_FAULTS)
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_by_name(tiny_model, tmp_path, fault):
+    content, words = TOKENIZER_FAULTS[fault]
+    require_whole_folder(tiny_model)  # control
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        require_whole_folder(tmp_path)
+
+
+def test_a_repository_in_the_hubs_cache_is_refused_with_the_folder_to_give(tiny_model, tmp_path):
+    snapshot = tmp_path / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in tiny_model.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    with pytest.raises(ConfigError, match=f"give a model's folder in it: {snapshot}"):
+        require_whole_folder(tmp_path)
+    require_whole_folder(snapshot)
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/0123")
+    with pytest.raises(ConfigError, match="tokenizer.json is a link to ../../blobs/0123"):
+        require_whole_folder(snapshot)
 
 
 VLLM = """

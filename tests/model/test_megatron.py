@@ -10,7 +10,8 @@ WRONG = [
     ({"topk_method": "greedy"}, "topk_method is 'greedy', expected 'noaux_tc'"),
     ({"norm_topk_prob": False}, "norm_topk_prob is False, expected True"),
     ({"num_experts_per_tok": 6}, "num_experts_per_tok must be 2 * topk_group"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0}}, '"type": "yarn"'),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 40.0}}, '"type": "yarn"'),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0}}, "mscale and mscale_all_dim must be given"),
     ({"rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "mscale and mscale_all_dim"),
 ]
 CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}, {}), *((c, {}) for c, _ in WRONG)]

@@ -237,7 +237,7 @@ def test_fp8_and_sharded_weights_are_refused_only_where_vllm_would_read_them(fol
     assert "model weights" not in {c.name for c in checks}  # a run with random init reads no weights
     file = tmp_path / "fp8" / "model-2.safetensors"  # other faults of a folder: tests/weights/test_convert.py
     file.write_bytes(file.read_bytes()[:-1])
-    assert "model-2.safetensors: not a whole safetensors file" in weights_check(*folders["fp8"])[1]
+    assert "model-2.safetensors is not a whole safetensors file" in weights_check(*folders["fp8"])[1]
 
 
 def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
@@ -297,7 +297,11 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     changed = {"data.val_files": tmp_path / "empty.parquet"}
     assert faults(**changed) == {"data": "data.val_files: 0 prompts; expected at least 1"}
     data.write_bytes(data.read_bytes()[:-20])
-    assert "train.parquet is not a complete parquet file" in faults()["data"]
+    assert "train.parquet is cut off" in faults()["data"]
+    data.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "train.parquet is a Git LFS pointer" in faults()["data"]
+    (tmp_path / "tokenizer.json").write_text("<html>")
+    assert "tokenizer.json is a web page" in faults()["model folder"]
 
 
 def test_a_damaged_recording_is_refused(tmp_path):
@@ -307,6 +311,6 @@ def test_a_damaged_recording_is_refused(tmp_path):
     run, file = composed(TINY, [f"recipe.rollout.replay={tmp_path}"]), tmp_path / "step_2.safetensors"
     assert failed_checks(rules.recording_checks, run) == []
     file.write_bytes(file.read_bytes()[:-3])
-    assert "step_2.safetensors: not a whole" in failed_checks(rules.recording_checks, run)[0]
+    assert "step_2.safetensors is not a whole" in failed_checks(rules.recording_checks, run)[0]
     file.unlink()
     assert "this run has 3" in failed_checks(rules.recording_checks, run)[0]

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
 
+from tests.layout.public_folder import config_of_transformers_5
 from tests.weights.cases import (
     SMALL,
     SMALL_LAYOUT,
@@ -28,6 +30,7 @@ from verl_patches.weights.source import open_source
 
 DOWN, NORM = (f"model.layers.1.{name}.weight" for name in ("mlp.experts.3.down_proj", "input_layernorm"))
 HEAD, SCALES = "lm_head.weight", f"{DOWN}_scale_inv"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
 
 
 def is_incomplete(folder):
@@ -135,7 +138,22 @@ def test_large_values_are_finite_and_rounding_to_infinity_is_refused(tmp_path):
         run(tmp_path / "hf", tmp_path / "out", dtype="bf16")
 
 
-# ---- a folder of links
+# ---- folders of Hugging Face's cache and of transformers 5
+
+
+def test_a_folder_of_transformers_5_is_written_with_the_names_of_4(tmp_path):
+    """Write one dtype, that of the written weights, and the same positions."""
+    make_folder(tmp_path / "old", SMALL | {"torch_dtype": "float32"})
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    (tmp_path / "new" / "config.json").write_text(
+        json.dumps(config_of_transformers_5(SMALL | {"torch_dtype": "float32"}))
+    )
+    written = []
+    for name in ("old", "new"):
+        run(tmp_path / name, tmp_path / f"out_{name}", dtype="bf16")
+        written.append(json.loads((tmp_path / f"out_{name}" / "config.json").read_text()))
+    written[1].pop("transformers_version")
+    assert written[0] == written[1] and written[1]["torch_dtype"] == "bfloat16"
 
 
 def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
@@ -166,6 +184,11 @@ def edit_index(folder, change):
 
 def edit_config(folder, **values):
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
+
+
+def link_to_nothing(path):
+    path.unlink()
+    path.symlink_to("../../blobs/0123")
 
 
 def resize(name, size):
@@ -201,12 +224,21 @@ FAULTS = {
         f"{HEAD}: expected in no file .*found in model-",
     ),
     "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, such as model-2"),
-    "truncated": (resize("model-2.safetensors", 100_000), "model-2.*: not a whole safetensors file"),
+    "truncated": (resize("model-2.safetensors", 100_000), "model-2.safetensors is not a whole safetensors file"),
     "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
     "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings is True"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "model_type is 'llama', expected 'deepseek_v3'"),
     "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, such as model.layers.2"),
-    "empty": (resize("model-2.safetensors", 0), "model-2.*: not a whole safetensors file"),
+    "empty": (resize("model-2.safetensors", 0), "model-2.safetensors is empty"),
+    "LFS pointer": (
+        lambda f: (f / "model-2.safetensors").write_bytes(LFS_POINTER),
+        "model-2.safetensors is a Git LFS pointer",
+    ),
+    "link to nothing": (
+        lambda f: link_to_nothing(f / "model-2.safetensors"),
+        "model-2.safetensors is a link to .*/blobs/0123",
+    ),
+    "web page": (lambda f: (f / "tokenizer.json").write_bytes(b"<!doctype html>"), "tokenizer.json is a web page"),
     "index of a path": (
         lambda f: edit_index(f, lambda m: m.update({HEAD: "../plain/model-2.safetensors"})),
         "files named in .* are missing, such as ../plain/model-2",

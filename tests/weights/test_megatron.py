@@ -218,14 +218,8 @@ FAULTS = {
         ),
         "1 files are not of layout",
     ),
-    "cut off": (
-        lambda f: os.truncate(next(f.rglob(MODEL_FILE)), 9000),
-        "expected a complete file written by torch.save",
-    ),
-    "no pickle": (
-        lambda f: next(f.rglob(MODEL_FILE)).write_bytes(b"PK"),
-        "expected a complete file written by torch.save",
-    ),
+    "cut off": (lambda f: os.truncate(next(f.rglob(MODEL_FILE)), 9000), "is not a complete file of torch.save"),
+    "no pickle": (lambda f: next(f.rglob(MODEL_FILE)).write_bytes(b"PK"), "is not a complete file of torch.save"),
     "no model": (lambda f: change_state(f, lambda s: s.pop("model")), "expected key model, or model0, model1"),
     "another parameter": (
         lambda f: change_state(f, lambda s: s["model"].update({"decoder.layers.0.lora": torch.ones(1)})),

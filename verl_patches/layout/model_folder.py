@@ -12,6 +12,9 @@ made in memory, in each process, because the run's folder need not be shared bet
                only to pass over their tensors; with 0 its loader ends in a KeyError
                (vllm.model_executor.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights)
 
+A folder that transformers 5 saved has its positions in `rope_parameters` and its dtype in `dtype`. The pinned
+transformers (4.51, 4.52) read neither, and would compute with plain rope: both get their names of transformers 4.
+
 The key is deleted, not set to None: transformers 4.51 to 4.52 call `.to_dict()` on it when a configuration is printed
 (transformers.configuration_utils.PretrainedConfig.to_diff_dict), which verl does on rank 0. No torch here.
 """
@@ -26,6 +29,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from verl_patches.errors import ConfigError
+from verl_patches.shared_files import file_fault
 
 QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -44,17 +48,67 @@ REQUIRED_VALUES: Mapping[str, Any] = {
     QUANTIZATION: None,
     "rope_interleave": True,
 }
+YARN_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+_SMALL_FILES = "*.json", "*.jinja", "*.model"  # files of settings and tokenizer
+_TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return config.json (the file, or the folder that holds it) as training reads it; ConfigError without it."""
+    config = read_stored_config(path)
+    config.pop(QUANTIZATION, None)
+    return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
+
+
+def read_stored_config(path: str | Path) -> dict[str, Any]:
+    """Return config.json with its FP8 and MTP entries, and transformers 4's names of keys; ConfigError without it."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ConfigError(f"{path}: no such file; expected a HF model folder or its config.json")
+        fault = file_fault(path) or "does not exist; expected a HF model folder or its config.json"
+        raise ConfigError(f"{path} {fault}")
     config = read_json_object(path)
-    config.pop(QUANTIZATION, None)
-    return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
+    _rename_new_keys(config, str(path))
+    return config
+
+
+def _rename_new_keys(config: dict[str, Any], where: str) -> None:
+    """Give the keys of transformers 5 their names of transformers 4, in place; `rope_scaling` has priority.
+
+    Raise ConfigError for a setting of yarn that not all of Megatron, MindSpeed-LLM and vLLM read.
+    """
+    if dtype := config.pop("dtype", None):
+        config["torch_dtype"] = config.get("torch_dtype") or dtype
+    new = config.pop("rope_parameters", None)
+    rope = config.get("rope_scaling") or new
+    if not isinstance(rope, dict):
+        return
+    config["rope_theta"] = {**rope, **(new or {})}.get("rope_theta", config.get("rope_theta"))
+    kind = rope.get("type") or rope.get("rope_type")  # 4 writes the first or both, 5 the second or both
+    yarn = {k: v for k, v in rope.items() if v is not None and k not in ("type", "rope_type", "rope_theta")}
+    if unknown := sorted(yarn.keys() - {*YARN_KEYS}):
+        raise ConfigError(
+            f"{where}: the settings of rope have {', '.join(unknown)}; expected {', '.join(YARN_KEYS)} alone, as "
+            "Megatron and vLLM do not both read others: remove the key if it does not change this model"
+        )
+    config["rope_scaling"] = {**yarn, "type": kind} if yarn or kind != "default" else None
+
+
+def require_whole_folder(folder: Path) -> None:
+    """Raise ConfigError where a file of a model's settings or tokenizer is not whole, or is of transformers 5 alone."""
+    if (snapshots := sorted(folder.glob("snapshots/*"))) and not (folder / "config.json").exists():
+        raise ConfigError(f"{folder} is a repository in the hub's cache; give a model's folder in it: {snapshots[-1]}")
+    for path in sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern)):
+        if fault := file_fault(path):
+            raise ConfigError(f"{path} {fault}")
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_json_object(path) if path.exists() else {}
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend" or isinstance(tokenizer.get(_TOKENS_OF_5), list):
+        raise ConfigError(
+            f"{path}: expected a tokenizer of transformers 4, found one that transformers 5 saved; in a copy of the "
+            f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
+            "additional_special_tokens"
+        )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -62,7 +116,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({type(error).__name__}: {error}); copy it again") from error
+        fault = file_fault(path) or f"cannot be read as JSON ({type(error).__name__}: {error}); copy it again"
+        raise ConfigError(f"{path} {fault}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}; copy it again")
     return content
@@ -77,6 +132,7 @@ def config_mismatches(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED_
 def edit_for_training(hf_config: Any) -> None:
     """Edit a transformers configuration in place, as `read_config` edits the file's content."""
     vars(hf_config).pop(QUANTIZATION, None)
+    _rename_attributes(hf_config)
     if getattr(hf_config, MTP_LAYERS, 0):
         setattr(hf_config, MTP_LAYERS, 0)
 
@@ -85,7 +141,19 @@ def edit_for_vllm(hf_config: Any) -> Any:
     """Edit the configuration of a DeepSeek-V3 in place and return it (vLLM's `hf_overrides`); others stay unchanged."""
     if hf_config.model_type == REQUIRED_VALUES["model_type"]:
         vars(hf_config).pop(QUANTIZATION, None)
+        _rename_attributes(hf_config)
     return hf_config
+
+
+def _rename_attributes(hf_config: Any) -> None:
+    """Give a transformers configuration its names of transformers 4, in place, with both names of the rope's type."""
+    _rename_new_keys(vars(hf_config), "HF config")
+    if "type" in (yarn := getattr(hf_config, "rope_scaling", None) or {}):
+        hf_config.rope_scaling = {**yarn, "rope_type": yarn["type"]}
+    if isinstance(hf_config.torch_dtype, str):
+        import torch  # imported here, as only workers and engines have transformers' configurations
+
+        hf_config.torch_dtype = getattr(torch, hf_config.torch_dtype)
 
 
 def reduce_layers(hf_config: Any, layers: int | None) -> None:
@@ -112,5 +180,6 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download or write it again") from error
+        fault = file_fault(path) or f"is not a whole safetensors file ({error}); download or write it again"
+        raise ConfigError(f"{path} {fault}") from error
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}

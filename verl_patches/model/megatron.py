@@ -63,7 +63,7 @@ def check_hf_config(hf_config) -> None:
         return
     if yarn.get("type") != "yarn":  # verl reads only "type" and would silently use plain rope
         raise ConfigError(f'HF config: rope_scaling must hold "type": "yarn", found {yarn}')
-    if yarn.get("mscale") != yarn.get("mscale_all_dim"):
+    if yarn.get("mscale") is None or yarn["mscale"] != yarn.get("mscale_all_dim"):
         raise ConfigError(
             "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, "
             f"found {yarn.get('mscale')} and {yarn.get('mscale_all_dim')}: "

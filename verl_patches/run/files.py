@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_patches.errors import Check, ConfigError, either
+from verl_patches.errors import Check, ConfigError, config_error_text, either
 from verl_patches.layout.inventory import SCORE, build_inventory, first_layers, read_model_shape, size_differences
-from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, require_whole_folder, weight_files
 from verl_patches.model.checks import value_model_differences
 from verl_patches.rewards.parts import SHORT_FORM
 from verl_patches.run.compose import has_own_dataset
 from verl_patches.run.environment import environment_variables, process_environment
 from verl_patches.run.resolve import model_changes
 from verl_patches.run.run_start import start_checkpoints
-from verl_patches.shared_files import disk_folder, free_bytes
+from verl_patches.shared_files import disk_folder, file_fault, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.step.objectives.settings import file_columns
 from verl_patches.upstream.pins import load_pins
@@ -63,6 +63,9 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
             "(transformers.configuration_utils.PretrainedConfig.to_diff_dict)"
         )
         yield Check("model folder", False, text)
+    if fault := config_error_text(require_whole_folder, path.parent):
+        yield Check("model folder", False, f"{_MODEL_KEY}: {fault}")
+        return
     if not path.exists():
         yield _absent_check(
             "model folder", [path], _MODEL_KEY, _MODEL_KEY in run.given_keys, "the folder of a HF model"
@@ -194,7 +197,8 @@ def _row_count(file: str, run: RunSpec) -> int:
             if rows:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{file} is not a complete parquet file ({error}); write it again") from error
+        fault = file_fault(Path(file)) or f"is not a complete parquet file ({error}); write it again"
+        raise ConfigError(f"{file} {fault}") from error
     if not run.samples:  # step/objectives/dataset.py reads the values
         columns = dict.fromkeys(file_columns(run.recipe.objective.name, schema.names), lambda kind: True)
     faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
+from verl_patches.shared_files import file_fault
 from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, StoredPart, TensorPart
 
 MODEL_FILE, ITERATION_FOLDER = "model_optim_rng.pt", "iter_0000001"
@@ -159,10 +160,8 @@ def read_rank_file(path: Path) -> RankFile:
             with file.open(head) as pickled:
                 state = dict(Unpickler(pickled).load())
     except Exception as error:  # a pickle may raise anything
-        raise ConfigError(
-            f"{path}: expected a complete file written by torch.save, found {type(error).__name__}: {error}; copy or "
-            "convert it again"
-        ) from error
+        found = f"is not a complete file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
+        raise ConfigError(f"{path} {file_fault(path) or found}") from error
     keys = ["model"] if "model" in state else [f"model{n}" for n in range(len(state)) if f"model{n}" in state]
     if not keys:
         raise ConfigError(f"{path}: expected key model, or model0, model1, ..., found {', '.join(map(str, state))}")

@@ -34,6 +34,8 @@ from verl_patches.layout.model_folder import (
     SINGLE_FILE,
     read_config,
     read_json_object,
+    read_stored_config,
+    require_whole_folder,
     safetensors_header,
     weight_files,
 )
@@ -100,7 +102,7 @@ class SourceTensor(NamedTuple):
 class Source:
     """Hold all tensors of a folder, by HF name, in the inventory's order.
 
-    `kind`: "hf", "megatron" or "checkpoint". `config`: config.json as it is. `block`: the FP8 block, None without FP8.
+    `kind`: "hf", "megatron" or "checkpoint". `config`: read_stored_config's. `block`: the FP8 block, None without FP8.
     `left_out`: names of tensors beyond the counted layers. `identity`: digest that tells folders apart, from the files'
     sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity of a manifest. `files`: the
     manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the optimizer, by role and HF
@@ -152,8 +154,10 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         raise ConfigError(
             f"{folder}: has no actor, because its run trained a value model alone; give {folder / CRITIC} instead"
         )
+    if manifest is None:
+        require_whole_folder(folder)
     model = read_model_shape(read_config(folder))
-    config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
+    config, inventory = read_stored_config(folder), build_inventory(model)
     block = _fp8_block(folder, config)
     index = None if manifest or is_megatron else _read_index(folder)
     layout: str | None = None

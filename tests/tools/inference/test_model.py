@@ -182,6 +182,9 @@ def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
         find(tmp_path / "nothing", root)
     with pytest.raises(ConfigError, match="global_step_40: expected a complete checkpoint, .* has global_step_20$"):
         find(run / "checkpoints/global_step_40", root)
+    (tmp_path / "models--org--name/snapshots/0123").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is a repository in the hub's cache; .*snapshots/0123$"):
+        find(tmp_path / "models--org--name", root)
     (run / "checkpoints/global_step_20" / MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match=r"global_step_20/manifest.json"):
         find(run, root)

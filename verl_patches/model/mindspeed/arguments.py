@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import REQUIRED_VALUES
+from verl_patches.layout.model_folder import REQUIRED_VALUES, YARN_KEYS
 from verl_patches.recipe import Recipe
 from verl_patches.values import leaves
 
@@ -57,8 +57,7 @@ n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size firs
 n_group topk_group routed_scaling_factor
 """.split()
 SIZE_ARGUMENTS = {key: _OTHER_NAMES.get(key, f"--{key.replace('_', '-')}") for key in _SIZE_KEYS}
-_YARN_KEYS = "factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings".split()
-YARN_ARGUMENTS = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in _YARN_KEYS}
+YARN_ARGUMENTS = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in YARN_KEYS}
 # arguments for keys of config.json that have one accepted value; MTP, fp8 and interleaved positions have no argument
 REQUIRED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "model_type": ("--multi-head-latent-attention", "--qk-layernorm"),

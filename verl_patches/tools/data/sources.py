@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import require_whole_folder
 from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool
     from transformers import AutoTokenizer
 
     with loading_errors(f"{place}: expected {expected}"):
+        require_whole_folder(Path(place))
         return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
 
 

@@ -68,7 +68,7 @@ def find_model(
         there = ", ".join(path.name for _, path in sorted(complete_checkpoints(given.parent)))
         found = f"{given.parent} has {there or 'none'}"
         raise ConfigError(f"{given}: expected a complete checkpoint, found none or a part of one; {found}")
-    if (given / "config.json").exists():
+    if (given / "config.json").exists() or (given / "snapshots").is_dir():  # open_source refuses the second
         saved = CHECKPOINT_NAME.fullmatch(given.name)
         folders = {int(saved[1]) if saved else 0: given}
         of_run = saved and (given.absolute().parents[1] / CONFIG_FILE).is_file()
