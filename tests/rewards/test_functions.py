@@ -1,13 +1,19 @@
 """Test reward functions of Python files: what verl's contract takes, and what is refused with file and line."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 
 from verl_patches.rewards.functions import ResultError, read_result, score_response
+from verl_patches.tools.data.build import build
+from verl_patches.tools.data.settings import read_settings
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYWORDS = {"data_source": "d", "solution_str": "x", "ground_truth": "1", "extra_info": None}
 
 
@@ -50,7 +56,7 @@ def test_what_holds_no_finite_number_is_refused(result):
         read_result(result, "here")
 
 
-def file_of(tmp_path, code):
+def write_function(tmp_path, code):
     (tmp_path / "own.py").write_text(code)
     return str(tmp_path / "own.py"), "compute_score", {"k": 1}
 
@@ -69,12 +75,12 @@ REFUSED = {
 @pytest.mark.parametrize(("code", "words"), REFUSED.items())
 def test_a_function_that_verl_cannot_call_is_refused_before_it_is_called(tmp_path, code, words):
     with pytest.raises(ResultError, match=words):
-        score_response(*file_of(tmp_path, code))
+        score_response(*write_function(tmp_path, code))
 
 
 def test_a_function_of_verls_contract_may_take_more_and_is_loaded_once(tmp_path):
     code = "import json\ncalls = []\ndef compute_score(solution_str, k=0, **rest):\n    calls.append(k)\n"
-    given = file_of(tmp_path, f"{code}    return len(calls), {{'k': k, 'n': len(rest)}}\n")
+    given = write_function(tmp_path, f"{code}    return len(calls), {{'k': k, 'n': len(rest)}}\n")
     score_response(*given)
     assert score_response(*given, KEYWORDS) == (1.0, {"k": 1, "n": 3})
     assert score_response(*given, KEYWORDS)[0] == 2.0
@@ -85,4 +91,23 @@ def test_a_function_of_verls_contract_may_take_more_and_is_loaded_once(tmp_path)
 )
 def test_an_async_function_is_refused(tmp_path, code):
     with pytest.raises(ResultError, match="own.py:2: compute_score is async.* calls asyncio.run"):
-        score_response(*file_of(tmp_path, code), KEYWORDS)
+        score_response(*write_function(tmp_path, code), KEYWORDS)
+
+
+def test_the_documented_reward_scores_the_documented_data(tmp_path):
+    """Build the sample of docs/own-data-and-reward.md, and score right and wrong answers by the page's function."""
+    text = (ROOT / "docs" / "own-data-and-reward.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "own.py").write_text(code)
+    given = f"input={ROOT / 'data' / 'deepscaler_sample.json'}"
+    assert "data build data/sample.yaml" in text
+    assert build(read_settings(ROOT / "data" / "sample.yaml", [given], tmp_path / "out"), False)[0] == 0
+    rows = parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert len(rows) > 200
+    for row in rows:
+        gold = row["reward_model"]["ground_truth"]
+        assert "\\boxed{}" in row["prompt"][-1]["content"]
+        for answer, expected in ((f"So it is $\\boxed{{{gold}}}$.", 1.0), (rf"Not {gold}: \boxed{{{gold}1}}", 0.0)):
+            keywords = {**KEYWORDS, "ground_truth": gold, "solution_str": answer}
+            found = score_response(str(tmp_path / "own.py"), "compute_score", {}, keywords)
+            assert found == (expected, {"acc": expected}), row

@@ -46,7 +46,7 @@ def test_an_entry_is_named_and_a_file_that_changes_is_read_again(tmp_path):
     file.write_text("def score(): ...\n")
     part = f"recipe.rewards=[{{name: maths}},{{name: python, path: {file}, function: unseen}}]"
     ok, detail, _ = last_hook(part)
-    assert not ok and detail.startswith("recipe.rewards[1]: expected unseen of")
+    assert not ok and detail.startswith(f"recipe.rewards[1]: {file} does not define unseen")
     file.write_text("def score(): ...\nunseen = score\n")
     assert last_hook(f"{PATH}={file}", f"{NAME}=unseen")[0] and last_hook(part)[0]
     file.unlink()
@@ -59,8 +59,8 @@ def test_the_package_of_a_hook_by_dotted_name_is_found_in_the_trees_of_the_run(t
     trees, given = Trees(folders=(tmp_path,)), [NO_PARTS, f"{WORKER}=mine.set_up"]
     assert list(files.hook_checks(composed(TINY, given, trees))) == []
     for override, words in {
-        f"{LIBRARY}=nowhere.hooks": f"{LIBRARY}: module nowhere does not exist; expected one on PYTHONPATH",
-        f"{PATH}=/etc/hostname": "whose name does not end with .py",
+        f"{LIBRARY}=nowhere.hooks": f"{LIBRARY}: package nowhere does not exist; expected one on PYTHONPATH",
+        f"{PATH}=/etc/hostname": "expected a name that ends with .py",
         f"data.custom_cls.path={tmp_path}/broken.py data.custom_cls.name=Own": r"broken\.py:2: SyntaxError",
     }.items():
         ok, detail, note = last_hook(*override.split(), trees=trees)

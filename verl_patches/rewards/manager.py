@@ -113,9 +113,10 @@ class RewardManager:
             name = f"{REWARD_PREFIX}{part.label}"
             if score is not None:
                 values, more = self._results(part, score, samples, seconds)
-                if not self.validates:
-                    columns |= {f"{name}/{key}": found for key, found in more.items() if _are_numbers(found)}
                 columns = more | columns
+                for key, column in () if self.validates else more.items():
+                    if all(isinstance(value, numbers.Real) for value in column):
+                        columns[f"{name}/{key}"] = column
             elif self.validates:
                 continue
             elif scores is None or scores.shape[1:] != expected:
@@ -176,10 +177,6 @@ class RewardManager:
         if part.entry.timeout_s is not None:
             columns[TIMED_OUT] = [float(found is None) for _, found in results]
         return [value for value, _ in results], columns
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, numbers.Real) for value in values)
 
 
 def part_error(part: Part, error: Exception, place: str) -> RewardError:

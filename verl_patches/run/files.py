@@ -203,66 +203,39 @@ def _row_count(file: str, run: RunSpec) -> int:
 
 # the user's code must parse, and define what the configuration names
 
-_FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
-
-
-class Hook(NamedTuple):
-    """Hold a file or module of the user, what it must define ("": anything), and the key that names it."""
-
-    where: str
-    name: str
-    key: str
-
-
-def user_hooks(run: RunSpec) -> Iterator[Hook]:
-    """Return the user's code that a run names."""
-    for part in run.rewards:
-        if part.entry.name == "python":
-            yield Hook(part.path, part.entry.function, part.where)
-    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
-        yield Hook(dataset.path, dataset.name, "data.custom_cls")
-    if hook := run.recipe.worker_process_setup_hook:
-        module, _, name = hook.rpartition(".")
-        yield Hook(module, name, "recipe.worker_process_setup_hook")
-    if library := run.verl.actor_rollout_ref.model.external_lib:
-        yield Hook(library, "", "actor_rollout_ref.model.external_lib")
-
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that each of the user's hooks is Python and defines what the configuration names.
+    """Check that the user's files are Python and define what the configuration names, and that his packages exist.
 
-    Its code is read and not run: the run's controller imports it, and calls a reward function, before workers start.
+    The code is read and not run: the run's controller imports the files, and calls the reward, before workers start.
     """
-    for hook in user_hooks(run):
-        what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
-        if not hook.key.startswith(_FILE_HOOK_KEYS):
-            package, folders = hook.where.partition(".")[0], [*map(str, run.trees.folders), *sys.path]
-            if PathFinder.find_spec(package, folders) is None:
-                yield _absent_check(
-                    "hooks", [f"module {package}"], hook.key, run.platform != "npu", "one on PYTHONPATH"
-                )
-            continue
-        elif file.is_file():
-            fault = _source_fault(file, hook.name)
+    files = [(part.path, part.entry.function, part.where) for part in run.rewards if part.entry.name == "python"]
+    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
+        files.append((dataset.path, dataset.name, "data.custom_cls"))
+    for path, name, key in files:
+        if Path(path).is_file():
+            fault = _source_fault(Path(path), name)
+            yield either("hooks", not fault, f"{name} of {path}", f"{key}: {fault}; correct the file or the key")
         else:
-            must_exist = bool({f"{hook.key}.path", hook.key.partition("[")[0]} & run.given)
-            yield _absent_check("hooks", [file], f"{hook.key}.path", must_exist, "a Python file")
-            continue
-        yield either(
-            "hooks", not fault, what, f"{hook.key}: expected {what}; found {fault}. Correct the code or the key"
-        )
+            must_exist = bool({f"{key}.path", key.partition("[")[0]} & run.given)
+            yield _absent_check("hooks", [path], f"{key}.path", must_exist, "a Python file")
+    model, folders = run.verl.actor_rollout_ref.model, [*map(str, run.trees.folders), *sys.path]
+    modules = {"recipe.worker_process_setup_hook": run.recipe.worker_process_setup_hook}
+    for key, name in {**modules, "actor_rollout_ref.model.external_lib": model.external_lib}.items():
+        if name and PathFinder.find_spec(package := name.partition(".")[0], folders) is None:
+            yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
 
 
 def _source_fault(file: Path, name: str) -> str:
     """Return what is wrong with a Python file: its syntax, or that no statement of it binds `name`."""
     if file.suffix != ".py":
-        return f"{file}, whose name does not end with .py"
+        return f"{file}: expected a name that ends with .py"
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
         return f"{file}:{getattr(error, 'lineno', None) or 1}: {type(error).__name__}: {error}"
     bound = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
-    return "" if bound & {name, "*", "__getattr__"} else f"that {file} does not define {name}"
+    return "" if bound & {name, "*", "__getattr__"} else f"{file} does not define {name}"
 
 
 # disk space for what the run writes
