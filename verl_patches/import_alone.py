@@ -62,16 +62,15 @@ def recipe_by_default(original: Callable) -> Callable:
             send_settings(**worker_settings(run))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
-        _try_rewards(self)
+        _try_rewards(self, run_of(config))
 
     return __init__
 
 
-def _try_rewards(trainer: Any) -> None:
+def _try_rewards(trainer: Any, run: RunSpec) -> None:
     """Score a made-up answer to the first prompt by the run's reward, before workers start."""
     from verl_patches.rewards.manager import RewardManager  # imports verl
 
-    run = run_of(trainer.config)
     if run.samples and isinstance(trainer.reward_fn, RewardManager):
         said = trainer.reward_fn.try_row(trainer.train_dataset[0], "the first prompt of data.train_files")
         progress = Progress(run.folder if run.start.name else None)

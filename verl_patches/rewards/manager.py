@@ -33,7 +33,7 @@ _FUNCTIONS = {
     "format": maths.format_score,
 }
 MADE_UP_ANSWER = r"This is a made-up answer: \boxed{0}"
-TRY_S = 60.0  # limit of a part's call for the made-up answer, where its entry has no timeout_s
+TRY_S = 120.0  # limit of loading a file, and of a part's call for the made-up answer, without timeout_s
 # (verl's keywords of a response, its tokens) -> (score, other values); None for a reward model
 Score = Callable[[dict[str, Any], int], tuple[float, dict[str, Any]]]
 
@@ -226,7 +226,8 @@ def _python_score(part: Part) -> Score:
         helper = HelperProcess(f"{functions.__name__}:score_response", given, memory_bytes=0)
         return lambda keywords, tokens: helper.call(*given, keywords, wall_limit_s=limit_s)
     try:
-        functions.score_response(*given)
+        with functions.time_limit(TRY_S):
+            functions.score_response(*given)
     except Exception as error:
         raise ConfigError(str(part_error(part, error, "while it is loaded"))) from error
     return lambda keywords, tokens: functions.score_response(*given, keywords)
