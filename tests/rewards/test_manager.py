@@ -1,7 +1,9 @@
 """Test the reward manager: how parts add up, and that an error in one ends the run with its name."""
 
+import contextlib
 import re
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -13,6 +15,7 @@ from verl import DataProto
 from verl.trainer.ppo import reward as verl_reward
 from verl.workers.reward_manager import NaiveRewardManager
 
+from tests.ranks import HANG_S
 from verl_patches.errors import ConfigError
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
@@ -117,21 +120,20 @@ def test_the_mean_of_a_value_leaves_out_what_is_not_finite():
 
 
 SLOW = """
-import subprocess, time
-def compute_score(data_source, solution_str, ground_truth, extra_info, seconds):
-    if solution_str == "slow":
-        subprocess.Popen(["sleep", "600"])
+import pathlib, subprocess, time
+def compute_score(data_source, solution_str, ground_truth, extra_info, started):
+    if "slow" in solution_str:
+        pathlib.Path(started).write_text(str(subprocess.Popen(["sleep", "6000"]).pid))
         time.sleep(600)
     return {"score": 1.0, "right": True, "text": solution_str}
 """
 
 
 def test_a_call_beyond_timeout_s_is_killed_scores_0_and_is_counted(tmp_path):
-    """Let the slow call come first in its batch, and alone in one; the made-up answer came before."""
-    entry = python_entry(tmp_path, SLOW, timeout_s=3.0, kwargs={"seconds": 600})
-    made = make_manager(entry)
+    """Let the slow call come behind another one, and alone in its batch; the made-up answer came before."""
+    made = make_manager(python_entry(tmp_path, SLOW, timeout_s=3.0, kwargs={"started": str(tmp_path / "pid")}))
     assert made.try_row(ROW, "row 0").startswith("python 1 (")
-    for texts in (("slow", "x"), ("slow",)):
+    for texts in (("x", "slow"), ("slow",)):
         fast = [float(text != "slow") for text in texts]
         found = made(batch(golds=["1"] * len(texts), texts=texts), return_dict=True)
         columns = found["reward_extra_info"]
@@ -139,7 +141,11 @@ def test_a_call_beyond_timeout_s_is_killed_scores_0_and_is_counted(tmp_path):
         assert columns["reward/python/timed_out"] == columns["timed_out"] == [1 - each for each in fast]
         assert columns["right"] == fast and columns["text"] == [text.replace("slow", "") for text in texts]
         assert slowest_sample(columns)["sample"] == texts.index("slow")
-    assert not [p for p in psutil.Process().children(recursive=True) if "sleep" in p.cmdline()]
+        with contextlib.suppress(psutil.NoSuchProcess):  # what the function started is ended too
+            started, deadline = psutil.Process(int((tmp_path / "pid").read_text())), time.monotonic() + HANG_S
+            while started.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
 
 
 def test_a_helper_tells_errors_of_its_function_like_any_other(tmp_path):
@@ -180,7 +186,9 @@ def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypat
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"maths\), a made-up answer to row 0: .*gold answer None"):
         make_manager({"name": "maths"}).try_row({"data_source": "d"}, "row 0")
-    slow = python_entry(tmp_path, SLOW.replace('solution_str == "slow"', "True"), timeout_s=0.5, kwargs={"seconds": 1})
+    slow = python_entry(
+        tmp_path, SLOW.replace("slow", "made"), timeout_s=0.5, kwargs={"started": str(tmp_path / "pid")}
+    )
     with pytest.raises(ConfigError, match=r"more than 0.5 s by the clock; recipe.rewards\[0\].timeout_s is its limit"):
         make_manager(slow).try_row(ROW, "row 0")
 
