@@ -31,13 +31,13 @@ from tests.ranks import HANG_S, Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"slow": ("--full", "--nightly"), "nightly": ("--nightly",)}  # marker -> options that run it
-WARM = ROOT / "tests" / "warm"
+WARM_FOLDER = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
-    "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # CI's own variables would colour errors
-    "HF_HUB_OFFLINE": "1",  # tests download nothing
+    "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # variables of CI would switch on colours in errors
+    "HF_HUB_OFFLINE": "1",  # tests must not download
     "MPLBACKEND": "Agg",
-    "OMP_NUM_THREADS": "1",  # several processes share two cores
+    "OMP_NUM_THREADS": "1",  # test processes share two cores
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -65,9 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
     slow = hypothesis.HealthCheck.too_slow  # slowness is not a failure
     hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("busy machine")
-    os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it: every process would compile the sources again
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background job; a child could not trap it
+    os.environ.pop("VERL_PATCHES", None)  # the switches of the shell must not change tests
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it, and each process would compile all sources
+    # a shell's background job ignores SIGINT, and its children could not handle it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = config.getoption("--upstream")
     if folder is not None and not folder.is_dir():
@@ -89,7 +90,7 @@ def names_tests(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is evaluated, so that `-m "not slow"` leaves out the nightly tests too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named, run, left_out = names_tests(config), [], []
+    chosen_tests, run, left_out = names_tests(config), [], []
     for item in items:
         if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
             item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
@@ -98,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
         if tier is None or any(config.getoption(option) for option in TIERS[tier]):
             run.append(item)
-        elif named:
+        elif chosen_tests:
             run.append(item)
             item.add_marker(pytest.mark.skip(reason=f"{tier} test: runs with {' or '.join(TIERS[tier])}"))
         else:
@@ -109,13 +110,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unset_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make output as wide as in a pipe, whatever COLUMNS a terminal or library has set."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
+def _seed_generators() -> None:
     """Seed the generators, so that random numbers do not depend on which tests share a process under `-n 2`."""
     seed = int(os.environ.get("TEST_SEED", "0"))
     for name, start in (("random", "seed"), ("torch", "manual_seed"), ("numpy.random", "seed")):
@@ -129,7 +130,10 @@ def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, ignore = tmp_path_factory.mktemp("repository"), shutil.ignore_patterns("__pycache__")
     for name in ("verl_patches", "configs", "scripts", "docs", "data", "README.md", "README_zh.md"):
         source = ROOT / name
-        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy(source, folder / name)
     return folder
 
 
@@ -147,13 +151,13 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
     They apply to Ray's workers and to `python -X warm ...`. Tests of how a process starts must not use this.
     """
     with tempfile.TemporaryDirectory(prefix="w-") as folder:
-        command, path = [sys.executable, str(WARM / "server.py")], str(Path(folder, "s"))
+        command, path = [sys.executable, str(WARM_FOLDER / "server.py")], str(Path(folder, "s"))
         env = {**os.environ, **SAFE_ENV, "TORCHDYNAMO_DISABLE": "1"}
         with subprocess.Popen([*command, path], env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as server:
             assert server.stdout is not None and server.stdout.readline() == b"ready\n"
 
             def add(env: Mapping[str, str]) -> dict[str, str]:
-                paths = os.pathsep.join(filter(None, [str(WARM), env.get("PYTHONPATH")]))
+                paths = os.pathsep.join(filter(None, [str(WARM_FOLDER), env.get("PYTHONPATH")]))
                 return {**SAFE_ENV, "TORCHDYNAMO_DISABLE": "1", **env, "WARM_PYTHON": path, "PYTHONPATH": paths}
 
             yield add
@@ -199,7 +203,7 @@ def _run(flags: Sequence[str], env: Mapping[str, str], code: str, arguments: Seq
     try:
         out, err = process.communicate(timeout=HANG_S)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: only what this test started
+        os.killpg(process.pid, signal.SIGKILL)  # the session holds only processes of this test
         out, err = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             pytest.fail(f"killed after {HANG_S} s\n--- stdout\n{out[-4000:]}\n--- stderr\n{err[-8000:]}")

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.run.compose import compose
-from verl_patches.spec import RunSpec, Trees, give_run
+from verl_patches.spec import RunSpec, Trees, write_run
 
 
 def composed(name: str, overrides: Sequence[str] = (), trees: Trees = Trees()) -> RunSpec:  # noqa: B008 frozen
     """Return the facts of a run of configs/`name`.yaml with Hydra `overrides`, with `auto` recomputation decided."""
-    return with_recompute(compose(name, overrides, rows_of, trees))
+    return with_recompute(compose(name, overrides, platform_rows, trees))
 
 
 @functools.cache
@@ -22,13 +22,13 @@ def tiny() -> RunSpec:
     return composed("deepseekv3_tiny_cpu")
 
 
-def config_of(run: RunSpec) -> DictConfig:
+def trainer_config(run: RunSpec) -> DictConfig:
     """Return verl's configuration of a run as its trainer gets it: with the facts, and not read-only."""
     config = OmegaConf.create(OmegaConf.to_container(run.verl))
-    give_run(config, run.text())
+    write_run(config, run.text())
     return config
 
 
-def section_of(run: RunSpec) -> DictConfig:
+def worker_section(run: RunSpec) -> DictConfig:
     """Return verl's section actor_rollout_ref of a run as its workers get it."""
-    return OmegaConf.create(OmegaConf.to_container(config_of(run).actor_rollout_ref))
+    return OmegaConf.create(OmegaConf.to_container(trainer_config(run).actor_rollout_ref))

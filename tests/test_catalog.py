@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.catalog import FUNCTIONAL, ROWS, all_rows, rows_of
+from verl_patches.catalog import FUNCTIONAL, ROWS, all_rows, platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import LINES
@@ -28,26 +28,26 @@ def prelude(run_python):
 
 @pytest.mark.parametrize("line", LINES)
 def test_stand_ins_are_for_machines_without_an_accelerator(line):
-    assert rows_of("npu") == ROWS
+    assert platform_rows("npu") == ROWS
     wanted = Engine(all_rows(), Switches(line, "npu")).wanted
     assert wanted and wanted.isdisjoint(row.id for row in STAND_INS)
     asked = Switches(line, "npu", tuple(f"+{row.id}" for row in STAND_INS))
     assert Engine(all_rows(), asked).wanted.isdisjoint(row.id for row in STAND_INS)
     for emulation in ("cpu", "npu_emulated"):
         own = {row.id for row in STAND_INS if line in row.lines and emulation in row.platforms}
-        assert own <= Engine(rows_of(emulation), Switches(line, emulation)).wanted
+        assert own <= Engine(platform_rows(emulation), Switches(line, emulation)).wanted
 
 
 def test_a_platform_without_rows_is_refused_by_name():
     with pytest.raises(ConfigError, match="platform is 'cuda'; expected one of npu, cpu, npu_emulated"):
-        compose("deepseekv3_tiny_cpu", ["recipe.platform=cuda"], rows_of)
+        compose("deepseekv3_tiny_cpu", ["recipe.platform=cuda"], platform_rows)
     with pytest.raises(ConfigError, match=r"cuda.* platform=npu\|cpu\|npu_emulated"):
         parse_switches("line=pypi,platform=cuda")
 
 
 def test_drift_skip_is_refused_with_what_to_use_instead():
     with pytest.raises(ConfigError, match="recipe.drift is 'skip'.*use warn, or switch the row off by -row.id"):
-        compose("deepseekv3_tiny_cpu", ["recipe.drift=skip"], rows_of)
+        compose("deepseekv3_tiny_cpu", ["recipe.drift=skip"], platform_rows)
     with pytest.raises(ConfigError, match="VERL_PATCHES.*use warn, or switch the row off by -row.id"):
         parse_switches("line=pypi,platform=cpu,drift=skip")
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
-FLOORS = (  # modules beside the packages too
+FLOORS = (  # packages, and modules beside them
     ("current", "errors", "processes", "shared_files", "values"),
     ("patching", "layout", "platform", "upstream", "recipe", "spec"),
     ("heartbeat",),
@@ -22,23 +22,27 @@ FLOORS = (  # modules beside the packages too
     ("tools",),
     ("cli", "catalog", "rules", "prelude_patch", "main", "import_alone", "__main__", "__init__"),
 )
-APART = "emulation"  # test equipment: loaded by name, on a platform without a device
+EMULATION_ROOM = "emulation"  # loaded by name, only on a platform without a device
 MAX_FLOORS, MAX_PACKAGES = 10, 20
-OF_NO_PACKAGE = {"loop", "npu", "scripts"}  # whole runs, the real torch_npu, scripts and pages
+FOLDERS_WITHOUT_PACKAGE = {
+    "loop",
+    "npu",
+    "scripts",
+}  # tests of whole runs, of the real torch_npu, and of scripts and docs
 MAX_FILES = 12
-FLOOR = {room: number for number, rooms in enumerate((*FLOORS, (APART,))) for room in rooms}
+FLOOR_NUMBERS = {room: number for number, rooms in enumerate((*FLOORS, (EMULATION_ROOM,))) for room in rooms}
 
 
-def room_of(path):
+def room_name(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def module_of(path):
+def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(tree):
+def imported_names(tree):
     """Return (name, line) of every import, also inside functions and of types alone (`if TYPE_CHECKING:`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -49,25 +53,25 @@ def imported(tree):
 
 
 def imported_rooms(tree):
-    for name, line in imported(tree):
+    for name, line in imported_names(tree):
         parts = name.split(".")
-        if parts[0] == "verl_patches" and len(parts) > 1 and parts[1] in FLOOR:
+        if parts[0] == "verl_patches" and len(parts) > 1 and parts[1] in FLOOR_NUMBERS:
             yield parts[1], line
 
 
 def imported_modules(file, tree, modules):
     """Return the files among `modules` that one imports; for `from package import module` the module alone."""
-    named = {name for name, _ in imported(tree)} & modules.keys()
-    return {name for name in named if not any(other.startswith(f"{name}.") for other in named)} - {module_of(file)}
+    named = {name for name, _ in imported_names(tree)} & modules.keys()
+    return {name for name in named if not any(other.startswith(f"{name}.") for other in named)} - {module_name(file)}
 
 
 def wrong_imports(path, tree):
-    here, place = FLOOR[room_of(path)], path.relative_to(PACKAGE)
-    higher = {(room, line) for room, line in imported_rooms(tree) if FLOOR[room] > here}
+    here, place = FLOOR_NUMBERS[room_name(path)], path.relative_to(PACKAGE)
+    higher = {(room, line) for room, line in imported_rooms(tree) if FLOOR_NUMBERS[room] > here}
     return [f"verl_patches/{place}:{line} imports {room}" for room, line in sorted(higher)]
 
 
-def cycles(imports):
+def import_cycles(imports):
     """Return sorted tuples of rooms that reach each other; `imports`: {room: rooms that it imports}."""
     graph = networkx.DiGraph(imports)
     return {tuple(sorted(group)) for group in networkx.strongly_connected_components(graph) if len(group) > 1}
@@ -76,7 +80,7 @@ def cycles(imports):
 @pytest.fixture(scope="module")
 def trees():
     files = list(PACKAGE.rglob("*.py"))
-    assert {room_of(f) for f in files} <= set(FLOOR)
+    assert {room_name(f) for f in files} <= set(FLOOR_NUMBERS)
     return {f: ast.parse(f.read_text()) for f in files}
 
 
@@ -89,30 +93,32 @@ def test_upper_floors_import_only_lower_ones(trees):
 def test_one_line_loads_the_emulation():
     """Check that outside of it only platform/__init__.py names the package, once; so no run on a device imports it."""
     named = re.compile(r"verl_patches[./]emulation")
-    texts = {file: file.read_text() for file in PACKAGE.rglob("*.py") if room_of(file) != APART}
+    texts = {file: file.read_text() for file in PACKAGE.rglob("*.py") if room_name(file) != EMULATION_ROOM}
     found = {file: len(named.findall(text)) for file, text in texts.items() if named.search(text)}
     assert found == {PACKAGE / "platform/__init__.py": 1}
 
 
 def test_no_run_on_a_device_imports_the_emulation(run_python):
-    code = "import sys, verl_patches.catalog as c\nc.rows_of({!r})\nprint('verl_patches.emulation' in sys.modules)"
+    code = (
+        "import sys, verl_patches.catalog as c\nc.platform_rows({!r})\nprint('verl_patches.emulation' in sys.modules)"
+    )
     for platform, loaded in (("npu", "False"), ("cpu", "True")):
         assert run_python(code.format(platform)).check().out.split()[-1] == loaded
 
 
 def test_no_rooms_and_no_files_import_each_other(trees):
     """Check imports of types too: code that needs the other's type is in the wrong room."""
-    rooms, modules = {}, {module_of(file): file for file in trees}
+    rooms, modules = {}, {module_name(file): file for file in trees}
     for file, tree in trees.items():
-        others = {room for room, _ in imported_rooms(tree)} - {room_of(file)}
-        rooms.setdefault(room_of(file), set()).update(others)
-    files = {module_of(file): imported_modules(file, tree, modules) for file, tree in trees.items()}
-    assert cycles(rooms) == cycles(files) == set()
+        others = {room for room, _ in imported_rooms(tree)} - {room_name(file)}
+        rooms.setdefault(room_name(file), set()).update(others)
+    files = {module_name(file): imported_modules(file, tree, modules) for file, tree in trees.items()}
+    assert import_cycles(rooms) == import_cycles(files) == set()
     assert len(files["verl_patches.patching.engine"]) > 3
     control = {**rooms, "run": {*rooms["run"], "plan"}}  # plan imports run
-    assert cycles(control) == {("plan", "run")}
-    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
-    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import Run")
+    assert import_cycles(control) == {("plan", "run")}
+    assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
+    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import TrainerRun")
     assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
 
 
@@ -123,12 +129,12 @@ def floors_text(packages):
 
 
 def test_the_top_level_is_few_rooms_on_few_floors(trees):
-    packages = {room_of(file) for file in trees if file.parent != PACKAGE}
+    packages = {room_name(file) for file in trees if file.parent != PACKAGE}
     assert 1 < len(packages) <= MAX_PACKAGES and len(FLOORS) <= MAX_FLOORS
     graph = networkx.DiGraph()
     for file, tree in trees.items():
-        graph.add_edges_from((room_of(file), room) for room, _ in imported_rooms(tree) if room != room_of(file))
-    chain = networkx.dag_longest_path(graph.subgraph(packages - {APART}))
+        graph.add_edges_from((room_name(file), room) for room, _ in imported_rooms(tree) if room != room_name(file))
+    chain = networkx.dag_longest_path(graph.subgraph(packages - {EMULATION_ROOM}))
     assert 1 < len(chain) <= MAX_FLOORS, f"the longest chain of imports has {len(chain)} packages: {' > '.join(chain)}"
     drawn = floors_text(packages)
     assert drawn.startswith("`patching layout") and drawn.endswith("| `cli`")
@@ -139,10 +145,10 @@ def test_the_top_level_is_few_rooms_on_few_floors(trees):
 def test_tests_lie_under_the_name_of_what_they_test():
     found = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")} - {Path()}
     others = {folder for folder in found if not (PACKAGE / folder / "__init__.py").is_file()}
-    assert others == {Path(name) for name in OF_NO_PACKAGE}
+    assert others == {Path(name) for name in FOLDERS_WITHOUT_PACKAGE}
 
 
-def crowded(sizes):
+def crowded_folders(sizes):
     return {folder: count for folder, count in sizes.items() if count > MAX_FILES}
 
 
@@ -153,8 +159,9 @@ def test_no_room_has_more_files_than_a_reader_can_name():
     """
     files = (file for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE)
     sizes = Counter(str(file.parent.relative_to(ROOT)) for file in files)
-    assert sizes["verl_patches/patching"] > 1 and crowded(sizes) == {}
-    assert crowded({"verl_patches/helpers": MAX_FILES + 1}) == {"verl_patches/helpers": MAX_FILES + 1}  # control
+    assert sizes["verl_patches/patching"] > 1 and crowded_folders(sizes) == {}
+    control = {"verl_patches/helpers": MAX_FILES + 1}
+    assert crowded_folders(control) == control
 
 
 @pytest.mark.parametrize(

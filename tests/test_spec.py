@@ -8,24 +8,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from tests.conftest import ROOT
-from tests.runs import composed, config_of, section_of
+from tests.runs import composed, trainer_config, worker_section
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan.memory_plan import recompute_keys
-from verl_patches.plan.search import GRAPHS_KEY, SEATS_KEY, as_overrides, rollout_keys, train_keys
+from verl_patches.plan.search import GRAPHS_KEY, MAX_NUM_SEQS_KEY, as_overrides, rollout_keys, train_keys
 from verl_patches.run.resolve import CONFIGS_DIR, changed_run
-from verl_patches.spec import RunSpec, run_of
+from verl_patches.spec import RunSpec, run_from_config
 
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
-OF_CONTROLLER = {"verl", "no_start", "given", "trees"}  # workers have their section of verl's configuration, from verl
+# fields that workers do not get; verl hands them their section of its configuration
+CONTROLLER_FIELDS = {"verl", "no_start", "given_keys", "trees"}
 ROOMS = "trainer worker step memory plan rewards reshard".split()
-# of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
-WITHOUT_RUN = {
+# functions that take a configuration before there is a RunSpec: of an invalid layout, or of one rollout instance
+FUNCTIONS_BEFORE_RUN = {
     "plan/serving.py:instance_config",
     "plan/plan.py:_search_command",
-    "rewards/parts.py:reward_parts",  # the facts of the run are made from them
+    "rewards/parts.py:reward_parts",  # RunSpec is made from its result
 }
 
 
@@ -34,10 +35,10 @@ WITHOUT_RUN = {
 )
 def test_a_worker_reads_the_facts_of_the_controller_from_its_section(name, algo):
     run = composed(name, [f"algo={algo}", "recipe.patches=[-reshard.*]"])
-    here, worker = run_of(config_of(run)), run_of(section_of(run))
+    here, worker = run_from_config(trainer_config(run)), run_from_config(worker_section(run))
     for read in (here, worker):
         unlike = {field.name for field in fields(RunSpec) if getattr(read, field.name) != getattr(run, field.name)}
-        assert unlike <= OF_CONTROLLER
+        assert unlike <= CONTROLLER_FIELDS
     assert here.verl.trainer == run.verl.trainer and not worker.verl
     assert worker.text() == run.text() and "reshard.direct" not in worker.rows
 
@@ -45,7 +46,7 @@ def test_a_worker_reads_the_facts_of_the_controller_from_its_section(name, algo)
 def test_a_section_without_the_facts_is_refused():
     section = OmegaConf.create(OmegaConf.to_container(composed(TINY).verl.actor_rollout_ref))
     with pytest.raises(ConfigError, match="has no key 'run'; expected the facts of the run"):
-        run_of(section)
+        run_from_config(section)
 
 
 def test_a_run_cannot_be_changed():
@@ -67,12 +68,12 @@ UPDATES = {
         "trainer.nnodes": 8,
         **train_keys(1, 16, 8, LAYERS["recipe.train.layers_per_stage"]),
         **rollout_keys(4, 128),
-        SEATS_KEY: 128,
+        MAX_NUM_SEQS_KEY: 128,
         "recipe.train.swap_optimizer": False,
     },
     "batches": {"data.train_batch_size": 1024, "actor_rollout_ref.actor.ppo_mini_batch_size": 256, REF_MICRO_BATCH: 4},
     "micro batches": {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2},
-    "graphs": {SEATS_KEY: 16, GRAPHS_KEY: [8, 16]},
+    "graphs": {MAX_NUM_SEQS_KEY: 16, GRAPHS_KEY: [8, 16]},
     "recomputation": recompute_keys((3, 2, 1, 1, 0, 0, 0, 0)),
 }
 
@@ -80,17 +81,17 @@ UPDATES = {
 @pytest.mark.parametrize("name", [BIG, TRUE_WEIGHT])
 @pytest.mark.parametrize("kind", UPDATES)
 def test_other_values_are_as_if_composed_with_them(name, kind):
-    given = ["algo=ppo", *as_overrides(recompute_keys(8))]  # a number in the place of auto
+    given = ["algo=ppo", *as_overrides(recompute_keys(8))]  # a number, not auto, so that it does not change
     run, updates = composed(name, given), UPDATES[kind]
     before = OmegaConf.to_yaml(run.verl)
     expected = composed(name, [*given, *as_overrides(updates)])
     found = changed_run(run, updates)
     assert OmegaConf.to_container(found.verl) == OmegaConf.to_container(expected.verl)
-    assert replace(found, given=expected.given) == expected
-    assert OmegaConf.to_yaml(run.verl) == before and replace(run, given=expected.given) != expected
+    assert replace(found, given_keys=expected.given_keys) == expected
+    assert OmegaConf.to_yaml(run.verl) == before and replace(run, given_keys=expected.given_keys) != expected
 
 
-def takers(tree: ast.AST) -> set[str]:
+def config_functions(tree: ast.AST) -> set[str]:
     """Return the names of functions with a parameter whose annotation names DictConfig."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {
@@ -104,6 +105,7 @@ def takers(tree: ast.AST) -> set[str]:
 def test_no_function_takes_a_configuration_to_learn_what_a_run_knows():
     files = {path for room in ROOMS for path in (ROOT / "verl_patches" / room).rglob("*.py")}
     place = {path: path.relative_to(ROOT / "verl_patches").as_posix() for path in files}
-    found = {f"{place[path]}:{name}" for path in files for name in takers(ast.parse(path.read_text()))}
-    assert found == WITHOUT_RUN
-    assert takers(ast.parse("def f(a: int, *, config: 'DictConfig | None' = None): ...")) == {"f"}  # the control
+    found = {f"{place[path]}:{name}" for path in files for name in config_functions(ast.parse(path.read_text()))}
+    assert found == FUNCTIONS_BEFORE_RUN
+    control = ast.parse("def f(a: int, *, config: 'DictConfig | None' = None): ...")
+    assert config_functions(control) == {"f"}

@@ -1,6 +1,6 @@
 """`python -m verl_patches`: inspect patches, prepare an upstream tree, run a smoke or a training, convert weights.
 
-Every command takes --json. Exit codes: 0 fine, 1 a problem was found, 2 wrong use, 130 Ctrl-C.
+Every command takes --json. Exit codes: 0 success, 1 a problem was found, 2 a wrong argument or setting, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ try:
     import typer
 
     from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, run, weights
-    from verl_patches.errors import ConfigError, RecipeError, interrupted
+    from verl_patches.errors import ConfigError, RecipeError, interruption_text
     from verl_patches.processes import on_end_signals
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or str(error.name).startswith("verl_patches"):
         raise
     sys.stderr.write(
-        f"verl_patches: {sys.executable} has no module {error.name}; expected the Python of `bash scripts/setup.sh`: "
-        "run it once, then `source .venv/bin/activate` (in an NPU image: pip install -r requirements.txt)\n"
+        f"verl_patches: module {error.name} is not installed in {sys.executable}; expected the environment that "
+        "`bash scripts/setup.sh` makes. Run it once, then `source .venv/bin/activate` "
+        "(in an NPU image: pip install -r requirements.txt)\n"
     )
     raise SystemExit(2) from None
 
@@ -64,7 +65,7 @@ def main() -> None:
         app()
     except SystemExit:
         if received:
-            print(f"verl_patches: {interrupted(received[0])}", file=sys.stderr)
+            print(f"verl_patches: {interruption_text(received[0])}", file=sys.stderr)
         raise
     except ConfigError as error:
         print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)

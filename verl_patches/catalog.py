@@ -3,7 +3,7 @@
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
 Last come stand-ins for packages that have no build for NPUs. A platform without a device also has the rows of
-platform.emulation(). The fields of a row are id, kind, target, provider, why, exit.
+platform.load_emulation(). The fields of a row are id, kind, target, provider, why, exit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from verl_patches.patching.spec import PROCESSES, PatchSpec
-from verl_patches.platform import NO_DEVICE, emulation
+from verl_patches.platform import NO_DEVICE, load_emulation
 
 _MINDSPEED = "verl_patches.model.mindspeed"
 _WORKERS = "verl.workers.megatron_workers"
@@ -24,10 +24,10 @@ _REGISTRY = "verl.models.mcore.registry"
 _VOCAB_PARALLEL = "verl.utils.megatron.tensor_parallel"
 _PYPI, _A3 = frozenset({"pypi"}), frozenset({"a3"})
 _CONTROLLER, _WORKER, _ALL = frozenset({"controller"}), frozenset({"worker"}), frozenset(PROCESSES)
-_NEVER = "none: it is what this recipe adds to verl"
+_NO_EXIT = "none: it is what this recipe adds to verl"
 _NEWER_MEGATRON = "the pins move to a megatron-core that has it (0.12 has)"
 _VERL_HAS_IT = "verl has a DeepSeek-V3 on MindSpeed-LLM"
-_HOLD_PACKED = (
+_PACKED_PARAMS_HOLDERS = (
     "verl.models.mcore.util", "megatron.core.models.gpt.gpt_model",
     "megatron.core.transformer.custom_layers.transformer_engine", "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.transformer_block", "mindspeed.core.models.gpt.gpt_model",
@@ -38,7 +38,7 @@ _HOLD_PACKED = (
     "mindspeed_llm.tasks.posttrain.trl_ppo.actor_model",
 )  # fmt: skip
 
-_HOLD_GROUPS = (
+_GROUP_INIT_HOLDERS = (
     "vllm.distributed:init_model_parallel_group",
     "vllm.spec_decode.smaller_tp_proposer_worker:init_model_parallel_group",
     "verl.third_party.vllm.vllm_v_0_5_4.parallel_state:init_model_parallel_group",
@@ -47,7 +47,7 @@ _HOLD_GROUPS = (
 
 
 def _row(
-    id: str, kind: str, target: str, provider: str, why: str, exit: str = _NEVER, processes=_WORKER, **more: Any
+    id: str, kind: str, target: str, provider: str, why: str, exit: str = _NO_EXIT, processes=_WORKER, **more: Any
 ) -> PatchSpec:
     """Return a row for workers unless `processes` is given; a row that names a feature has the role "feature"."""
     role = "feature" if "feature" in more else "correctness"
@@ -78,8 +78,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          needs=("rollout.engine",)),
     _row("rollout.no_collector", "override", "vllm.entrypoints.llm:LLM.generate",
          "verl_patches.worker.rollout_engine:RolloutEngine.generate",
-         "Python's garbage collector runs in the midst of decode steps, at other times on each rank, and all ranks of "
-         "an instance wait for the slowest.",
+         "Python's garbage collector runs during decode steps, at different times on each rank, and all ranks of an "
+         "instance wait for the slowest.",
          exit="vLLM freezes the collector while it decodes", needs=("rollout.engine",), role="speed"),
     _row("rollout.dp_place", "wrap", "vllm.config:ParallelConfig.__post_init__",
          "verl_patches.rollout.engine:set_dp_rank_in_launcher",
@@ -131,22 +131,22 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
     _ascend("rollout.ascend_mc2_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
-            "verl_patches.platform.npu.groups:with_mc2_groups",
+            "verl_patches.platform.npu.groups:add_mc2_groups",
             "CANN demands a communicator for MC2 on which no other operator runs; vllm-ascend gives MC2 in decode "
             "that of vLLM's EP group, on which vllm_ascend.ops.fused_moe.fused_experts_with_all2all runs prefills.",
             exit="vllm-ascend PRs 1711 (get_mc2_group) and 1831 (several instances) are in the pin, as in v0.9.1rc2",
-            bindings=_HOLD_GROUPS),
+            bindings=_GROUP_INIT_HOLDERS),
     _ascend("rollout.ascend_mc2_name", "wrap", "vllm_ascend.ops.fused_moe:AscendUnquantizedFusedMoEMethod.__init__",
             "verl_patches.platform.npu.groups:use_mc2_group",
             "The only place from which MC2's ops get the name of their communicator, in graphs too; the methods of "
             "quantised experts have their own, which no weight sync of ours writes into.",
             exit="as rollout.ascend_mc2_groups", needs=("rollout.ascend_mc2_groups",)),
     _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
-            "verl_patches.platform.npu.groups:options_of_rollout",
+            "verl_patches.platform.npu.groups:rollout_group_options",
             "vLLM makes its device groups without options (vllm.distributed.parallel_state.GroupCoordinator.__init__), "
             "so that each holds two buffers of HCCL_BUFFSIZE, which the experts' exchange sizes; "
             "recipe.hccl.small_groups_mib is for the others, among them the EP group where MC2 has its own.",
-            exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
+            exit="vLLM takes options of groups", bindings=_GROUP_INIT_HOLDERS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.step.replay.expert_load:count_experts",
@@ -249,7 +249,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.packed_fields", "wrap", "megatron.core.packed_seq_params:PackedSeqParams",
         f"{_MINDSPEED}.compat:add_padded_lengths",
         "verl.models.mcore.util.preprocess_packed_seqs gives it lengths with padding; core_r0.8.0 has no such fields",
-        exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED)),
+        exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _PACKED_PARAMS_HOLDERS)),
     *(_a3(f"model.etp_{name}", "extend", f"megatron.core.parallel_state:get_expert_tensor_parallel_{name}",
           f"{_MINDSPEED}.compat:expert_tensor_parallel_{name}",
           "verl calls it (verl.workers.sharding_manager.megatron_vllm); core_r0.8.0 has no such groups",
@@ -295,7 +295,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
         "MindSpeed", exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
     _ascend("update.small_groups", "wrap", "mindspeed_llm.core.parallel_state:get_nccl_options_wrapper",
-            "verl_patches.platform.npu.groups:options_of_training",
+            "verl_patches.platform.npu.groups:training_group_options",
             "MindSpeed-LLM's options of Megatron's groups hold a name only, in place of MindSpeed's with a size "
             "(mindspeed.core.parallel_state.get_nccl_options_wrapper): as rollout.ascend_small_groups.",
             exit="MindSpeed-LLM hands on --hccl-group-buffer", feature="small_groups"),
@@ -306,7 +306,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
         "verl_patches.worker.models:overlapping_ddp",
         "verl builds DDP with overlap_grad_reduce=False (verl.utils.megatron_utils.get_model), and gives the schedules "
-        "no no_sync, without which each micro batch would start a reduction", feature="grad_overlap",
+        "no no_sync, without which each micro batch would start a reduction", feature="overlap_grad_reduce",
         exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:step_lr_schedule",
@@ -511,7 +511,7 @@ MEMORY: tuple[PatchSpec, ...] = (
             exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",), role="speed"),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
-         "verl never looks at what is on the device; the ledger watches what the worker has built.",
+         "verl does not check what is on the device; the ledger compares it with the memory schedule.",
          needs=("update.recipe_worker", "rollout.engine", "memory.order"), role="observe", feature="memory_ledger"),
     _row("memory.order", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
@@ -520,7 +520,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
          needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
-    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:without_empty_cache",
+    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
          "for the same memory again; with memory.order the schedule says where.",
          exit="verl empties the cache where a stage needs memory past torch's pool, and only there", role="speed",
@@ -532,7 +532,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
-            "verl_patches.worker.rollout_engine:with_addresses_read",
+            "verl_patches.worker.rollout_engine:torchair_with_live_addresses",
             "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
             "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
             "compiles graphs without it.", role="correctness", feature="graphs",
@@ -548,7 +548,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
          processes=_CONTROLLER, role="speed"),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
          "verl_patches.heartbeat.calls:record_starts",
-         "How far apart workers start is known in the workers only, and verl does not look.",
+         "Only the workers know how far apart they start a call, and verl does not record it.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register"), role="observe"),
 )  # fmt: skip
@@ -575,7 +575,7 @@ FUNCTIONAL: tuple[PatchSpec, ...] = (
     *CHECKPOINT,
 )  # fmt: skip
 
-NO_BUILD: tuple[PatchSpec, ...] = tuple(
+PACKAGE_STUBS: tuple[PatchSpec, ...] = tuple(
     _row(f"platform.{module.replace('.', '_')}", "stub", module, "verl_patches.platform.flash_attn",
          "verl.workers.critic.dp_critic imports flash_attn.bert_padding wherever megatron_workers is imported "
          "(verl.workers.actor.dp_actor too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
@@ -584,15 +584,15 @@ NO_BUILD: tuple[PatchSpec, ...] = tuple(
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
 
-ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD)
+ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *PACKAGE_STUBS)
 
 
-def rows_of(platform: str) -> tuple[PatchSpec, ...]:
+def platform_rows(platform: str) -> tuple[PatchSpec, ...]:
     """Return the rows that a run on `platform` may have: this table, and without a device those that emulate one."""
-    room = emulation(platform)
-    return ROWS if room is None else (*ROWS, *room.ROWS)
+    emulator = load_emulation(platform)
+    return ROWS if emulator is None else (*ROWS, *emulator.ROWS)
 
 
 def all_rows() -> tuple[PatchSpec, ...]:
     """Return the rows of all platforms, for code that reads upstream's source: drift, fingerprints."""
-    return rows_of(NO_DEVICE[0])
+    return platform_rows(NO_DEVICE[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INTERRUPTED = "interrupted by "  # begins the recorded reason of a run that a user or a scheduler ended
+INTERRUPTION_PREFIX = "interrupted by "  # begins the recorded reason of a run that a user or a scheduler ended
 
 
 class ConfigError(ValueError):
@@ -40,24 +40,24 @@ class Check:
     note: bool = False
 
 
-def either(name: str, ok: bool, held: str, fault: str) -> Check:
-    """Return a Check whose detail is `held` where the rule holds, else `fault`."""
-    return Check(name, ok, held if ok else fault)
+def either(name: str, ok: bool, detail: str, fault: str) -> Check:
+    """Return a Check with `detail` if the rule holds, else with `fault` as its detail."""
+    return Check(name, ok, detail if ok else fault)
 
 
 def divides(name: str, total: int, part: int, key: str, quotient: str) -> Check:
     """Return the Check that `part` divides `total`; `key` is what to change, `quotient` what the quotient counts."""
-    held = f"{total} / {part} = {total // part} {quotient}"
-    return either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
+    detail = f"{total} / {part} = {total // part} {quotient}"
+    return either(name, total % part == 0, detail, f"{total} is not a multiple of {part}; change {key}")
 
 
-def require(checks: Iterable[Check]) -> None:
+def require_checks(checks: Iterable[Check]) -> None:
     """Raise ConfigError with every failed check; return if all hold."""
     if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(failed))
 
 
-def fault_of(function: Callable, *arguments: Any) -> str | None:
+def config_error_text(function: Callable, *arguments: Any) -> str | None:
     """Return the text of the ConfigError that `function` raises; None without one."""
     try:
         function(*arguments)
@@ -66,19 +66,21 @@ def fault_of(function: Callable, *arguments: Any) -> str | None:
     return None
 
 
-def interrupted(number: int) -> str:
+def interruption_text(number: int) -> str:
     """Return "interrupted by SIGINT (Ctrl-C)", or the same for another signal."""
     sent = signal.Signals(number)
     cause = {signal.SIGINT: " (Ctrl-C)", signal.SIGHUP: " (its terminal closed)"}.get(sent, "")
-    return f"{INTERRUPTED}{sent.name}{cause}"
+    return f"{INTERRUPTION_PREFIX}{sent.name}{cause}"
 
 
-def place_in(text: str, file: str | None) -> str:
+def traceback_location(text: str, file: str | None) -> str:
     """Return "FILE:LINE: " with the last line of `file` that the tracebacks in `text` name; empty without one."""
-    lines = [line for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text) if file and _is(path, file)]
+    if not file:
+        return ""
+    lines = [line for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text) if _is_same_file(path, file)]
     return f"{file}:{lines[-1]}: " if lines else ""
 
 
-def _is(path: str, file: str) -> bool:
+def _is_same_file(path: str, file: str) -> bool:
     """Return whether a traceback's path is that of `file`, which may be relative to another process's folder."""
     return path == os.path.abspath(file) or Path(path).parts[-len(Path(file).parts) :] == Path(file).parts

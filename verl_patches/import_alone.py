@@ -23,23 +23,23 @@ from verl_patches.run.compose import output_root, write_reward_models
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
-from verl_patches.spec import RUN, RunSpec, give_run, run_of
-from verl_patches.trainer.ray_start import unless_start_fails
+from verl_patches.spec import RUN, RunSpec, run_from_config, write_run
+from verl_patches.trainer.ray_start import run_unless_start_fails
 from verl_patches.trainer.record import Progress
 from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
 
 log = logging.getLogger(__name__)
 
-NOT_HERE = (
-    "verl_patches: started without its launcher (python -m verl_patches train): environment variables, model folder "
-    "and memory plan are not checked, nothing watches memory and time, {record}"
+NO_LAUNCHER_WARNING = (
+    "verl_patches: this run was started without its launcher (python -m verl_patches train): environment variables, "
+    "model folder and memory plan are not checked, memory and time are not monitored, {record}"
 )
-_BY_LAUNCHER = (
+_LAUNCHER_KEYS = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
     "model_shape num_hidden_layers watch restart start"
 ).split()
-_FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
+_FIXED_ROUTE_VARIABLE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
 
 
 def recipe_by_default(original: Callable) -> Callable:
@@ -52,17 +52,17 @@ def recipe_by_default(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.get(RUN) is None:
-            self.recipe_held = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
-            run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.recipe_held)
-            give_run(config, run.text())
-            log.warning(NOT_HERE.format(record=_record(run)))
+            self.held_locks = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
+            run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.held_locks)
+            write_run(config, run.text())
+            log.warning(NO_LAUNCHER_WARNING.format(record=_record_text(run)))
             self.modified_sources = refuse_modified(run)
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
             send_settings(**worker_settings(run))
-            self.init_workers = functools.partial(unless_start_fails, self.init_workers)
+            self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
-        _try_rewards(self, run_of(config))
+        _try_rewards(self, run_from_config(config))
 
     return __init__
 
@@ -77,7 +77,7 @@ def _try_rewards(trainer: Any, run: RunSpec) -> None:
         progress.say(f"| reward of a made-up answer to the first prompt: {said}")
 
 
-def _record(run: RunSpec) -> str:
+def _record_text(run: RunSpec) -> str:
     if run.start.name is None:
         return "and no record is written (+recipe.run=NAME writes one)"
     return f"the record is in {run.folder}"
@@ -97,11 +97,14 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
         config.recipe = merged
         has_model = any(entry.name == "reward_model" for entry in config.recipe.rewards or ())
         if has_model and not config.reward_model.enable:  # verl's main has already read this key
-            raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
+            raise ConfigError(
+                "reward_model.enable is false; expected true, as recipe.rewards has an entry of name reward_model: "
+                "set reward_model.enable=true"
+            )
         write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
-    checks = (check for rule in RULES.sizes if rule in RULES.alone for check in rule(run))
+    checks = (check for rule in RULES.sizes if rule in RULES.launcherless for check in rule(run))
     faults = [*_npu_faults(run), *(check.detail for check in checks if not check.ok)]
     if faults:
         raise ConfigError("\n  ".join(faults))
@@ -112,29 +115,29 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
     """Return the whole section `recipe`: the user's values, the prelude's switches, and defaults."""
     dtype, dtypes = config.actor_rollout_ref.rollout.dtype, {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if dtype not in dtypes:
-        expected = f"expected one of {', '.join(dtypes)}: training has the same dtype"
+        expected = f"expected {' or '.join(dtypes)}, which training uses too"
         raise ConfigError(f"actor_rollout_ref.rollout.dtype is {dtype!r}; {expected}")
     decided = {name: getattr(switches, name) for name in ("line", "platform", "drift")}
     decided |= {"patches": list(switches.patterns), "dtype": dtypes[dtype]}
-    given = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
+    user_values = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
     faults = []
     for key, value in decided.items():
-        if given.get(key, value) != value:
+        if user_values.get(key, value) != value:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
-            faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
-    acts = "only the launcher (python -m verl_patches train) acts on it; remove it, or use the launcher"
-    selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _BY_LAUNCHER}
-    faults += [f"recipe.{key} is given, but {acts}" for key, value in selected.items() if value is not None]
+            faults.append(f"recipe.{key} is {user_values[key]!r}; expected {value!r}, the value in {where}")
+    acts = "only the launcher (python -m verl_patches train) reads it; remove the key, or start with the launcher"
+    selected = {key: OmegaConf.select(OmegaConf.create(user_values), key) for key in _LAUNCHER_KEYS}
+    faults += [f"recipe.{key} is set, but {acts}" for key, value in selected.items() if value is not None]
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
+        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), user_values, decided))
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/recipe.py") from error
+        raise ConfigError(f"recipe: {text}; docs/configuration.md lists the keys") from error
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
-    return merged | {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
+    return merged | {"run": user_values.get("run"), "output_root": str(output_root(merged["output_root"]))}
 
 
 def _npu_faults(run: RunSpec) -> list[str]:
@@ -144,15 +147,15 @@ def _npu_faults(run: RunSpec) -> list[str]:
     faults = []
     if run.verl.trainer.device != "npu":
         faults.append(
-            f"trainer.device is {run.verl.trainer.device}; expected npu, as {PATCHES_VAR} says platform=npu: verl "
-            "would wait for GPUs that Ray does not have; set trainer.device=npu"
+            f"trainer.device is {run.verl.trainer.device}; expected npu, the platform in {PATCHES_VAR}, as verl would "
+            "wait for GPUs that Ray does not have: set trainer.device=npu"
         )
-    balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
+    balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE_VARIABLE)
     wanted = "1" if balanced else "0"
     if route != wanted:
         faults.append(
-            f"{_FIXED_ROUTE} is {route} in the environment of the trainer; expected {wanted}, as "
-            f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE}={wanted} before "
+            f"{_FIXED_ROUTE_VARIABLE} is {route} in the environment of the trainer; expected {wanted}, as "
+            f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE_VARIABLE}={wanted} before "
             "`ray start` on every node, or change the key"
         )
     return faults

@@ -21,12 +21,12 @@ from verl_patches.launch.supervise.watcher import Watcher
 from verl_patches.layout.phases import START
 from verl_patches.run import hccl
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
-from verl_patches.spec import read_run, run_of
+from verl_patches.spec import read_run, run_from_config
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
 
-ENDED = "the controller has ended"
-_FORWARDED_S = 5
+ENDED_LINE = "the controller has ended"
+_FORWARD_LIMIT_S = 5
 
 
 def main(arguments: list[str]) -> int:
@@ -34,38 +34,38 @@ def main(arguments: list[str]) -> int:
     folder = Path(*arguments)
     run = read_run((folder / FACTS_FILE).read_text(), OmegaConf.load(folder / CONFIG_FILE))
     stage, address, watch = Progress(folder), run.recipe.ray_address, run.recipe.watch
-    stage.say("~ starting Ray" if address is None else f"~ joining Ray, {address}")
-    with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
+    stage.say("~ starting Ray" if address is None else f"~ joining the Ray cluster at {address}")
+    with contextlib.redirect_stdout(_WatchedStream(sys.stdout, ENDED_LINE)) as output:
         # imported here, because the controller imports this module too
-        from verl_patches.launch.ray_cluster import leave_out, ray_options
+        from verl_patches.launch.ray_cluster import ray_options, reserve_left_out_nodes
 
-        ray_start.start(**ray_options(run))
-        stage.say("~ Ray runs, starting the controller")
+        ray_start.start_ray(**ray_options(run))
+        stage.say("~ Ray is up, starting the controller")
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         watcher, failed = None, True
         try:
-            leave_out(run)
+            reserve_left_out_nodes(run)
             if watch.action != "off":
                 collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
                 load_s = run.recipe.timeouts.load_s
                 bounds = Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s)
-                sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
+                sys.stdout.write(f"watch: time limits of a phase: {bounds}\n")
                 stops, say = watch.action == "stop", lambda text: stage.say(f"~ {text}")
                 watcher = Watcher(folder, bounds, run.world_size, stops, say)
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-            ray_start.result_of(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
+            ray_start.wait_for_result(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
             failed = False
-            output.seen.wait(_FORWARDED_S)
+            output.seen.wait(_FORWARD_LIMIT_S)
             if timeline := run.verl.ray_init.get("timeline_json_file"):
                 ray.timeline(filename=timeline)
         except ray.exceptions.RayError as error:
-            output.seen.wait(_FORWARDED_S)
+            output.seen.wait(_FORWARD_LIMIT_S)
             if watcher is not None:
-                watcher.explain(error)
+                watcher.explain_error(error)
             raise
         finally:
             if watcher is not None:
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-class _Watched:
+class _WatchedStream:
     """Set the event `seen` once `text` was written to a stream; Ray forwards output late, and shutdown drops it."""
 
     def __init__(self, stream, text: str):
@@ -96,7 +96,7 @@ class Controller:
     def run(self, config) -> None:
         """Run verl's TaskRunner to its end."""
         OmegaConf.set_readonly(config, False)  # verl writes the number of steps
-        if run_of(config).recipe.watch.action != "off":
+        if run_from_config(config).recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
             heartbeat.current_heartbeat().set_controller_step(0, START)
         run_task_runner(config)
@@ -109,7 +109,7 @@ def run_task_runner(config) -> None:
 
         TaskRunner.__ray_metadata__.modified_class().run(config)
     finally:
-        sys.stdout.write(f"{ENDED}\n")  # the last line: once Ray has forwarded it, all others have been
+        sys.stdout.write(f"{ENDED_LINE}\n")  # the last line: once Ray has forwarded it, all others have been
         sys.stdout.flush()
 
 

@@ -74,7 +74,7 @@ class Descendants:
         self._me = psutil.Process()
         self._before = set(self._me.children(recursive=True))
         self.shared = SharedMemory()
-        self.waited_for: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
+        self.waited_pids: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
 
     def alive(self) -> list[psutil.Process]:
         """Return the descendants that still run, and reap finished orphans among them."""
@@ -85,14 +85,14 @@ class Descendants:
         if not is_gone(process):
             return False
         with suppress(psutil.NoSuchProcess, ChildProcessError):
-            if process.ppid() == self._me.pid and process.pid not in self.waited_for:
+            if process.ppid() == self._me.pid and process.pid not in self.waited_pids:
                 os.waitpid(process.pid, os.WNOHANG)
         return True
 
     def end_all(self) -> None:
         """End all descendants (`end_processes`), and warn of those that stay."""
-        for process in end_processes(self.alive, self.shared, self.waited_for):
-            log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
+        for process in end_processes(self.alive, self.shared, self.waited_pids):
+            log.warning("process %d (%s) still runs after SIGTERM and SIGKILL", process.pid, process_name(process))
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -104,11 +104,11 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def end_processes(
-    living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_for: Collection[int] = ()
+    living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_pids: Collection[int] = ()
 ) -> Sequence[psutil.Process]:
     """Send SIGTERM, then SIGKILL to the living processes until all have ended; then remove their shared memory.
 
-    `waited_for`: pids of children that other code waits for. Returns the processes that could not be ended.
+    `waited_pids`: pids of children that other code waits for. Returns the processes that could not be ended.
     """
     for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
         left = living()
@@ -118,7 +118,7 @@ def end_processes(
         for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.send_signal(number)
-        psutil.wait_procs([process for process in left if process.pid not in waited_for], timeout=timeout_s)
+        psutil.wait_procs([process for process in left if process.pid not in waited_pids], timeout=timeout_s)
     shared.remove()
     return living()
 
@@ -147,7 +147,7 @@ class SharedMemory:
             (self.FOLDER / name).unlink(missing_ok=True)
 
 
-def taken_by(port: int, addresses: Iterable[str]) -> str | None:
+def port_holder(port: int, addresses: Iterable[str]) -> str | None:
     """Return the process that holds a port of these addresses, as far as this user may see; None where all are free."""
     for address in addresses:
         try:
@@ -162,22 +162,22 @@ def taken_by(port: int, addresses: Iterable[str]) -> str | None:
     return None
 
 
-def started_at(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """Return when a process started, in clock ticks since boot; 0 for no such process.
 
     Together with its pid this identifies a process. psutil's create_time does not, as it moves when the machine's clock
     is set.
     """
-    return int((_stat(pid) or ["0"] * 20)[19])
+    return int((_stat_fields(pid) or ["0"] * 20)[19])
 
 
-def state_of(pid: int, started: int) -> str:
+def process_state(pid: int, started: int) -> str:
     """Return the state of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
-    stat = _stat(pid)
+    stat = _stat_fields(pid)
     return "gone" if stat is None or int(stat[19]) != started or stat[0] in "ZX" else stat[0]
 
 
-def _stat(pid: int) -> list[str] | None:
+def _stat_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat from the third (state) on; the second, a name, may have spaces and ")"."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -185,7 +185,7 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def name_of(process: psutil.Process) -> str:
+def process_name(process: psutil.Process) -> str:
     """Return a process's short role: "driver", Ray's own ("raylet", "WorkerDict", "IDLE"), or the program's name."""
     try:
         line = process.cmdline() or [process.name()]
@@ -201,8 +201,8 @@ def name_of(process: psutil.Process) -> str:
     return os.path.basename(script or head).removesuffix(".py")
 
 
-GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
-AT_LEAST_EVERY = 10  # read PSS in each Nth call of `sample` too
+RSS_GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
+PSS_SAMPLE_INTERVAL = 10  # read PSS in each Nth call of `sample` too
 
 
 class MemoryWatch:
@@ -217,8 +217,8 @@ class MemoryWatch:
     def sample(self, processes: Iterable[psutil.Process]) -> None:
         """Read the resident sizes of the processes, and their PSS where that is due."""
         processes = list(processes)
-        rss = sum(map(_rss, processes))
-        due = self._samples % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH
+        rss = sum(map(_resident_bytes, processes))
+        due = self._samples % PSS_SAMPLE_INTERVAL == 0 or rss > self._rss_at_reading * RSS_GROWTH
         self._samples += 1
         if not due or not processes:
             return
@@ -226,7 +226,7 @@ class MemoryWatch:
         sizes = {process: self._pss(process) for process in processes}
         for process, size in sizes.items():
             self._peak[process] = max(size, self._peak.get(process, 0))
-            name = name_of(process)
+            name = process_name(process)
             if name not in ("gone", "IDLE") or process not in self._name:
                 self._name[process] = name
         self._total = max(self._total, sum(sizes.values()))
@@ -238,7 +238,7 @@ class MemoryWatch:
             return 0
         except psutil.AccessDenied:
             self.fallbacks += 1
-            return _rss(process)
+            return _resident_bytes(process)
 
     def peaks(self) -> dict[str, int]:
         """Return {process: peak bytes, "total": peak of the sum in bytes}; equal names are numbered by size.
@@ -256,7 +256,7 @@ class MemoryWatch:
         return {**peaks, "resident_not_pss": self.fallbacks} if self.fallbacks else peaks
 
 
-def _rss(process: psutil.Process) -> int:
+def _resident_bytes(process: psutil.Process) -> int:
     try:
         return process.memory_info().rss
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -30,18 +30,18 @@ from verl_patches.values import (
     RayAddress,
     Share,
     Text,
-    types_of,
+    field_types,
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 HCCL_PORTS = 16 + 128  # of a node: 16 from HCCL_IF_BASE_PORT on, the others are HCCL_HOST_SOCKET_PORT_RANGE
 
-ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
-PROFILED = tuple(phase for phase in MEMORY_PHASES if phase not in ON_CONTROLLER)
+CONTROLLER_PHASES = ("reward", "advantage")  # phases in which workers do nothing
+PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROLLER_PHASES)
 
 
-def one_of(*words: str, note: str = "") -> Any:
-    """Return the constraint of a text that is one of `words`, for `Annotated[str, one_of(...)]`; errors add `note`."""
+def choices(*words: str, note: str = "") -> Any:
+    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`; errors add `note`."""
     expected = f"one of {', '.join(words)}"
     return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
 
@@ -73,43 +73,44 @@ class Train:
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (MindSpeed's swap_optimizer).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
-    fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
-    fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
-    inside the matrix product's kernel.
+    use_fused_rmsnorm, use_fused_swiglu, use_fused_rotary_pos_emb: MindSpeed's fused kernel of that name.
+    use_fused_moe_token_permute_and_unpermute: MindSpeed's fused kernels that order tokens by expert, and back.
+    gradient_accumulation_fusion, gemm_gradient_accumulation_fusion: add weight gradients of linear layers, or of
+    experts, to the fp32 gradients inside the matrix product's kernel.
     unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value to 256
     (at 671B).
-    alltoall_overlap: overlap the experts' exchange with computation.
-    grad_overlap: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of after it.
-    Only the first pipeline stage has several buckets.
-    grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
-    data-parallel rank if that is more.
-    collective_timeout_minutes: time limit of a training collective.
-    router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
-    0 leaves the biases unchanged. No auxiliary loss is used.
+    moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
+    overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
+    after it. Only the first pipeline stage has several buckets.
+    ddp_bucket_size: parameters of a bucket; null is Megatron's size, 40 million, or a million for each data-parallel
+    rank if that is more.
+    distributed_timeout_minutes: time limit of a training collective.
+    moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
+    update; 0 leaves the biases unchanged. No auxiliary loss is used.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs only.
     adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
 
     layers_per_stage: list[Count] | None = None
-    expert_split: Annotated[str, one_of("etp", "tp_extend_ep")] = "etp"
+    expert_split: Annotated[str, choices("etp", "tp_extend_ep")] = "etp"
     skip_old_log_prob: bool = False
-    importance_ratio: Annotated[str, one_of("token", "sequence")] = "token"
+    importance_ratio: Annotated[str, choices("token", "sequence")] = "token"
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
     max_skipped_steps: Count = 3
-    fused_rmsnorm: bool = True
-    fused_swiglu: bool = True
-    fused_rope: bool = True
-    fused_permute: bool = True
-    fused_linear_wgrad: bool = False
-    fused_expert_wgrad: bool = False
+    use_fused_rmsnorm: bool = True
+    use_fused_swiglu: bool = True
+    use_fused_rotary_pos_emb: bool = True
+    use_fused_moe_token_permute_and_unpermute: bool = True
+    gradient_accumulation_fusion: bool = False
+    gemm_gradient_accumulation_fusion: bool = False
     unpadded_attention: bool = False
-    alltoall_overlap: bool = False
-    grad_overlap: bool = False
-    grad_bucket_parameters: Count | None = None
-    collective_timeout_minutes: Count = 30
-    router_bias_update_rate: NotNegative = 0.0
+    moe_alltoall_overlap_comm: bool = False
+    overlap_grad_reduce: bool = False
+    ddp_bucket_size: Count | None = None
+    distributed_timeout_minutes: Count = 30
+    moe_router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.999
@@ -156,7 +157,7 @@ class RolloutAscend:
     multistream_moe: bool = False
     view_optimize: bool = True
     kv_nz: bool = False
-    scheduler: Annotated[str, one_of("v1", "ascend")] = "v1"
+    scheduler: Annotated[str, choices("v1", "ascend")] = "v1"
     chunked_prefill_for_mla: bool = False
     prefix_caching: bool = True
     vllm_sleep_mode: bool = False
@@ -167,9 +168,9 @@ class RolloutAscend:
 class Rollout:
     """Set the rollout layout, beyond verl's rollout section.
 
-    dp: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
+    data_parallel_size: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
     instances: number of vLLM instances; null takes world size / (dp x tp).
-    expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
+    enable_expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs on npu only.
     rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
     data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
@@ -177,9 +178,9 @@ class Rollout:
     record: keep every step's responses and their rewards in <run>/rollouts.
     """
 
-    dp: Count = 1
+    data_parallel_size: Count = 1
     instances: Count | None = None
-    expert_parallel: bool = False
+    enable_expert_parallel: bool = False
     balanced_routing: bool = False
     rebalance_every: Count | None = None
     replay: Text | None = None
@@ -209,7 +210,7 @@ class Reshard:
     """
 
     bucket_bytes: Count = 512 << 20
-    verify: Annotated[str, one_of("off", "first", "every")] = "first"
+    verify: Annotated[str, choices("off", "first", "every")] = "first"
 
 
 @dataclass
@@ -225,24 +226,24 @@ class RolloutCorrection:
     decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
-    rollout_is: Annotated[str, one_of("token", "sequence")] | None = None
+    rollout_is: Annotated[str, choices("token", "sequence")] | None = None
     rollout_is_threshold: Positive = 2.0
-    rollout_rs: Annotated[str, one_of("seq_sum_k1", "seq_mean_k1")] | None = None
+    rollout_rs: Annotated[str, choices("seq_sum_k1", "seq_mean_k1")] | None = None
     rollout_rs_threshold: str | None = None
 
 
 @dataclass
-class KeepGroups:
+class FilterGroups:
     """Train only on prompts whose responses have different rewards (dynamic sampling of DAPO).
 
     metric: the value that must differ: score, the reward, or a key of the reward function's dict, such as acc; null
     trains on all prompts. With a metric each step draws batches, after one weight sync, until it has found
     data.train_batch_size prompts, drops further ones, and the run ends by trainer.total_training_steps, not by epochs.
-    max_batches: end the run where a step finds too few prompts in this many batches.
+    max_num_gen_batches: end the run where a step finds too few prompts in this many batches.
     """
 
     metric: Text | None = None
-    max_batches: Count = 10
+    max_num_gen_batches: Count = 10
 
 
 @dataclass
@@ -268,7 +269,7 @@ class Memory:
     """
 
     host_gib: Count | None = None
-    ledger: Annotated[str, one_of("off", "report", "strict")] = "report"
+    ledger: Annotated[str, choices("off", "report", "strict")] = "report"
 
 
 @dataclass
@@ -283,7 +284,7 @@ class LogprobCheck:
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
-    action: Annotated[str, one_of("stop", "report", "off")] = "stop"
+    action: Annotated[str, choices("stop", "report", "off")] = "stop"
     every: Count | None = None
     sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
@@ -307,7 +308,7 @@ class Hccl:
     interface: str | None = None
     buffer_mib: Count | None = None
     small_groups_mib: Count | None = 64
-    expansion_mode: Annotated[str, one_of("AIV", "AI_CPU", "HOST")] = "AIV"
+    expansion_mode: Annotated[str, choices("AIV", "AI_CPU", "HOST")] = "AIV"
     base_port: _HcclPort = 61000
 
 
@@ -341,7 +342,7 @@ class Profile:
 
     steps: list[Count] | None = None
     ranks: list[Natural] = field(default_factory=lambda: [0])
-    phases: list[Annotated[str, one_of(*PROFILED)]] | None = None
+    phases: list[Annotated[str, choices(*PROFILED_PHASES)]] | None = None
     stacks: bool = False
     peak_tflops: Positive | None = None
 
@@ -355,10 +356,10 @@ class Watch:
     a trace have at least recipe.timeouts.load_s every time, validation the first time.
     least_s: least bound in seconds of a phase that the process has ended before.
     factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound applies.
-    Independently of these, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
+    Independently of these, a rank may wait for another in a process group for 0.8 of distributed_timeout_minutes.
     """
 
-    action: Annotated[str, one_of("stop", "report", "off")] = "stop"
+    action: Annotated[str, choices("stop", "report", "off")] = "stop"
     first_s: Positive = 1800.0
     least_s: Positive = 900.0
     factor: Factor = 5.0
@@ -378,7 +379,7 @@ class Alarms:
     length_collapse and dlogp_drift are not raised.
     """
 
-    action: Annotated[str, one_of("warn", "stop")] = "warn"
+    action: Annotated[str, choices("warn", "stop")] = "warn"
     expert_load: Positive | None = 16.0
     length_share: Share | None = 0.25
     at_limit: Share | None = None
@@ -390,13 +391,13 @@ class Alarms:
 class Restart:
     """Set when a run is started again from its last checkpoint (launch/restart.py).
 
-    times: the most restarts; only a stall, a dead worker, a lost node or a failed connection causes one.
-    without_nodes: ids or addresses of nodes of a joined Ray (recipe.ray_address) on which nothing is placed. A restart
+    max_restarts: the most restarts; only a stall, a dead worker, a lost node or a failed connection causes one.
+    exclude_nodes: ids or addresses of nodes of a joined Ray (recipe.ray_address) on which nothing is placed. A restart
     adds the faulty node where enough others remain.
     """
 
-    times: Natural = 0
-    without_nodes: list[Text] = field(default_factory=list)
+    max_restarts: Natural = 0
+    exclude_nodes: list[Text] = field(default_factory=list)
 
 
 @dataclass
@@ -410,7 +411,7 @@ class Objective:
     desirable_weight, undesirable_weight: weight of rows with label true, and of the others, for kto.
     """
 
-    name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
+    name: Annotated[str, choices("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     desirable_weight: NotNegative = 1.0
@@ -450,12 +451,12 @@ class Recipe:
 
     run: Name | None = "run"
     output_root: Text | None = None
-    line: Annotated[str, one_of(*LINES)] = "a3"
-    platform: Annotated[str, one_of(*PLATFORMS)] = "npu"
-    hardware: Annotated[str, one_of(*HARDWARE)] = "a3"
+    line: Annotated[str, choices(*LINES)] = "a3"
+    platform: Annotated[str, choices(*PLATFORMS)] = "npu"
+    hardware: Annotated[str, choices(*HARDWARE)] = "a3"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, one_of(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
-    dtype: Annotated[str, one_of(*VLLM_DTYPES)] = "bf16"
+    drift: Annotated[str, choices(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
+    dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
     ray_port: Port | None = None
@@ -471,7 +472,7 @@ class Recipe:
     weight_sync: WeightSync = field(default_factory=WeightSync)
     reshard: Reshard = field(default_factory=Reshard)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
-    keep_groups: KeepGroups = field(default_factory=KeepGroups)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
     tensor_cache: TensorCache = field(default_factory=TensorCache)
     memory: Memory = field(default_factory=Memory)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
@@ -502,7 +503,7 @@ class Key(NamedTuple):
 
 def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Key]]:
     """Yield (dotted key, Key) of every leaf of the section, in order."""
-    types = types_of(schema)
+    types = field_types(schema)
     for item in fields(schema):
         name, kind = f"{prefix}.{item.name}", types[item.name]
         if isinstance(kind, type) and is_dataclass(kind):
@@ -516,7 +517,7 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
 
 FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # default and largest score of a wrong answer in the right form
 CPU_LIMIT_S = 1.0  # limit of a comparison of two answers
-TAKES = {  # keys that an entry may have beside name and weight
+REWARD_KEYS = {  # keys that an entry may have beside name and weight
     "maths": ("format_weight", "cpu_limit_s"),
     "by_source": ("format_weight", "cpu_limit_s"),
     "learnable": (),
@@ -549,7 +550,7 @@ class Reward:
     killed and the response scores 0; null is no limit.
     """
 
-    name: Annotated[str, one_of(*TAKES)]
+    name: Annotated[str, choices(*REWARD_KEYS)]
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     format_weight: Annotated[float, Field(ge=0, le=MAX_FORMAT_WEIGHT)] = FORMAT_WEIGHT
     cpu_limit_s: Positive = CPU_LIMIT_S
@@ -559,7 +560,7 @@ class Reward:
     kwargs: dict[str, Any] = field(default_factory=dict)
     timeout_s: Positive | None = None
 
-    def buffer_of(self, longest: int) -> int:
+    def penalty_tokens(self, longest: int) -> int:
         """Return the tokens over which the penalty of `length` falls, for responses of at most `longest` tokens."""
         return self.buffer_tokens or max(longest // 5, 1)
 

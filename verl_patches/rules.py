@@ -17,7 +17,7 @@ from verl_patches.run.hccl import hccl_checks
 from verl_patches.spec import Rule, Rules
 from verl_patches.step.batches.checks import (
     batch_checks,
-    keep_groups_checks,
+    filter_groups_checks,
     length_checks,
     max_num_seqs_checks,
     micro_batch_checks,
@@ -31,8 +31,8 @@ from verl_patches.upstream.checkouts import verl_checks
 from verl_patches.upstream.support import support_checks
 
 # checks of files: those that the command line names must be on this machine, and all of them where a run starts
-FILES: tuple[Rule, ...] = (folder_checks, data_checks, reward_folder_checks, hook_checks, recording_checks)
-SIZES: tuple[Rule, ...] = (
+FILE_RULES: tuple[Rule, ...] = (folder_checks, data_checks, reward_folder_checks, hook_checks, recording_checks)
+SIZE_RULES: tuple[Rule, ...] = (
     model_checks,
     train_checks,
     expert_checks,
@@ -44,7 +44,7 @@ SIZES: tuple[Rule, ...] = (
     sleep_checks,
     length_checks,
     max_num_seqs_checks,
-    keep_groups_checks,
+    filter_groups_checks,
     # reward, log-probs, advantage
     reward_checks,
     reward_model_checks,
@@ -68,10 +68,10 @@ SIZES: tuple[Rule, ...] = (
 )
 # the rules of SIZES that are checked for a run without the launcher too: upstream would compute wrong results where
 # they fail. Impossible sizes, batches, lengths and memory end such a run by themselves.
-ALONE: frozenset[Rule] = frozenset(
+LAUNCHERLESS_RULES: frozenset[Rule] = frozenset(
     {
-        *(expert_checks, recomputation_checks, keep_groups_checks, reward_checks, reward_model_checks),
+        *(expert_checks, recomputation_checks, filter_groups_checks, reward_checks, reward_model_checks),
         *(ratio_checks, logprob_checks, objective_checks, critic_checks, micro_batch_checks, support_checks),
     }
 )
-RULES = Rules(FILES, SIZES, (environment_checks, disk_checks, verl_checks), ALONE)
+RULES = Rules(FILE_RULES, SIZE_RULES, (environment_checks, disk_checks, verl_checks), LAUNCHERLESS_RULES)

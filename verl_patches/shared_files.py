@@ -18,8 +18,8 @@ from verl_patches.errors import RecipeError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 LOCK = ".lock"  # name of a folder's lock file
-_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-_FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
+_DISK_FULL_ERRNOS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+_FLOCK_FORMAT = "hhqqi"  # struct flock: type, whence, start, length, pid
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
 
 
 @contextmanager
-def writing(path: Path, todo: str) -> Iterator[None]:
+def disk_errors(path: Path, todo: str) -> Iterator[None]:
     """Raise RecipeError in place of an OSError of code that writes `path`; a full disk adds its space and `todo`."""
     try:
         yield
     except OSError as error:
         text = f"{path} could not be written: {error.strerror}"
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL_ERRNOS:
             text += f"; its disk has {free_bytes(path) / 2**20:.1f} MiB left. {todo}"
         raise RecipeError(text) from error
 
@@ -87,7 +87,7 @@ def lock_file(path: Path) -> BinaryIO:
     """
     file = open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except BaseException:
         file.close()
         raise
@@ -100,8 +100,8 @@ def is_locked(path: Path) -> bool | None:
         if not stat.S_ISREG(path.lstat().st_mode):
             return None
         with path.open("rb") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            return struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+            query = struct.pack(_FLOCK_FORMAT, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            return struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(file, fcntl.F_OFD_GETLK, query))[0] != fcntl.F_UNLCK
     except OSError:
         return None
 

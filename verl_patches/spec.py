@@ -1,8 +1,8 @@
 """Define `RunSpec`, the facts of one run, which are resolved once from its configuration and handed on.
 
 run/resolve.py makes it. Commands, plans, rules and the launcher take it, or the values that they need. verl hands a
-worker only a section of its configuration: the controller writes the facts there as JSON text (`give_run`), and code
-in the controller and in workers reads them back with `run_of` instead of deriving them again.
+worker only a section of its configuration: the controller writes the facts there as JSON text (`write_run`), and code
+in the controller and in workers reads them back with `run_from_config` instead of deriving them again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from verl_patches.recipe import VLLM_DTYPES, Part, Recipe, Reward
 
 RUN = "run"  # key of verl's configuration, and of its sections that workers get, which holds `RunSpec.text`
 A3 = "a3"  # the line of Atlas A3, with MindSpeed
-OF_VALUES = ("rm", "prm")  # objectives that train a value model and no actor
+VALUE_OBJECTIVES = ("rm", "prm")  # objectives that train a value model and no actor
 _Frozen = Annotated[Mapping[str, Any], PlainSerializer(dict), AfterValidator(MappingProxyType)]
-_OF_LAUNCHER = {"verl", "given", "trees", "no_start"}  # fields of RunSpec that `text` leaves out
-_SEATS = 256  # vLLM's default of max_num_seqs below 70 GiB a device (vllm.engine.arg_utils.EngineArgs)
+_LAUNCHER_FIELDS = {"verl", "given_keys", "trees", "no_start"}  # fields of RunSpec that `text` leaves out
+_DEFAULT_MAX_NUM_SEQS = 256  # vLLM's default of max_num_seqs below 70 GiB a device (vllm.engine.arg_utils.EngineArgs)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RunSpec:
     train, rollout: how the model is split over all ranks of the run by Megatron, and by vLLM's instances.
     engine: keyword arguments of vLLM's engine beside those that verl passes. rewards: the parts of the reward.
     has_critic: whether verl's trainer trains a critic. start: where the next start of the run begins; no_start: why it
-    cannot start, else empty. given: keys that the command line sets. trees: upstream checkouts to import.
+    cannot start, else empty. given_keys: keys that the command line sets. trees: upstream checkouts to import.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # DictConfig
@@ -96,7 +96,7 @@ class RunSpec:
     start: NextStart = NextStart()
     no_start: str = ""
     verl: DictConfig = field(default_factory=lambda: OmegaConf.create({}, flags={"struct": True}))
-    given: frozenset[str] = frozenset()
+    given_keys: frozenset[str] = frozenset()
     trees: Trees = Trees()
 
     @property
@@ -142,7 +142,7 @@ class RunSpec:
     @property
     def trains_actor(self) -> bool:
         """Return whether the run trains an actor; the objectives of value models train the critic alone."""
-        return self.recipe.objective.name not in OF_VALUES
+        return self.recipe.objective.name not in VALUE_OBJECTIVES
 
     @property
     def reward_models(self) -> tuple[Reward, ...]:
@@ -176,9 +176,9 @@ class RunSpec:
         return tuple(self.graphs.get("graph_batch_sizes") or ())
 
     @property
-    def seats(self) -> int:
+    def max_num_seqs(self) -> int:
         """Return the most responses that a rollout replica decodes at once: max_num_seqs, or vLLM's default."""
-        return self.engine.get("max_num_seqs") or _SEATS
+        return self.engine.get("max_num_seqs") or _DEFAULT_MAX_NUM_SEQS
 
     @property
     def replicas(self) -> int:
@@ -193,7 +193,7 @@ class RunSpec:
         return self.verl.critic if self.has_critic else None
 
     @property
-    def trained(self) -> dict[str, DictConfig]:
+    def trained_sections(self) -> dict[str, DictConfig]:
         """Return {"actor" or "critic": verl's section} of the models that the run trains."""
         sections = {"actor": self.verl.actor_rollout_ref.actor} if self.trains_actor else {}
         return sections | ({"critic": self.verl.critic} if self.has_critic else {})
@@ -229,7 +229,7 @@ class RunSpec:
     def home(self) -> Path:
         """Return the absolute folder of all starts of the run: <recipe.output_root>/<recipe.run>."""
         if self.recipe.output_root is None or self.recipe.run is None:
-            raise ConfigError("recipe.output_root or recipe.run is null; expected a folder and a name for the record")
+            raise ConfigError("recipe.output_root or recipe.run is null; expected a folder and a run name: set both")
         return Path(self.recipe.output_root, self.recipe.run)
 
     @property
@@ -252,8 +252,8 @@ class RunSpec:
         return replace(self.switches, rows=tuple(sorted(self.rows)))
 
     def text(self) -> str:
-        """Return the facts that the controller and workers need as JSON text; `run_of` reads them."""
-        return _facts_adapter().dump_json(self, exclude=_OF_LAUNCHER, fallback=str).decode()
+        """Return the facts that the controller and workers need as JSON text; `run_from_config` reads them."""
+        return _facts_adapter().dump_json(self, exclude=_LAUNCHER_FIELDS, fallback=str).decode()
 
 
 Rule = Callable[[RunSpec], Iterable[Check]]
@@ -262,14 +262,14 @@ Rule = Callable[[RunSpec], Iterable[Check]]
 class Rules(NamedTuple):
     """Hold the table of rules (rules.py): on files, on `sizes` (layouts, sizes, options), and on the machine.
 
-    alone: those of `sizes` that are also checked without the launcher. A rule is a function in the file of its feature,
-    which yields a `Check` for each thing that it inspects.
+    launcherless: those of `sizes` that are also checked without the launcher. A rule is a function in the file of its
+    feature, which yields a `Check` for each thing that it inspects.
     """
 
     files: tuple[Rule, ...]
     sizes: tuple[Rule, ...]
     machine: tuple[Rule, ...]
-    alone: frozenset[Rule]
+    launcherless: frozenset[Rule]
 
     def checks(self, run: RunSpec) -> Iterator[Check]:
         """Yield the checks of all rules on a run, in their order."""
@@ -279,28 +279,29 @@ class Rules(NamedTuple):
 
 def read_run(text: str, verl: DictConfig) -> RunSpec:
     """Return the facts of a run from their JSON text, and write them into its composed configuration `verl`."""
-    give_run(verl, text)
+    write_run(verl, text)
     OmegaConf.set_readonly(verl, True)
-    return replace(_read(text), verl=verl)
+    return replace(_parse_facts(text), verl=verl)
 
 
-def run_of(section: DictConfig) -> RunSpec:
+def run_from_config(section: DictConfig) -> RunSpec:
     """Return the facts of the run to which this verl configuration, or section of one, belongs.
 
-    Raises ConfigError where neither the launcher nor import_alone.py has written them there (`give_run`).
+    Raises ConfigError where neither the launcher nor import_alone.py has written them there (`write_run`).
     """
     text = section.get(RUN)
     if text is None:
         raise ConfigError(
-            f"this section of verl's configuration has no key {RUN!r}; expected the facts of the run, which the "
-            "launcher writes (python -m verl_patches train), or row update.recipe_by_default without it"
+            f"this section of verl's configuration has no key {RUN!r}; expected the facts of the run, from the "
+            "launcher or from patch row update.recipe_by_default: start with python -m verl_patches train, or "
+            "keep that row on"
         )
-    run = _read(text)
+    run = _parse_facts(text)
     return replace(run, verl=section) if "actor_rollout_ref" in section else run
 
 
 @functools.lru_cache(4)
-def _read(text: str) -> RunSpec:
+def _parse_facts(text: str) -> RunSpec:
     return _facts_adapter().validate_json(text)
 
 
@@ -309,7 +310,7 @@ def _facts_adapter() -> TypeAdapter[RunSpec]:
     return TypeAdapter(RunSpec)
 
 
-def give_run(config: DictConfig, text: str) -> None:
+def write_run(config: DictConfig, text: str) -> None:
     """Write the facts of a run into `config`, verl's configuration, where its trainer and workers read them."""
     for section in (config, config.actor_rollout_ref, config.critic, config.reward_model):
         with open_dict(section):

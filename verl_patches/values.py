@@ -19,10 +19,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_patches.errors import ConfigError
 
-LARGEST = 2**63 - 1  # torch's largest integer; error texts name it only for a value above it
-Count = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
-Natural = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
-Interval = Annotated[int, Field(ge=-1, le=LARGEST, strict=True)]  # a number of steps; -1 and 0 switch it off
+MAX_INT64 = 2**63 - 1  # torch's largest integer; error texts name it only for a value above it
+Count = Annotated[int, Field(ge=1, le=MAX_INT64, strict=True)]
+Natural = Annotated[int, Field(ge=0, le=MAX_INT64, strict=True)]
+Interval = Annotated[int, Field(ge=-1, le=MAX_INT64, strict=True)]  # a number of steps; -1 and 0 switch it off
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]  # numpy's
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -79,13 +79,14 @@ def _one_line(error: Exception) -> str:
 
 def size_text(size_bytes: float) -> str:
     """Return a size with its unit: MB, GB or TB."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.2f} {name}" if name == "TB" else f"{size_bytes / unit:.1f} {name}"
+    if size_bytes >= 1e12:
+        return f"{size_bytes / 1e12:.2f} TB"
+    if size_bytes >= 1e9:
+        return f"{size_bytes / 1e9:.1f} GB"
     return f"{size_bytes / 1e6:.1f} MB"
 
 
-def types_of(schema: type) -> dict[str, Any]:
+def field_types(schema: type) -> dict[str, Any]:
     """Return {field: type with its bounds} of a dataclass."""
     return get_type_hints(schema, include_extras=True)
 
@@ -93,20 +94,45 @@ def types_of(schema: type) -> dict[str, Any]:
 def value_faults(types: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each of `values` that its type in `types` refuses; keys that `types` lacks pass."""
     checked = {key: kind for key, kind in types.items() if key in values}
-    return [_fault(key, values[key], kind) for key, kind in checked.items() if not _fits(values[key], kind)]
+    return [_fault_text(key, values[key], kind) for key, kind in checked.items() if not _is_valid(values[key], kind)]
 
 
-def value_words(kind: Any) -> str:
+def allowed_values_text(kind: Any) -> str:
     """Return the values that a type with bounds allows, in words."""
-    return _words(_adapter(kind).json_schema())
+    return _allowed_text(_adapter(kind).json_schema())
 
 
-def unknown_key(key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe.py") -> str:
+RENAMED_KEYS = {  # keys of version 0.1 and their names since 0.2, which are verl's, Megatron's, MindSpeed's and vLLM's
+    "recipe.keep_groups": "recipe.filter_groups",
+    "recipe.keep_groups.metric": "recipe.filter_groups.metric",
+    "recipe.keep_groups.max_batches": "recipe.filter_groups.max_num_gen_batches",
+    "recipe.restart.times": "recipe.restart.max_restarts",
+    "recipe.restart.without_nodes": "recipe.restart.exclude_nodes",
+    "recipe.rollout.dp": "recipe.rollout.data_parallel_size",
+    "recipe.rollout.expert_parallel": "recipe.rollout.enable_expert_parallel",
+    "recipe.train.alltoall_overlap": "recipe.train.moe_alltoall_overlap_comm",
+    "recipe.train.collective_timeout_minutes": "recipe.train.distributed_timeout_minutes",
+    "recipe.train.fused_expert_wgrad": "recipe.train.gemm_gradient_accumulation_fusion",
+    "recipe.train.fused_linear_wgrad": "recipe.train.gradient_accumulation_fusion",
+    "recipe.train.fused_permute": "recipe.train.use_fused_moe_token_permute_and_unpermute",
+    "recipe.train.fused_rmsnorm": "recipe.train.use_fused_rmsnorm",
+    "recipe.train.fused_rope": "recipe.train.use_fused_rotary_pos_emb",
+    "recipe.train.fused_swiglu": "recipe.train.use_fused_swiglu",
+    "recipe.train.grad_bucket_parameters": "recipe.train.ddp_bucket_size",
+    "recipe.train.grad_overlap": "recipe.train.overlap_grad_reduce",
+    "recipe.train.router_bias_update_rate": "recipe.train.moe_router_bias_update_rate",
+}
+
+
+def unknown_key(key: str, known: Mapping[str, Any], hint: str = "docs/configuration.md lists the keys") -> str:
     """Return a sentence about an unknown key, with the nearest known keys, or `hint` where none is near."""
+    if key in RENAMED_KEYS:
+        return f"unknown key {key}; it was renamed in version 0.2: write {RENAMED_KEYS[key]}"
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
-    return f"unknown key {key}; " + (f"did you mean {' or '.join(near[:3])}?" if near else hint)
+    todo = f"did you mean {' or '.join(near[:3])}?" if near else hint
+    return f"unknown key {key}; {todo}"
 
 
 @functools.cache
@@ -114,7 +140,7 @@ def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _is_valid(value: Any, kind: Any) -> bool:
     try:
         _adapter(kind).validate_python(value)
     except ValidationError:
@@ -122,25 +148,25 @@ def _fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _fault(key: str, value: Any, kind: Any) -> str:
+def _fault_text(key: str, value: Any, kind: Any) -> str:
     schema = _adapter(kind).json_schema()
     found = "null" if value is None else repr(value)
-    below = f", below {LARGEST}" if isinstance(value, int) and value > LARGEST else ""
+    below = f", below {MAX_INT64}" if isinstance(value, int) and value > MAX_INT64 else ""
     why = f": {schema['description']}" if "description" in schema and "pattern" not in schema else ""
-    return f"{key} is {found}; expected {_words(schema)}{below}{why}"
+    return f"{key} is {found}; expected {_allowed_text(schema)}{below}{why}"
 
 
-def _words(node: Mapping[str, Any]) -> str:
+def _allowed_text(node: Mapping[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
     if "pattern" in node:
         return node["description"]
     if "const" in node or "enum" in node:
         return " or ".join(repr(value) for value in node.get("enum", [node.get("const")]))
     if "anyOf" in node:
-        return " or ".join(_words(choice) for choice in node["anyOf"])
+        return " or ".join(_allowed_text(choice) for choice in node["anyOf"])
     if node.get("type") == "array":
-        return f"a list, each {_words(node['items'])}"
-    node = {name: bound for name, bound in node.items() if bound != LARGEST}
+        return f"a list, each {_allowed_text(node['items'])}"
+    node = {name: bound for name, bound in node.items() if bound != MAX_INT64}
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
     if "minimum" in node and "maximum" in node:
         bounds = [f"from {node['minimum']} to {node['maximum']}"]
@@ -175,7 +201,7 @@ _SECRET_VALUE = re.compile(
     r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
 )
-_GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value has two matches
+_ASSIGNMENT = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value has two matches
 
 
 def is_secret_variable(name: str) -> bool:
@@ -202,7 +228,7 @@ def is_secret(key: str, value: Any) -> bool:
 
 def secret_options(words: Sequence[str]) -> list[str]:
     """Return the names of secrets among the words of a command: NAME=value, --name=value, --name value."""
-    pairs = [(given[1], given[2]) for word in words for given in _GIVEN.finditer(word)]
+    pairs = [(given[1], given[2]) for word in words for given in _ASSIGNMENT.finditer(word)]
     pairs += [(name, word) for name, word in zip(words, words[1:], strict=False) if re.match("-[^=]*$", name)]
     secrets = [name for name, word in pairs if word[:1] != "-" and is_secret_variable(name) and is_secret(name, word)]
     named = [name.strip("-") for name in secrets]
@@ -225,7 +251,7 @@ def leaves(
 
 
 @contextmanager
-def load(expected: str) -> Iterator[None]:
+def loading_errors(expected: str) -> Iterator[None]:
     """Raise ConfigError, "EXPECTED; found ...", in place of any error of a library that loads what a user named."""
     try:
         yield

@@ -23,7 +23,7 @@ PACKAGES = ("verl", "megatron", "vllm")
 INSTALLED = installed_root("verl")
 TARGET, PROVIDER = "verl.utils.model:normalize_model_name", "verl_patches.reshard.parameters:te_names_for_verl"
 ROW = PatchSpec("a.b", TARGET, "wrap", PROVIDER, "why", "exit")
-CHECK = """
+CHECK_CODE = """
 import sys
 from verl_patches.__main__ import main
 try: main()
@@ -69,7 +69,7 @@ def edit(file, old, new):
 @pytest.mark.slow
 def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     """Check that there is no problem, each patch has its place, and upstream is read as text without an import."""
-    done = run_python(CHECK, "check", "--line", "pypi", "--json")
+    done = run_python(CHECK_CODE, "check", "--line", "pypi", "--json")
     report = json.loads(done.out)
     assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
     rows = [row.id for row in all_rows() if "pypi" in row.lines]
@@ -115,7 +115,7 @@ def test_a_fingerprint_is_recorded_for_the_named_row_only(run, record):
     assert {t: e["hash"] for t, e in fp.reviewed_entries("pypi").items()} == {ROW.target: fp.fingerprint(ROW.target)}
     assert run("fingerprint", "reshard.local_name", "--line", "pypi")[0] == 2
     before = fp.REVIEWED_FILE.read_text()
-    code, _, err = run("fingerprint", "platform.megatron_quantize", "--write", "--line", "a3")  # not a row of that line
+    code, _, err = run("fingerprint", "platform.megatron_quantize", "--write", "--line", "a3")  # a row of line pypi
     assert code == 2 and "is for line pypi, not for a3" in err and fp.REVIEWED_FILE.read_text() == before
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.ranks import HANG_S
-from verl_patches.errors import interrupted
+from verl_patches.errors import interruption_text
 from verl_patches.run.environment import REPOSITORY
 
 
@@ -21,8 +21,8 @@ def heed_hang_ups():
 
 
 @pytest.fixture
-def started(tmp_path):
-    """Return started(*words), which starts a command in a process group of its own, with both streams in one file."""
+def start_command(tmp_path):
+    """Return start_command(*words), which starts a command in its own process group, both streams in one file."""
     made = []
 
     def start(*words):
@@ -40,23 +40,23 @@ def started(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-SILENT = socket.create_server(("127.0.0.1", 0))
-ADDRESS = f"127.0.0.1:{SILENT.getsockname()[1]}"
-# a doctor that asks a Ray which does not answer
+SILENT_SERVER = socket.create_server(("127.0.0.1", 0))
+ADDRESS = f"127.0.0.1:{SILENT_SERVER.getsockname()[1]}"
+# `doctor` waits for this address, which never answers
 DOCTOR = ("doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={ADDRESS}", "trainer.nnodes=1")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, number):
+def test_what_a_user_ended_is_said_to_be_ended_by_the_user(start_command, tmp_path, number):
     output = tmp_path / "output"
-    process = started(*DOCTOR)
-    while not psutil.Process(process.pid).children():  # it waits for one that it has started
+    process = start_command(*DOCTOR)
+    while not psutil.Process(process.pid).children():  # until it waits for its child
         assert process.poll() is None, output.read_text()
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     assert process.wait(HANG_S) == 128 + number
     last = output.read_text().splitlines()[-1]
-    assert last == f"verl_patches: {interrupted(number)}"
+    assert last == f"verl_patches: {interruption_text(number)}"
     assert "failed" not in output.read_text() and "Traceback" not in output.read_text()
     assert psutil.wait_procs(children, timeout=HANG_S)[1] == []

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.cli.live import live
-from verl_patches.errors import ConfigError, interrupted
+from verl_patches.cli.live import live_facts
+from verl_patches.errors import ConfigError, interruption_text
 from verl_patches.run.record.report import figures
 from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import write_json
@@ -48,7 +48,7 @@ def folder(tmp_path):
 
 
 def test_a_running_run_has_phase_pace_and_end(folder):
-    found = live(folder, NOW)
+    found = live_facts(folder, NOW)
     assert (found["state"], found["step"], found["steps"], found["phase"]) == ("running", 3, 10, "reshard, rollout")
     assert (found["phase_s"], found["phase_last_s"], found["quiet_s"]) == (2.0, 4.0, 7.0)
     assert found["eta_s"] == 8 * 10.0 - 4  # steps 3 to 10, without the first one's warm-up
@@ -61,7 +61,7 @@ def test_a_figure_says_whether_it_is_of_the_last_step_and_its_median_is_the_repo
         each["rates"] = {"tokens_per_s_per_rank": rate, "tflops_per_s_per_rank": {"step": rate / 2}, "mfu": None}
     summary = {"run": "r", "exit": "running", "steps": steps}
     write_json(folder / "summary.json", summary)
-    shown = {name: (of["last step"], of["median"]) for name, of in live(folder, NOW)["figures"].items()}
+    shown = {name: (of["last step"], of["median"]) for name, of in live_facts(folder, NOW)["figures"].items()}
     assert shown["step s"] == (12.0, 12.0) and shown["reward"] == (0.4, None) and shown["MFU"] == (None, None)
     assert shown["tokens/s/rank"] == (4.0, 5.0) and shown["TFLOP/s/rank"] == (2.0, 2.5)
     of_report = figures(summary)
@@ -73,31 +73,35 @@ def test_a_figure_says_whether_it_is_of_the_last_step_and_its_median_is_the_repo
 
 def test_before_the_first_step_ends_there_is_no_pace(folder):
     write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": []})
-    found = live(folder, NOW)
+    found = live_facts(folder, NOW)
     assert found["state"] == "running" and found["eta_s"] is None and found["phase_last_s"] is None
     for name in ("now.json", "summary.json"):
         (folder / name).unlink()
-        assert live(folder, NOW)["state"] == "starting"
-    assert live(folder, NOW)["run"] == folder.parent.name
+        assert live_facts(folder, NOW)["state"] == "starting"
+    assert live_facts(folder, NOW)["run"] == folder.parent.name
 
 
 def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
     copied = shutil.copytree(folder.parent, folder.parent / "copy") / folder.name
-    assert (live(copied, NOW)["state"], live(folder, NOW)["state"]) == ("lost", "running")
+    assert (live_facts(copied, NOW)["state"], live_facts(folder, NOW)["state"]) == ("lost", "running")
     (copied.parent / ".lock").unlink()
-    assert live(copied, NOW)["state"] == "running"  # the import alone has no launcher
+    assert live_facts(copied, NOW)["state"] == "running"  # without a launcher there is no lock
 
 
 @pytest.mark.parametrize(
     ("reason", "state", "code"),
-    [("ok", "ended", 0), ("WorkerDiedError: rank 3", "failed", 1), (interrupted(signal.SIGINT), "interrupted", 1)],
+    [
+        ("ok", "ended", 0),
+        ("WorkerDiedError: rank 3", "failed", 1),
+        (interruption_text(signal.SIGINT), "interrupted", 1),
+    ],
 )
 @pytest.mark.parametrize("watch", [False, True])
 def test_the_command_says_how_a_run_ended(folder, reason, state, code, watch):
     summary = json.loads((folder / "summary.json").read_text())
     write_json(folder / "summary.json", {**summary, "exit": reason})
     if state != "ended":
-        assert live(folder, NOW)["state"] == "ending"  # its launcher still ends processes, or starts it again
+        assert live_facts(folder, NOW)["state"] == "ending"  # its launcher ends processes, or restarts it
         (folder.parent / ".lock").unlink()
     done = CliRunner().invoke(app, ["status", str(folder), *(["--watch"] if watch else [])])
     assert done.exit_code == code and f"r: {state}" in done.stdout

@@ -71,7 +71,7 @@ def test_no_layout_is_searched_where_none_would_help():
 )
 def test_wrong_use_is_refused(arguments, message):
     done = call("plan", *arguments)
-    assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ makes it code 2
+    assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ exits with 2
 
 
 def recorded_run(folder, load):
@@ -92,7 +92,7 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     """Check the controls too: balanced routing ignores the load, and a run without the requested record is refused."""
     run = recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": 1.5}, "rollout": {"ranks_over_mean": 2.0}})
     big = "actor_rollout_ref.rollout.ignore_eos=false", "recipe.train.balanced_routing=false"
-    (Path(run) / "rollouts" / "step_x.safetensors").touch()  # someone's copy is none
+    (Path(run) / "rollouts" / "step_x.safetensors").touch()  # not the name of a recorded step
     done = call(
         "plan", NODE, *big, "recipe.rollout.balanced_routing=true", "--lengths", run, "--expert-load", run, "--json"
     )
@@ -126,18 +126,23 @@ def test_what_disks_take_has_its_own_table():
     assert isinstance(call("plan", NODE, "--disk-gb-s", "0").exception, ConfigError)
 
 
-A2 = ["recipe.hardware=800t_a2", "trainer.nnodes=32", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=4"]
-A2 += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.dp=32"]
+A2_OVERRIDES = [
+    "recipe.hardware=800t_a2",
+    "trainer.nnodes=32",
+    "trainer.n_gpus_per_node=8",
+    "recipe.rollout.instances=4",
+]
+A2_OVERRIDES += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.data_parallel_size=32"]
 
 
 def test_a2_is_planned_without_seconds():
     """Check as a control that the same layout on A3 has seconds, and a larger die."""
     found = {}
-    for name, words in (("a2", A2), ("a3", A2[3:4] + A2[5:])):
+    for name, words in (("a2", A2_OVERRIDES), ("a3", A2_OVERRIDES[3:4] + A2_OVERRIDES[5:])):
         done = call("plan", "deepseekv3_256die_true_weight", *words, "--json")
         found[name] = plan = json.loads(done.stdout)
         assert done.exit_code == 0 and plan["ok"], plan["verdict"]
     assert found["a2"]["step"] is None and found["a3"]["step"]["total_s"] > 0
     assert found["a2"]["memory"]["hbm_bytes"] < found["a3"]["memory"]["hbm_bytes"] and found["a2"]["traffic"]
-    shown = call("plan", "deepseekv3_256die_true_weight", *A2).stdout
-    assert "no seconds of a step: no published run has them for Atlas 800T A2" in shown and "tokens/s" not in shown
+    shown = call("plan", "deepseekv3_256die_true_weight", *A2_OVERRIDES).stdout
+    assert "no published run reports it for Atlas 800T A2" in shown and "tokens/s" not in shown

@@ -17,7 +17,7 @@ from verl_patches.cli import patches, run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
-from verl_patches.weights.run_folders import starts_in
+from verl_patches.weights.run_folders import list_starts
 
 LARGE, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
 
@@ -47,14 +47,14 @@ def test_on_line_a3_only_the_machine_is_missing():
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [("0.4.0", "composed over verl 0.4.0"), ("0.3.1.dev", "the upstream sources are not as pinned")],
+    [("0.4.0", "configuration taken from verl 0.4.0"), ("0.3.1.dev", "the upstream sources are not as pinned")],
 )
 def test_a_start_over_another_verl_than_the_lines_is_refused(upstream, version, words):
     if version:
         file = upstream / "verl/verl/version/version"
         file.parent.mkdir()
         file.write_text(f"{version}\n")
-    last = ("recipe.line=a3", "trainer.nnodes=2")  # two nodes without a Ray: nothing starts in any case
+    last = ("recipe.line=a3", "trainer.nnodes=2")  # without a Ray for two nodes no run starts
     assert words in refusal("train", "--config-name", TINY, "--upstream", upstream, *last)
 
 
@@ -95,33 +95,37 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))
     outcome = launcher.Outcome(code, reason, tmp_path, 12.3, {"total": 3 << 30})
     with pytest.raises(typer.Exit) as ended:
-        run._report(outcome, composed(TINY), as_json=False)
+        run._report_outcome(outcome, composed(TINY), as_json=False)
     printed = capsys.readouterr()
     assert ended.value.exit_code == (code if code > 128 else min(code, 1))  # 128 + n: ended by signal n
     assert ("ok in 12 s, peak memory 3.0 GiB" in printed.out) is (code == 0)
     assert (f"{reason}\n  log: {tmp_path / 'driver.log'}" in printed.err) is (code != 0)
     with pytest.raises(typer.Exit):
-        run._report(outcome, composed(TINY), as_json=True)
+        run._report_outcome(outcome, composed(TINY), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
 
 
 @pytest.fixture
-def said(tmp_path, capsys):
-    """Return said(code, reason, *overrides), the standard error of a run `r` of the tiny config that ended so."""
+def end_errors(tmp_path, capsys):
+    """Return end_errors(code, reason, *overrides), the standard error of a run `r` of the tiny config that ended so."""
 
     def report(code, reason, *overrides):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r"]
         given += ["trainer.save_freq=2", "trainer.total_training_steps=9"]
         with pytest.raises(typer.Exit):
-            folder = tmp_path / "r" / starts_in(tmp_path / "r")[-1].name
-            run._report(launcher.Outcome(code, reason, folder, 2.0), composed(TINY, [*given, *overrides]), False)
+            folder = tmp_path / "r" / list_starts(tmp_path / "r")[-1].name
+            run._report_outcome(
+                launcher.Outcome(code, reason, folder, 2.0), composed(TINY, [*given, *overrides]), False
+            )
         return capsys.readouterr().err
 
     return report
 
 
 @pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
-def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, said, monkeypatch, saved):
+def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(
+    tmp_path, end_errors, monkeypatch, saved
+):
     """Check also a run that saves nothing (None); another chain's checkpoint of that name is not this run's."""
     make_start(tmp_path / "r", (20,))
     folder = make_start(tmp_path / "r") / "checkpoints"
@@ -132,9 +136,9 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     (folder.parent / "summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
     words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
-    text = said(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
+    text = end_errors(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
     command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
-    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
+    assert (f"newest complete checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
     assert (f"no complete checkpoint of this run in {tmp_path / 'r'}" in text) == (saved == [])
     if saved and "damaged" in saved:
         assert "global_step_9" in text and f"trainer.resume_from_path={folder / 'global_step_2'}" in text
@@ -142,8 +146,8 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
 
 
 @pytest.fixture
-def started(monkeypatch, tmp_path):
-    """Return started(code, *arguments), the output of `smoke` over a launcher of four lines that ends with `code`."""
+def run_smoke(monkeypatch, tmp_path):
+    """Return run_smoke(code, *arguments), the output of `smoke` over a launcher of four lines that ends with `code`."""
 
     def launch(spec, show, dirty):
         for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
@@ -163,43 +167,43 @@ def started(monkeypatch, tmp_path):
     return call
 
 
-def test_rows_that_the_user_switched_off_are_named_first_and_last(started):
+def test_rows_that_the_user_switched_off_are_named_first_and_last(run_smoke):
     off = "recipe.patches=[-model.mla_k_pe_grad,-logprob.truth_check]"
-    first, *_, last, proved, not_proved = started(0, off).stdout.splitlines()
-    said = "2 rows off by you: logprob.truth_check, model.mla_k_pe_grad"
+    first, *_, last, proved, not_proved = run_smoke(0, off).stdout.splitlines()
+    off_text = "2 rows off by you: logprob.truth_check, model.mla_k_pe_grad"
     assert proved.startswith("This proved: ") and not_proved.startswith("It did not prove: ")
-    assert first.startswith(said) and last.startswith("ok in 1 s") and said in last
-    assert said in started(1, off).stderr
-    assert "off by you" not in started(0).output  # control: nothing is switched off
+    assert first.startswith(off_text) and last.startswith("ok in 1 s") and off_text in last
+    assert off_text in run_smoke(1, off).stderr
+    assert "off by you" not in run_smoke(0).output  # control: nothing is switched off
 
 
-def test_the_table_has_all_columns_with_wide(started):
-    assert started(0).stdout.splitlines()[1:-3] == ["proven", "narrow"]
-    assert started(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
+def test_the_table_has_all_columns_with_wide(run_smoke):
+    assert run_smoke(0).stdout.splitlines()[1:-3] == ["proven", "narrow"]
+    assert run_smoke(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
 
 
-def test_each_stage_of_a_start_is_shown_with_its_seconds_in_a_pipe_and_in_a_terminal(started, monkeypatch):
+def test_each_stage_of_a_start_is_shown_with_its_seconds_in_a_pipe_and_in_a_terminal(run_smoke, monkeypatch):
     """Check that stages are shown in a pipe until step one; in a terminal they stand below the lines until removed."""
-    lines = started(0).stdout.splitlines()
+    lines = run_smoke(0).stdout.splitlines()
     (stage,) = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
     assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stage)
-    assert "starting Ray" not in started(0, "--json").output
+    assert "starting Ray" not in run_smoke(0, "--json").output
     monkeypatch.setattr(run, "Console", partial(run.Console, force_terminal=True, width=80))
-    shown = started(0).stdout
+    shown = run_smoke(0).stdout
     assert re.search(r"0:00:0\d", shown) and "step 1" in shown and "[   0 s]" not in shown
 
 
-def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, tmp_path):
+def test_a_run_writes_to_this_repository_from_any_folder(run_smoke, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
     monkeypatch.setattr(launcher, "run", lambda spec, *more, **kw: seen.append(spec.home) or launch(spec, *more, **kw))
     outputs = Path(run.__file__).parents[2] / "outputs"
     monkeypatch.chdir(tmp_path)
-    assert started(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
+    assert run_smoke(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
     seen.clear()
-    assert started(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
-    assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # model and data are made once
+    assert run_smoke(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
+    assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # all runs share model and data
 
 
 def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_off(monkeypatch, tmp_path):
@@ -223,13 +227,13 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_
 )
 def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(monkeypatch, installed, line):
     """Check also None, where no line's pins are all installed: production's rows are shown; then VERL_PATCHES."""
-    assert patches.installed_line() == "pypi"  # that of this Python
+    assert patches.installed_line() == "pypi"  # the line of this Python
     monkeypatch.setattr(patches, "installed_line", lambda: installed)
     for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0 and done.stderr.startswith(line) and "VERL_PATCHES is unset" in done.stderr
-        said = re.match(r"\S+", done.stderr)[0]
-        assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", said]).stdout)
+        switches = re.match(r"\S+", done.stderr)[0]
+        assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", switches]).stdout)
         monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=npu")
         assert CliRunner().invoke(app, command).stderr == ""
         monkeypatch.delenv("VERL_PATCHES")

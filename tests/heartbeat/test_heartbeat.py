@@ -15,7 +15,7 @@ from verl_patches.heartbeat import heartbeat, node
 from verl_patches.heartbeat.calls import record_and_call
 from verl_patches.heartbeat.heartbeat import BEAT_SUFFIX, Beat, Heartbeat, ranks_text, read_beat
 from verl_patches.heartbeat.node import close, read_processes, stacks
-from verl_patches.processes import started_at, state_of
+from verl_patches.processes import process_state, start_ticks
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_process_that_has_died_is_gone(start, tmp_path):
     os.kill(start(1, "waits").pid, signal.SIGKILL)
     wait_until(lambda: single_process(tmp_path).state == "gone")
     assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and close(tmp_path, failed=True) == []
-    assert state_of(os.getpid(), started_at(os.getpid()) + 1) == "gone"  # the pid belongs to another process now
+    assert process_state(os.getpid(), start_ticks(os.getpid()) + 1) == "gone"  # the pid belongs to another process now
 
 
 def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):

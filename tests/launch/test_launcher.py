@@ -17,14 +17,14 @@ import pytest
 
 from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY
 from tests.ranks import HANG_S
-from verl_patches.errors import interrupted
+from verl_patches.errors import interruption_text
 from verl_patches.launch import launcher
 from verl_patches.run.environment import REPOSITORY
 
 pytestmark = pytest.mark.slow  # each starts processes
 
 # the watch's error, which the driver raises after the controller has written why it ended itself
-LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
+RAISE_LOST_NODE = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
 
 
 def is_running(folder, name="child.pid"):
@@ -62,8 +62,8 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
     ("code", "exit_code", "reason"),
     [
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
-        (SUMMARY.replace('"ok"', '"2 workers died"') + LOST, 1, "LostNodeError: node a is lost"),
-        ("pass", 1, "without finishing"),
+        (SUMMARY.replace('"ok"', '"2 workers died"') + RAISE_LOST_NODE, 1, "LostNodeError: node a is lost"),
+        ("pass", 1, "before it had completed its summary"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],
 )
@@ -122,7 +122,7 @@ def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(mon
     try:
         for folder in (killed, other):
             folder.mkdir()
-        (killed / "owner").touch()  # the kernel gives the lock of a killed process back
+        (killed / "owner").touch()  # the kernel releases the lock of a killed process
         with launcher.short_temp_dir() as held:
             assert not killed.exists() and other.is_dir()
             with launcher.short_temp_dir() as own:
@@ -160,7 +160,7 @@ sys.exit(outcome.code)
 """
 
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP: a terminal that closes, below
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP has a test of its own below
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
@@ -174,7 +174,7 @@ def test_signals_to_the_launcher(run_python, tmp_path, number, code):
         psutil.Process(int((folder / "child.pid").read_text())).kill()  # this test's own, ignores SIGTERM
         shutil.rmtree((folder / "temp").read_text(), ignore_errors=True)  # the next launcher's start removes it too
     else:
-        assert json.loads((folder / "summary.json").read_text())["exit"] == interrupted(number)
+        assert json.loads((folder / "summary.json").read_text())["exit"] == interruption_text(number)
         assert not is_running(folder)
     assert not is_running(folder, "driver.pid")
 
@@ -200,7 +200,7 @@ def test_a_run_whose_terminal_closes_is_ended_with_its_reason(tmp_path):
         time.sleep(0.1)
     os.close(ours)
     assert process.wait(HANG_S) == 129
-    assert json.loads((tmp_path / "t/0001" / "summary.json").read_text())["exit"] == interrupted(signal.SIGHUP)
+    assert json.loads((tmp_path / "t/0001" / "summary.json").read_text())["exit"] == interruption_text(signal.SIGHUP)
     assert not is_running(tmp_path / "t/0001") and not is_running(tmp_path / "t/0001", "driver.pid")
 
 

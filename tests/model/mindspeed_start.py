@@ -11,17 +11,17 @@ from typing import Any
 from omegaconf import DictConfig
 
 from tests.ranks import init_group
-from tests.runs import section_of
+from tests.runs import worker_section
 from verl_patches import catalog
 from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import switches_from_environment
 from verl_patches.run.compose import compose
-from verl_patches.spec import Trees, run_of
+from verl_patches.spec import Trees, run_from_config
 
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
-_NOT_HERE = {"platform.torch_tensor_type"}
-_WORKER = {
+_LEFT_OUT_ROWS = {"platform.torch_tensor_type"}
+_WORKER_ROWS = {
     "update.recipe_by_default",
     "update.recipe_worker",
     "update.recipe_critic",
@@ -48,7 +48,7 @@ LAYOUTS = {
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
 }
 _CP2 = {"context_parallel_size": 2}
-PARTS = {  # context parallel, which takes packed sequences only
+CONTEXT_PARALLEL_LAYOUTS = {  # context parallel, which takes packed sequences only
     "cp2_ep2": (2, {"expert_model_parallel_size": 2, **_CP2}),
     "cp2_tp2_ep4": (4, {**LAYOUTS["tp2_ep2"][1], **_CP2}),
     "cp2_pp2": (4, {**LAYOUTS["pp2_uneven"][1], **_CP2}),
@@ -70,14 +70,14 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
         f"recipe.train.layers_per_stage={layers or 'null'}",
         *more,
     ]
-    return section_of(compose("deepseekv3_tiny_cpu", overrides, lambda platform: rows(), Trees(verl=verl)))
+    return worker_section(compose("deepseekv3_tiny_cpu", overrides, lambda platform: rows(), Trees(verl=verl)))
 
 
 def rows():
     """Return the patches of this line that a rank without verl's loop needs."""
-    shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
+    shared = [row for row in (*catalog.PACKAGE_STUBS, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _LEFT_OUT_ROWS]
     shared += [
-        row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER
+        row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER_ROWS
     ]
     shared += catalog.LOG_PROB
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
@@ -124,7 +124,9 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     for name, case in cases.items():
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
-            words = command_line_arguments(engine_settings(case["config"], run_of(case["config"]).recipe, case["hf"]))
+            words = command_line_arguments(
+                engine_settings(case["config"], run_from_config(case["config"]).recipe, case["hf"])
+            )
             args = start._parse_arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
         except ConfigError as error:

@@ -7,8 +7,8 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from tests.runs import composed, section_of
-from verl_patches.catalog import rows_of
+from tests.runs import composed, worker_section
+from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import REQUIRED_VALUES
 from verl_patches.model.mindspeed.arguments import (
@@ -36,7 +36,7 @@ def _words(run) -> list[str]:
 
 
 def _tiny(*overrides: str):
-    return compose("deepseekv3_tiny_cpu", ["trainer.n_gpus_per_node=4", *overrides], rows_of)
+    return compose("deepseekv3_tiny_cpu", ["trainer.n_gpus_per_node=4", *overrides], platform_rows)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_table_names_each_key_once_and_knows_every_recipe_key():
 
 
 def test_unknown_key_is_refused_not_dropped(die256):
-    changed = section_of(die256)
+    changed = worker_section(die256)
     changed.actor.megatron["overlap_everything"] = True
     with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: unknown key"):
         command_line_arguments(engine_settings(changed, die256.recipe))
@@ -101,7 +101,7 @@ def test_256_dies(name):
         (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
          "on the host already"),
         (["recipe.train.swap_optimizer=true"], "does not support fp32 weights"),
-        (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
+        (["recipe.train.ddp_bucket_size=9"], "all gradients are one bucket"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
         ([*FULL, f"{LAYERS_KEY}=auto"], "is auto: the memory plan must replace it"),
         (FULL, "must be a number of layers, one for each stage, or auto"),
@@ -115,11 +115,11 @@ def test_what_cannot_be_done_is_refused_with_its_reason(overrides, message):
 
 
 @pytest.mark.parametrize(("overrides", "added", "removed"), [
-    (["recipe.train.fused_expert_wgrad=true"], ["--gemm-gradient-accumulation-fusion"], []),
+    (["recipe.train.gemm_gradient_accumulation_fusion=true"], ["--gemm-gradient-accumulation-fusion"], []),
     (["recipe.train.unpadded_attention=true"], ["--mla-fa-without-pad"], []),
-    (["recipe.train.fused_linear_wgrad=true"], [], ["--no-gradient-accumulation-fusion"]),
+    (["recipe.train.gradient_accumulation_fusion=true"], [], ["--no-gradient-accumulation-fusion"]),
     (["recipe.dtype=bf16"], ["--router-gating-in-fp32"], []),
-    (["recipe.train.collective_timeout_minutes=90"], ["--distributed-timeout-minutes 90"], []),
+    (["recipe.train.distributed_timeout_minutes=90"], ["--distributed-timeout-minutes 90"], []),
     (CP, ["--context-parallel-size 2", "--context-parallel-algo ulysses_cp_algo"], ["--variable-seq-lengths"]),
     ([f"{OPTIM}warmup_style=cosine", f"{OPTIM}lr_warmup_steps_ratio=0.1", f"{OPTIM}min_lr_ratio=0.5",
       f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.runs import composed, section_of
+from tests.runs import composed, worker_section
 from verl_patches.spec import Trees
 
 ACTOR = "actor_rollout_ref.actor.megatron."
@@ -53,7 +53,7 @@ def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
         run = composed(config_name, overrides, Trees(verl=verl))
-        section = OmegaConf.to_container(section_of(run))
+        section = OmegaConf.to_container(worker_section(run))
         found[name] = {"world_size": ranks, "config": section, "hf": dict(run.hf_config)}
     return found
 

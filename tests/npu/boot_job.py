@@ -81,11 +81,11 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         driver = importlib.import_module("verl_patches.main")
         import ray
 
-        from verl_patches.catalog import rows_of
+        from verl_patches.catalog import platform_rows
         from verl_patches.plan.memory_plan import with_recompute
         from verl_patches.run.compose import compose
 
-        run = with_recompute(compose(CONFIG, overrides(folder, head()), rows_of))
+        run = with_recompute(compose(CONFIG, overrides(folder, head()), platform_rows))
         OmegaConf.save(run.verl, folder / driver.CONFIG_FILE)
         (folder / driver.FACTS_FILE).write_text(run.text())
         config = driver.read_run(run.text(), OmegaConf.load(folder / driver.CONFIG_FILE)).verl

@@ -18,7 +18,7 @@ import pytest
 from tests.npu.conftest import HERE, ROOT, run_program
 from verl_patches.catalog import ROWS
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu import SOCKETS
+from verl_patches.platform.npu import INTERFACE_VARIABLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
@@ -87,7 +87,8 @@ class Starts:
         path = [ROOT, *(upstream / tree for tree in TREES), HERE / "image", folder / "installed"]
         self.env = {name: value for name, value in os.environ.items() if name != "VERL_PATCHES"}
         self.env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "VERL_PATCHES": "line=a3,platform=npu", **settings}
-        self.env |= dict.fromkeys(SOCKETS, "eth0")  # as a node may; else Ray's head is asked, and there is none
+        # as a node may; else Ray's head is asked, and there is none
+        self.env |= dict.fromkeys(INTERFACE_VARIABLES, "eth0")
         _what_the_run_has(folder)
         _installed(folder / "installed", upstream / "vllm-ascend" / "setup.py")
         driver = self.start("driver")

@@ -13,7 +13,7 @@ from verl_patches.plan.memory_plan import LAYERS_KEY, recomputation
 from verl_patches.plan.plan import build_plan
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, GRAPHS_KEY, as_overrides, rollout_keys, search, train_keys
 from verl_patches.plan.step_plan import Workload
-from verl_patches.rules import RULES, SIZES
+from verl_patches.rules import RULES, SIZE_RULES
 from verl_patches.run.resolve import CONFIGS_DIR
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
@@ -30,7 +30,7 @@ def make_plan(name, *overrides):
 
 def listed(name, *overrides, dies, top=1):
     """Return the rows of a search as the command starts it, over a layout that fits any number of ranks."""
-    return search(composed(name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)]), SIZES, dies, Workload(), top)
+    return search(composed(name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)]), SIZE_RULES, dies, Workload(), top)
 
 
 def test_balanced_layers_leave_room_for_the_head():
@@ -91,17 +91,17 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
     ]
     monkeypatch.setattr(search_module, "_rollout_sides", lambda *_: [(0.0, rollout_keys(2, 256))])
     monkeypatch.setattr(search_module, "_train_sides", lambda *_: list(enumerate([*bad, good])))
-    (row,) = search(run, SIZES, 256, Workload())
+    (row,) = search(run, SIZE_RULES, 256, Workload())
     assert row["train"] == "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
     monkeypatch.setattr(search_module, "_train_sides", lambda *_: list(enumerate(bad)))
     with pytest.raises(ConfigError, match="no layout for 256 dies passes a plan; 1 of the 4 that were planned: "):
-        search(run, SIZES, 256, Workload())
+        search(run, SIZE_RULES, 256, Workload())
 
 
 @pytest.mark.parametrize(
     ("dies", "override", "message"),
     [
-        (64, "recipe.run=r", "no layout for 64 dies passes a plan; .* memory.* take more --dies"),
+        (64, "recipe.run=r", "no layout for 64 dies passes a plan; .* memory.* use more --dies"),
         (
             256,
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",
@@ -111,7 +111,7 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
 )
 def test_a_search_without_a_result_names_the_reason(dies, override, message):
     with pytest.raises(ConfigError, match=message):
-        search(composed(BIG, [override]), SIZES, dies, Workload())
+        search(composed(BIG, [override]), SIZE_RULES, dies, Workload())
 
 
 def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
@@ -119,13 +119,13 @@ def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**shape, "n_routed_experts": 255, "n_group": 1, "topk_group": 1}))
     run = composed(BIG, [f"recipe.model_shape={tmp_path / 'config.json'}"])
     with pytest.raises(ConfigError, match="no number of ranks from 2 on divides both it and the 255 experts"):
-        search(run, SIZES, 16, Workload())
+        search(run, SIZE_RULES, 16, Workload())
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
 def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
     run = composed(BIG, [f"recipe.memory.host_gib={gib}"])
     try:
-        assert search_module._plan_candidate(run, SIZES, Workload(), {"recipe.rollout.instances": None}) and fits
+        assert search_module._plan_candidate(run, SIZE_RULES, Workload(), {"recipe.rollout.instances": None}) and fits
     except ConfigError as error:
         assert "host memory" in str(error) and not fits

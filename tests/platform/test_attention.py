@@ -9,5 +9,5 @@ from verl_patches.platform.npu.attention import fused_attention
 
 def test_the_last_end_of_packed_sequences_is_their_number_of_tokens():
     packed = torch.zeros(4, 2, 8)
-    with pytest.raises(ConfigError, match=r"expected ends up to the 4 tokens, found \[3\]"):
+    with pytest.raises(ConfigError, match=r"whose last is 4, the tokens; found \[3\]"):
         fused_attention(packed, packed, packed, heads=2, scale=1.0, ends=[3])

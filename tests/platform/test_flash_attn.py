@@ -34,22 +34,22 @@ def test_unpadding_and_padding_follow_the_definition_and_have_gradients(mask, tr
     assert torch.autograd.gradcheck(lambda x: index_first_axis(x.flatten(0, 1), torch.tensor([1, 0, 1])), values)
 
 
-START = """
+START_CODE = """
 import os, sys; sys.path[:0] = [p for p in os.environ.get("MORE", "").split(":") if p]
 from verl_patches.patching.engine import current_engine
 import verl_patches.prelude_patch
 """
-IMPORT = """
+IMPORT_CODE = """
 from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
 print(pad_input.__module__)
 """
-STATES = """
+STATES_CODE = """
 print(*(row["state"] for row in current_engine().status() if row["id"].startswith("platform.flash_attn")))
 for spec in current_engine().specs.values():
     if not spec.id.startswith("platform.flash_attn"): current_engine().wanted.discard(spec.id)
 current_engine().verify("worker")
 """
-EMPTY_MODULE = """
+EMPTY_MODULE_CODE = """
 import types, importlib.machinery  # as mindspeed.patch_utils.Patch.parse_path makes one
 sys.modules["flash_attn"] = types.ModuleType("flash_attn")
 sys.modules["flash_attn"].__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
@@ -68,7 +68,7 @@ def run(run_python, tmp_path):
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
-        return run_python(START + code, patches=patches, env={"MORE": str(tmp_path)})
+        return run_python(START_CODE + code, patches=patches, env={"MORE": str(tmp_path)})
 
     return run
 
@@ -79,9 +79,9 @@ OURS, THEIRS = "verl_patches.platform.flash_attn", "flash_attn.bert_padding"
 @pytest.mark.parametrize(
     ("code", "platform", "flash_attn", "printed"),
     [
-        (IMPORT + STATES, "npu", False, [OURS, "active", "active"]),
-        (IMPORT + STATES, "npu", True, [THEIRS, "off", "off"]),
-        (EMPTY_MODULE + STATES, "npu", False, ["overridden", "overridden"]),  # no installed package
+        (IMPORT_CODE + STATES_CODE, "npu", False, [OURS, "active", "active"]),
+        (IMPORT_CODE + STATES_CODE, "npu", True, [THEIRS, "off", "off"]),
+        (EMPTY_MODULE_CODE + STATES_CODE, "npu", False, ["overridden", "overridden"]),  # MindSpeed's module
     ],
 )
 def test_an_installed_package_is_used_and_ours_where_there_is_none(run, code, platform, flash_attn, printed):

@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist  # before hccl: on a rank the emulated device starts with it
+import torch.distributed as dist  # must precede hccl: in a rank its import starts the emulated device
 
 from tests.conftest import emulated_npu
 from verl_patches.emulation.npu import hccl
 from verl_patches.platform.npu import groups
 
 
-def configs_of_vllms_groups():
+def vllm_group_configs():
     """Return hccl_config of all ranks' group, of tp, dp and ep, and of a tp group without a size."""
     from vllm.distributed import parallel_state
 
@@ -20,7 +20,7 @@ def configs_of_vllms_groups():
         for name in names:
             parallel_state.init_model_parallel_group([[0]], 0, "hccl", group_name=name)
     assert dist.new_group is new_group
-    return [group["config"] for group in hccl.groups()]
+    return [group["config"] for group in hccl.group_configs()]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def small():
 @pytest.mark.upstream
 @pytest.mark.parametrize("row", ["", ",-rollout.ascend_small_groups"])
 def test_groups_of_vllm_hand_their_options_to_the_backend(run_emulated, row):
-    job = "tests.platform.test_hccl_groups:configs_of_vllms_groups"
+    job = "tests.platform.test_hccl_groups:vllm_group_configs"
     (found,) = run_emulated(job, patches=emulated_npu() + row, backend=None)
     small = [{"group_name": f"vllm_{name}", "hccl_buffer_size": 64} for name in ("tp", "dp")]
     assert found == [{}, *([{}, {}] if row else small), {}, {}]
@@ -43,9 +43,9 @@ def test_a_group_outside_hccl_gets_no_options(small, monkeypatch):
     given = []
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: given.append(kwargs))
     options = SimpleNamespace()
-    with groups._new_groups_with(options):
+    with groups._default_hccl_options(options):
         dist.new_group([0], backend="gloo")
         dist.new_group([0], backend="hccl")
-        dist.new_group([0], backend="hccl", pg_options=None)  # MC2's
+        dist.new_group([0], backend="hccl", pg_options=None)  # as the MC2 group does
     hccl_given = [{"backend": "hccl", "pg_options": each} for each in (options, None)]
     assert given == [{"backend": "gloo"}, *hccl_given]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_patches.platform.npu import machine as npu
-from verl_patches.platform.npu.machine import preload, stale_locks, start_notes
+from verl_patches.platform.npu.machine import ld_preload, stale_locks, start_notes
 
 PLACES = {
     ("aarch64", "Ubuntu"): "usr/lib/aarch64-linux-gnu",
@@ -19,22 +19,22 @@ PLACES = {
 
 @pytest.mark.parametrize(("machine", "system"), PLACES)
 def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, monkeypatch, machine, system):
-    def on(name):
+    def set_machine(name):
         monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=name))
 
-    on(machine)
+    set_machine(machine)
     monkeypatch.setattr(npu, "JEMALLOC", [f"{tmp_path}{folder}" for folder in npu.JEMALLOC])
-    assert preload({}) == "" and preload({"LD_PRELOAD": "/a.so"}) == "/a.so"
+    assert ld_preload({}) == "" and ld_preload({"LD_PRELOAD": "/a.so"}) == "/a.so"
     library = tmp_path / PLACES[machine, system] / "libjemalloc.so.2"
     library.parent.mkdir(parents=True)
     library.touch()
-    assert preload({}) == str(library) and preload({"LD_PRELOAD": "/a.so"}) == f"{library}:/a.so"
-    assert preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}) == "/mine/libjemalloc.so.1"
-    on({"aarch64": "x86_64", "x86_64": "aarch64"}[machine])
-    assert (preload({}) == "") == (system == "Ubuntu")  # that of another processor is not loaded
+    assert ld_preload({}) == str(library) and ld_preload({"LD_PRELOAD": "/a.so"}) == f"{library}:/a.so"
+    assert ld_preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}) == "/mine/libjemalloc.so.1"
+    set_machine({"aarch64": "x86_64", "x86_64": "aarch64"}[machine])
+    assert (ld_preload({}) == "") == (system == "Ubuntu")  # a library for another processor is not loaded
 
 
-HOLD = """
+HOLD_LOCK_CODE = """
 import sys
 from torch.utils.file_baton import FileBaton
 baton = FileBaton(sys.argv[1])
@@ -49,7 +49,7 @@ def test_a_lock_is_stale_when_its_process_was_killed_and_not_while_it_compiles(t
     folder = tmp_path / "cache" / "torch_extensions" / "py311_cpu" / "my op"
     folder.mkdir(parents=True)
     lock, given = folder / "lock", {"TORCH_EXTENSIONS_DIR": str(folder.parent)}
-    words = [sys.executable, "-c", HOLD, str(lock)]
+    words = [sys.executable, "-c", HOLD_LOCK_CODE, str(lock)]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n" and lock.exists()
     assert stale_locks(given) == [] == start_notes(given, npu=False)
@@ -65,7 +65,7 @@ def test_a_lock_is_stale_when_its_process_was_killed_and_not_while_it_compiles(t
 def test_absent_jemalloc_is_said_on_npus_alone(tmp_path):
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "LD_PRELOAD": "/usr/lib64/libjemalloc.so.2"}
     assert start_notes(environ, npu=True) == []
-    if not preload({}):
+    if not ld_preload({}):
         (note,) = start_notes({**environ, "LD_PRELOAD": ""}, npu=True)
         assert "apt install libjemalloc2" in note and "yum install jemalloc" in note
     assert start_notes({**environ, "LD_PRELOAD": ""}, npu=False) == []

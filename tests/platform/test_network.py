@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu import SOCKETS, set_interface, towards
+from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, set_interface
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1:6379"
@@ -20,45 +20,45 @@ LOOPBACK = "127.0.0.1:6379"
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch):
-    for name in SOCKETS:
-        monkeypatch.setenv(name, "")  # restored afterwards, whatever a test's call sets
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
     return monkeypatch
 
 
-def found():
-    return {name: os.environ[name] for name in SOCKETS}
+def set_variables():
+    return {name: os.environ[name] for name in INTERFACE_VARIABLES}
 
 
 def test_one_node_may_use_the_loopback_and_several_may_not():
     set_interface(1, head=LOOPBACK)
-    assert found() == {"HCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    for name in SOCKETS:
+    assert set_variables() == {"HCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    for name in INTERFACE_VARIABLES:
         os.environ[name] = ""
     with pytest.raises(ConfigError, match="loopback lo.*trainer.nnodes is 2"):
         set_interface(2, head=LOOPBACK)
-    assert set(found().values()) == {""}
+    assert set(set_variables().values()) == {""}
 
 
 def test_the_interface_is_that_of_the_route():
-    held = psutil.net_if_addrs().items()
-    addresses = {a.address: name for name, all_of in held for a in all_of if a.family == socket.AF_INET}
-    assert {address: towards(f"{address}:6379") for address in addresses} == addresses
+    interfaces = psutil.net_if_addrs().items()
+    addresses = {a.address: name for name, all_of in interfaces for a in all_of if a.family == socket.AF_INET}
+    assert {address: interface_towards(f"{address}:6379") for address in addresses} == addresses
 
 
 def test_the_configured_interface_must_be_on_the_node():
-    with pytest.raises(ConfigError, match=r"recipe.hccl.interface is eth99: node \S+ has .*\blo\b"):
+    with pytest.raises(ConfigError, match=r"interface is eth99; expected an interface of node \S+: .*\blo\b"):
         set_interface(1, "eth99", LOOPBACK)
-    with pytest.raises(ConfigError, match="loopback lo, by recipe.hccl.interface"):
+    with pytest.raises(ConfigError, match="loopback lo .*, from recipe.hccl.interface"):
         set_interface(16, "lo", LOOPBACK)
-    set_interface(1, "lo", "no.such.host.invalid:1")  # the route is not asked
-    assert found()["GLOO_SOCKET_IFNAME"] == "lo"
+    set_interface(1, "lo", "no.such.host.invalid:1")  # no route is looked up
+    assert set_variables()["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_what_the_node_sets_goes_before_the_configuration(node):
-    for name in SOCKETS:
+    for name in INTERFACE_VARIABLES:
         node.setenv(name, "bond7")
     set_interface(16, "lo", LOOPBACK)
-    assert set(found().values()) == {"bond7"}
+    assert set(set_variables().values()) == {"bond7"}
     node.setenv("HCCL_SOCKET_IFNAME", "=bond7,lo")
     with pytest.raises(ConfigError, match="HCCL_SOCKET_IFNAME==bond7,lo"):
         set_interface(16, None, LOOPBACK)
@@ -70,10 +70,10 @@ def test_without_a_head_that_can_be_asked_it_is_refused_and_no_ray_is_started():
     assert not ray.is_initialized()
     with pytest.raises(ConfigError, match="recipe.hccl.interface.*HCCL_"):
         set_interface(1)
-    assert not ray.is_initialized() and set(found().values()) == {""}
+    assert not ray.is_initialized() and set(set_variables().values()) == {""}
 
 
-FIND = (
+FIND_INTERFACE_CODE = (
     "from verl_patches.platform.npu import set_interface\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
     "print(os.environ['GLOO_SOCKET_IFNAME'])"
 )
@@ -99,7 +99,7 @@ def test_two_nodes_name_their_interfaces_differently():
             ip(f"-n {name} link set {interface} up")
             ip(f"-n {name} link set lo up")
         for name, (interface, _) in ends.items():
-            command = ["ip", "netns", "exec", name, sys.executable, "-c", FIND, "10.77.0.1:6379"]
+            command = ["ip", "netns", "exec", name, sys.executable, "-c", FIND_INTERFACE_CODE, "10.77.0.1:6379"]
             env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
             assert (done.returncode, done.stdout.strip()) == (0, interface), done.stderr

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.platform import recorded
-from verl_patches.platform.npu.npu_tools import Die, NotUnderstoodError, field, parse_npu_smi
+from verl_patches.platform.npu.npu_tools import Die, NotUnderstoodError, field_value, parse_npu_smi
 
 
 def test_a_whole_a3_node():
@@ -28,11 +28,11 @@ def test_other_text_is_not_understood(text):
 
 def test_a_field_is_the_text_behind_its_name():
     """Check fields here; test_node_checks.py has those of the other commands."""
-    assert field(recorded.SUPER_POD, "Super Pod ID") == "3"
-    assert field("| Super Pod ID     : 3     | Pod ID : 1   |", "Super Pod ID") == "3"
+    assert field_value(recorded.SUPER_POD, "Super Pod ID") == "3"
+    assert field_value("| Super Pod ID     : 3     | Pod ID : 1   |", "Super Pod ID") == "3"
 
 
 @pytest.mark.parametrize("text", ["", "link status:", "Command execute failed!", recorded.NPU_SMI_NO_DRIVER])
 def test_a_field_that_is_not_there_is_not_understood(text):
     with pytest.raises(NotUnderstoodError, match="link status"):
-        field(text, "link status")
+        field_value(text, "link status")

@@ -10,7 +10,7 @@ import torch
 from pyarrow import parquet
 
 from verl_patches.rewards.functions import ResultError, read_result, score_response
-from verl_patches.tools.data.build import build
+from verl_patches.tools.data.build import build_data
 from verl_patches.tools.data.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_the_documented_reward_scores_the_documented_data(tmp_path):
     (tmp_path / "own.py").write_text(code)
     given = f"input={ROOT / 'data' / 'deepscaler_sample.json'}"
     assert "data build data/sample.yaml" in text
-    assert build(read_settings(ROOT / "data" / "sample.yaml", [given], tmp_path / "out"), False)[0] == 0
+    assert build_data(read_settings(ROOT / "data" / "sample.yaml", [given], tmp_path / "out"), False)[0] == 0
     rows = parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert len(rows) > 200
     for row in rows:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.ranks import HANG_S
-from verl_patches.errors import ConfigError, place_in
+from verl_patches.errors import ConfigError, traceback_location
 from verl_patches.rewards.helper_process import MEMORY_BYTES, CallError, HelperProcess
 
 NO_LIMIT_S = 60.0  # longer than any call below takes, even on a busy machine
@@ -74,7 +74,7 @@ def test_a_function_of_a_users_file_takes_and_gives_any_object_and_its_error_nam
     assert helper.call({"x": Fraction(1, 3)}, cpu_limit_s=NO_LIMIT_S) == {1: Fraction(1, 3)}
     with pytest.raises(CallError, match="KeyError: 'x'") as raised:
         helper.call({}, cpu_limit_s=NO_LIMIT_S)
-    assert place_in(str(raised.value.__cause__), str(tmp_path / "own.py")).endswith("own.py:5: ")
+    assert traceback_location(str(raised.value.__cause__), str(tmp_path / "own.py")).endswith("own.py:5: ")
 
 
 def test_a_caller_that_is_interrupted_leaves_no_reply_for_the_next_one(helper):

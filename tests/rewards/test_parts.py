@@ -14,7 +14,7 @@ from verl_patches.rules import RULES
 
 TINY = "deepseekv3_tiny_cpu"
 MODEL = "recipe.rewards=[{name: reward_model, path: elsewhere}]"
-CHECKS = {"rewards", "line pypi", "objective", "keep groups"}
+CHECKS = {"rewards", "line pypi", "objective", "filter groups"}
 CHECKS |= {"reward models", "reward model micro batch", "actor = reward model"}
 SHORT = ["recipe.rewards=null", "custom_reward_function.path=a.py", "custom_reward_function.name=score"]
 
@@ -38,8 +38,11 @@ def test_the_penalty_is_zero_up_to_the_buffer_then_linear_and_minus_one_at_full_
 
 
 def test_the_default_buffer_is_that_of_dapo():
-    assert Reward("length").buffer_of(20_480) == 4_096 and Reward("length", buffer_tokens=7).buffer_of(20_480) == 7
-    assert Reward("length").buffer_of(3) == 1
+    assert (
+        Reward("length").penalty_tokens(20_480) == 4_096
+        and Reward("length", buffer_tokens=7).penalty_tokens(20_480) == 7
+    )
+    assert Reward("length").penalty_tokens(3) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_verls_fsdp_worker_cannot_score():
         ([MODEL, "recipe.patches=[-reward.models]"], "row reward.models or .* is off"),
         ([MODEL, "trainer.test_freq=1"], "reward models do not run in validation"),
         ([MODEL, "algorithm.adv_estimator=remax"], "baseline runs no reward model"),
-        ([MODEL, "recipe.keep_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
+        ([MODEL, "recipe.filter_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
         (["algo=sft", MODEL], "recipe.rewards is .*fixed responses have no reward"),
         (["recipe.patches=[-reward.parts]"], "row reward.parts is off"),
         (["reward_model.reward_manager=dapo"], "reward_manager is dapo.*an entry of name length"),

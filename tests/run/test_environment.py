@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.symbols import symbol_source
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform.npu import machine
 from verl_patches.run.compose import compose
@@ -18,7 +18,7 @@ WEIGHTS = "deepseekv3_256die_true_weight"
 
 @functools.cache
 def composed_run(name, *overrides):
-    return compose(name, overrides, rows_of)
+    return compose(name, overrides, platform_rows)
 
 
 def variables(name, *overrides):

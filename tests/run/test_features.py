@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.patching.world import row
 from verl_patches.__main__ import app
-from verl_patches.catalog import ROWS, all_rows, rows_of
+from verl_patches.catalog import ROWS, all_rows, platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
@@ -27,7 +27,7 @@ CHANGES = [
     ({"actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True}, {"dynamic_batches"}),
     ({"recipe.expert_load": True}, {"expert_load"}),
     ({"recipe.objective.name": "dpo", ON_POLICY: False}, {"fixed_data"}),
-    ({"recipe.train.grad_overlap": True}, {"grad_overlap"}),
+    ({"recipe.train.overlap_grad_reduce": True}, {"overlap_grad_reduce"}),
     ({f"{ASCEND}.graphs": False}, {"graphs"}),
     ({"recipe.memory.ledger": "off"}, {"memory_ledger"}),
     ({f"{ASCEND}.multistream_mla": False}, {"multistream_mla"}),
@@ -42,7 +42,7 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def grpo():
-    return compose(GRPO, [], rows_of)
+    return compose(GRPO, [], platform_rows)
 
 
 @pytest.mark.parametrize(("updates", "features"), CHANGES, ids=[next(iter(updates)) for updates, _ in CHANGES])
@@ -103,5 +103,5 @@ def test_status_has_a_table_for_each_role():
 
 
 def test_an_id_that_the_catalogue_lacks_is_refused():
-    with pytest.raises(ConfigError, match="names the row t.e, .* another version"):
+    with pytest.raises(ConfigError, match="no row t.e; .* another version"):
         Engine((C,), parse_switches("line=pypi,platform=cpu,rows=t.c:t.e"))

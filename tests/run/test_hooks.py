@@ -19,7 +19,7 @@ WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.e
 def last_hook(*overrides, must_exist=(), trees=NONE):
     """Return (ok, detail, note) of the last hook of the tiny config with `overrides`."""
     run = composed(TINY, [NO_PARTS, *overrides], trees)
-    *_, check = files.hook_checks(replace(run, given=frozenset(must_exist)))
+    *_, check = files.hook_checks(replace(run, given_keys=frozenset(must_exist)))
     return check.ok, check.detail, check.note
 
 

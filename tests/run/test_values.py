@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_patches.catalog import rows_of
+from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
@@ -88,7 +88,7 @@ def check(config):
     """Check a composed configuration as a command does."""
     check_recipe(config["recipe"])
     check_verl_values(config, BASE)
-    return list(RULES.checks(resolve(OmegaConf.create(config), rows_of("cpu"))))
+    return list(RULES.checks(resolve(OmegaConf.create(config), platform_rows("cpu"))))
 
 
 def test_the_keys_are_many_and_the_configuration_passes():

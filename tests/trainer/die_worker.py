@@ -16,7 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.platform import npu
 from verl_patches.trainer import ray_start
 
-AT_IMPORT = os.environ.get(npu.VISIBLE)
+AT_IMPORT = os.environ.get(npu.VISIBLE_DEVICES)
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # the variables of a worker of verl's
 INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -38,7 +38,7 @@ class Asked:
         except ConfigError as error:
             refused = str(error)
         report = {name: os.environ.get(name) for name in INTERFACES}
-        report |= {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(npu.VISIBLE)}
+        report |= {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(npu.VISIBLE_DEVICES)}
         report |= {"prepared": os.environ.get("PREPARED"), "refused": refused}
         return {**report, "head": ray.get_runtime_context().gcs_address}
 
@@ -58,7 +58,7 @@ def hook():
         from verl_patches.patching.hooks import after_import
 
         def prepare(engine):
-            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(npu.VISIBLE)}"
+            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(npu.VISIBLE_DEVICES)}"
 
         def fail(_=None):
             raise ConfigError("row a.b: has drifted")
@@ -66,7 +66,7 @@ def hook():
         engine_start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         engine_start.prepare = prepare
         sys.modules[engine_start.__name__] = engine_start
-        os.environ["AT_HOOK"] = repr(os.environ.get(npu.VISIBLE))
+        os.environ["AT_HOOK"] = repr(os.environ.get(npu.VISIBLE_DEVICES))
         if os.environ.get("FAIL") == "hook":
             fail()
         if os.environ.get("FAIL") == "class":
@@ -80,7 +80,7 @@ def start():
     options = {"num_cpus": 4, "resources": {"NPU": 2}, "include_dashboard": False, "log_to_driver": False}
     switches = {"VERL_PATCHES": os.environ["VERL_PATCHES"]}
     network = {"nodes": 1, "interface": None}
-    ray_start.start(switches, {"layers": 4}, network, **options, runtime_env={ray_start.HOOK: hook()})
+    ray_start.start_ray(switches, {"layers": 4}, network, **options, runtime_env={ray_start.HOOK: hook()})
     asked = ray.remote(num_cpus=0)(Asked)
 
     def worker(npus=1, **env):
@@ -102,21 +102,21 @@ def dies():
     free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
     reports["not set"] = ray.get(free.report.remote())
     agent = ray.remote(num_cpus=0)(NodeAgent).remote()
-    ray.wait([agent.__ray_ready__.remote()])  # ready means failed here
-    ended = [way(wait.remote(3)) for way in (ray_start.result_of, verls_wait)]
+    ray.wait([agent.__ray_ready__.remote()])  # returns once the actor has failed
+    ended = [way(wait.remote(3)) for way in (ray_start.wait_for_result, verls_wait)]
     ray.shutdown()
     return reports, ended
 
 
 def verls_wait(task):
     """Wait as verl itself does."""
-    return ray_start.unless_start_fails(lambda: ray.get(task))
+    return ray_start.run_unless_start_fails(lambda: ray.get(task))
 
 
 def failure(kind):
     """Return the error that ends a wait of an hour if a worker fails in its hook, or as its class is loaded or made."""
     worker, wait = start()
-    failing, way = worker(npus=0, FAIL=kind), verls_wait if kind == "init" else ray_start.result_of
+    failing, way = worker(npus=0, FAIL=kind), verls_wait if kind == "init" else ray_start.wait_for_result
     try:
         ended = way(wait.remote(3600))
     except RuntimeError as error:

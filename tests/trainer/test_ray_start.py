@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_patches.platform.npu import towards
+from verl_patches.platform.npu import interface_towards
 from verl_patches.trainer.ray_start import HOOK, runtime_env
 
 
@@ -19,8 +19,8 @@ import sys, types
 start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
 start.prepare = lambda engine: print("prepared", engine["layers"])
 sys.modules[start.__name__] = start
-from verl_patches.trainer.worker_settings import prelude_then
-prelude_then(lambda: print("user"), ENGINE)()
+from verl_patches.trainer.worker_settings import chain_setup_hooks
+chain_setup_hooks(lambda: print("user"), ENGINE)()
 import verl
 """
 
@@ -76,7 +76,7 @@ def test_each_worker_is_on_the_die_that_ray_gave_it_before_it_imports_verl(ray_j
 @pytest.mark.slow
 def test_a_worker_finds_the_interface_by_the_head_of_its_own_ray(ray_job):
     found = ray_job["dies"]["first"]
-    interface = towards(found["head"])
+    interface = interface_towards(found["head"])
     assert (found["HCCL_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]) == (f"={interface}", interface)
     assert found["GLOO_SOCKET_IFNAME"] == "of_the_node"
 

@@ -12,8 +12,8 @@ from verl_patches.cli.output import Json, print_json
 from verl_patches.launch.jobs.job import load_job, require_volumes
 from verl_patches.launch.jobs.render import render
 
-app = typer.Typer(no_args_is_help=True, help="Scripts that start Ray and a run on all nodes, from one job file.")
-JOB_HELP = "A job file; configs/cluster_256die.yaml is one."
+app = typer.Typer(no_args_is_help=True, help="Write scripts that start Ray and a run on all nodes of a job.")
+JOB_HELP = "A job file, such as configs/cluster_256die.yaml."
 FOLDER_HELP = "Folder for the scripts: a new one, or one that this command wrote."
 
 
@@ -28,8 +28,8 @@ def render_command(
     folder: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help=FOLDER_HELP)],
     as_json: Json = False,
 ) -> None:
-    """Write the scripts of a job: up.sh, run.sh, follow.sh, logs.sh, down.sh and node.sh, or what Slurm or Kubernetes
-    take. Nothing is started, and no value of a secret is read or written."""
+    """Write the scripts of a job: up.sh, run.sh, follow.sh, logs.sh, down.sh and node.sh, or files for Slurm or
+    Kubernetes. Nothing is started, and no value of a secret is read or written."""
     job = load_job(job_file, os.environ)
     require_volumes(job)
     start = render(job, folder, str(job_file))

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.output import Json, leave_with, print_json, say, table
-from verl_patches.cli.patches import Switch, engine_of, switches_here
+from verl_patches.cli.output import Json, exit_with_report, print_json, print_table, print_text
+from verl_patches.cli.patches import SwitchesOption, build_engine, current_switches
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
@@ -22,16 +22,16 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.spec import split_place
 from verl_patches.patching.switches import switches_from_environment
-from verl_patches.upstream.checkouts import FETCH, LINE, Trees, git, trees_of
-from verl_patches.upstream.modified import roots_of, source_findings
+from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, Trees, find_trees, git
+from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import compare
+from verl_patches.upstream.versions import compare_pins
 
-LineOption = Annotated[str | None, typer.Option("--line", help="pypi or a3; default: the line of VERL_PATCHES.")]
+LineOption = Annotated[str | None, typer.Option("--line", help="Set of pins: pypi or a3; default: of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
-PINNED_HELP = "Print how the target differs from the pin: clones, or on line pypi a folder with the pinned packages."
-ONLY_HELP = "With --upstream: look at this repository and its rows alone; can be repeated."
+PINNED_HELP = "Folder with the clones (line pypi: the pinned packages): print the diff of the target against its pin."
+ONLY_HELP = "With --upstream: check only this repository and the rows that target it; can be repeated."
 
 
 def check_command(
@@ -40,23 +40,23 @@ def check_command(
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare upstream's files with their pins, and every row's target, body and bindings with them.
+    """Check upstream sources: files against their pins, and each row's target, body and bindings against the review.
 
-    They are those of the packages of this Python, unless --upstream names others.
+    The sources are the packages of this Python, unless --upstream names a folder.
     """
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
-    leave_with(run_check(upstream, line, only or ()), as_json, fine=False)
+    exit_with_report(run_check(upstream, line, only or ()), as_json, fine=False)
 
 
 def explain_command(
     row_id: str,
-    switches: Switch = None,
+    switches: SwitchesOption = None,
     upstream: Annotated[Path | None, typer.Option(help=PINNED_HELP)] = None,
     as_json: Json = False,
 ) -> None:
-    """Everything about one row: what it replaces, why, by what, until when."""
-    engine = engine_of(switches)
+    """Show one row of the catalogue: its target, provider, reason, exit condition and state."""
+    engine = build_engine(switches)
     facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
     if upstream is not None and not spec.is_module_stub:
         facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
@@ -68,26 +68,28 @@ def explain_command(
         print_json(facts)
         return
     diff = facts.pop("diff", ())
-    rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
-    table(row_id, ("fact", "value"), rows)
+    rows = []
+    for key, value in facts.items():
+        rows.append((key, ", ".join(value) if isinstance(value, (list, tuple)) else str(value)))
+    print_table(row_id, ("fact", "value"), rows)
     for text in diff:
-        say(text, whole=True)
+        print_text(text, whole=True)
     if upstream is not None and not diff:
-        say(f"{spec.target}: no difference from the pinned body")
-    say(LINE_NUMBER_NOTE)
+        print_text(f"{spec.target}: no difference from the pinned body")
+    print_text(LINE_NUMBER_NOTE)
 
 
 def fingerprint_command(
-    row_ids: Annotated[list[str] | None, typer.Argument(help="Rows; all of the line when none is given.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Record them as reviewed.")] = False,
+    row_ids: Annotated[list[str] | None, typer.Argument(help="Ids of rows; default: all rows of the line.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Record the fingerprints on disk as reviewed.")] = False,
     no_source: Annotated[bool, typer.Option("--no-source", help=NO_SOURCE_HELP)] = False,
-    upstream: Annotated[Path | None, typer.Option(help="Read these clones, as for `check`.")] = None,
+    upstream: Annotated[Path | None, typer.Option(help="Folder with the sources, as for `check`.")] = None,
     line: LineOption = None,
     as_json: Json = False,
 ) -> None:
     """Compare fingerprints of the targets on disk with the reviewed ones."""
     result = fingerprints(
-        Engine(catalog.all_rows(), switches_here(line and f"line={line}")), row_ids or [], write, no_source, upstream
+        Engine(catalog.all_rows(), current_switches(line and f"line={line}")), row_ids or [], write, no_source, upstream
     )
     line, rows = result["line"], result["rows"]
     if as_json:
@@ -96,7 +98,7 @@ def fingerprint_command(
         typer.echo(f"fingerprint: the catalogue has no row with a target on line {line}")
     else:
         cells = [(row["target"], row["found"], row["reviewed"] or "-") for row in rows]
-        table(f"fingerprints, line {line}", ("target", "found", "reviewed"), cells)
+        print_table(f"fingerprints, line {line}", ("target", "found", "reviewed"), cells)
         for target in result["dropped"]:
             typer.echo(f"dropped from the record, no row has this target: {target}")
     fine = rows and all(row["found"] == row["reviewed"] for row in rows)
@@ -104,11 +106,11 @@ def fingerprint_command(
 
 
 def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:
-    """Show which pins are on this machine: packages, commits, Ascend software, environment variables."""
-    report = compare(line, trees=trees_of(upstream))
-    if upstream is not None and report.line != LINE:
-        raise ConfigError(f"--upstream contains line {LINE}, but --line is {report.line}: give --line {LINE}")
-    leave_with(report, as_json)
+    """Compare this machine with the pins: packages, commits, Ascend software, environment variables."""
+    report = compare_pins(line, trees=find_trees(upstream))
+    if upstream is not None and report.line != GIT_LINE:
+        raise ConfigError(f"--upstream contains line {GIT_LINE}, but --line is {report.line}: give --line {GIT_LINE}")
+    exit_with_report(report, as_json)
 
 
 def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ()) -> Report:
@@ -116,22 +118,22 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     name = line or switches_from_environment().line
     pins, packages, rows = load_pins().line(name), PACKAGES[name], catalog.all_rows()
     if only:
-        packages = tuple(package for pin in pins.chosen(only).values() for package in pin.packages)
+        packages = tuple(package for pin in pins.choose_repositories(only).values() for package in pin.packages)
         rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
-    roots = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
+    roots = package_roots(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
     here = {package: root for package, root in roots.items() if package in packages}
-    lacking = [package for package in packages if package not in here]
-    if upstream is None and lacking:
+    missing_packages = [package for package in packages if package not in here]
+    if upstream is None and missing_packages:
         raise ConfigError(
-            f"line {name}: this interpreter has no {', '.join(lacking)}; give the sources with --upstream DIR"
+            f"line {name}: not installed in this Python: {', '.join(missing_packages)}; give --upstream DIR"
         )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
     report = check_rows(rows, name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
-    todo = f"{FETCH}; a run needs no clone of what pip has installed (check without --upstream looks at that)"
+    todo = f"{FETCH_HINT}; to check packages that pip has installed, leave out --upstream"
     missing = []
-    for package in lacking:
+    for package in missing_packages:
         found = f"absent: the rows of {package} were not checked"
         missing.append(Finding(f"package {package}", "problem", str(upstream), expected, found, todo))
     return Report("check", name, (*missing, *compared.values(), *report.findings))
@@ -146,24 +148,24 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     package = split_place(target)[0].split(".")[0]
     pins = load_pins().line(line).repositories.values()
     commit = next((pin.commit for pin in pins if package in pin.packages), None)
-    given = _roots(upstream, line, part=True).get(package)
-    here = given if commit else None
+    package_root = _package_roots(upstream, line, part=True).get(package)
+    here = package_root if commit else None
     with tempfile.TemporaryDirectory() as folder:
-        pinned = given
-        if commit and given:
+        pinned = package_root
+        if commit and package_root:
             pinned = Path(folder)
-            for module in fp.file_hashes(target, given):
-                file = fp.source_file(module, given)
+            for module in fp.file_hashes(target, package_root):
+                file = fp.source_file(module, package_root)
                 assert file is not None  # file_hashes has read it
-                path = file.relative_to(given)
+                path = file.relative_to(package_root)
                 (pinned / path).parent.mkdir(parents=True, exist_ok=True)
-                (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
+                (pinned / path).write_text(git(package_root, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
         before, after = (fp.source_lines(target, root) for root in (pinned, here))
         diff = list(difflib.unified_diff(before, after, f"{target} as pinned", f"{target} here", lineterm=""))
     return fp.fingerprint(target, here), diff
 
 
-def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
+def _package_roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
     """Return {top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
 
     Raise ConfigError for packages that are missing; with `part` only where all are.
@@ -177,7 +179,7 @@ def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
     missing = [str((root / package).relative_to(folder)) for package, root in places.items() if package not in roots]
     if missing and not (part and roots):
         wanted = f"clones of {', '.join(repositories)}" if repositories else f"the packages {', '.join(places)}"
-        todo = f"; {FETCH}" if repositories else ""
+        todo = f"; {FETCH_HINT}" if repositories else ""
         raise ConfigError(f"--upstream {folder}: expected {wanted}, found no {', '.join(missing)}{todo}")
     return roots
 
@@ -197,10 +199,10 @@ def fingerprints(
         lines = engine.specs[name].lines
         if line not in lines:
             raise ConfigError(
-                f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; say which with --line"
+                f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; give the line with --line"
             )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
-    roots = {} if upstream is None else _roots(upstream, line)
+    roots = {} if upstream is None else _package_roots(upstream, line)
     found, files, absent, dropped = {}, {}, [], []
     for spec in specs:
         root = roots.get(spec.target_module.split(".")[0])

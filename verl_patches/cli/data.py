@@ -9,61 +9,61 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, progress_bar, say
+from verl_patches.cli.output import Json, print_json, print_text, progress_bar
 from verl_patches.run.compose import output_root
-from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, write_rollout_data
 from verl_patches.weights.run_folders import find_start
 
-app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
+app = typer.Typer(no_args_is_help=True, help="Make data files for runs.")
 
 
 @app.command("build")
 def build_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Keys: docs/data.md.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="In place of its.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="In place of output_prefix.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Keys: see docs/data.md.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="New values.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Replaces output_prefix of the file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make train.parquet and test.parquet, in verl's columns, of files, folders, HF datasets or s3:// and hf://."""
-    from verl_patches.tools.data.build import build
+    """Make train.parquet and test.parquet with verl's columns from files, folders, HF datasets, s3:// or hf://."""
+    from verl_patches.tools.data.build import build_data
     from verl_patches.tools.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
     if not sys.stderr.isatty():  # tqdm, which datasets uses, then prints a line every so many records
         os.environ |= {"TQDM_MINITERS": str(settings.log_interval), "TQDM_MININTERVAL": "0", "TQDM_MAXINTERVAL": "inf"}
-    code, report = build(settings, overwrite)
+    code, report = build_data(settings, overwrite)
     if as_json:
         print_json({"exit": code, **report})
     else:
-        _show(report, settings.output_prefix)
+        _print_build_report(report, settings.output_prefix)
     raise typer.Exit(code)
 
 
 @app.command("from-rollouts")
 def from_rollouts_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that recorded its rollouts.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     kind: Annotated[str, typer.Option("--to", metavar="KIND", help=f"One of {', '.join(COLUMNS)}.")] = "best",
-    best: Annotated[int, typer.Option(help="With best: responses of a prompt at most.")] = 1,
-    threshold: Annotated[float | None, typer.Option(help="Least reward of a response, or of a chosen one.")] = None,
-    margin: Annotated[float, typer.Option(help="With pairs: least difference of the rewards.")] = 0.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
+    best: Annotated[int, typer.Option(help="With --to best: most responses kept of a prompt.")] = 1,
+    threshold: Annotated[float | None, typer.Option(help="Lowest reward of a kept or chosen response.")] = None,
+    margin: Annotated[float, typer.Option(help="With --to pairs: least difference of rewards.")] = 0.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make SFT data or preference pairs of a run's responses and their rewards."""
+    """Make SFT data or preference pairs from a run's responses and their rewards."""
     choice, folder = Choice(kind, best, threshold, margin), find_start(run, output_root())
     with progress_bar("steps", None, "step") as advance:
-        report = from_rollouts(folder, output, choice, overwrite, advance)
+        report = write_rollout_data(folder, output, choice, overwrite, advance)
     if as_json:
         print_json(report)
         return
     why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
-    say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
-    say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
+    print_text("{rows} rows from {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
+    print_text(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
 
 
-def _show(report: dict[str, Any], output: str) -> None:
+def _print_build_report(report: dict[str, Any], output: str) -> None:
     counts = []
     for reason, found in report.items():
         if isinstance(found, dict) and "shown" in found:
@@ -71,14 +71,14 @@ def _show(report: dict[str, Any], output: str) -> None:
             counts.append(f"{more} {what}")
             for sentence, same in found["shown"].items():
                 more -= same["rows"]
-                say(f"{what}: {same['rows']} rows, as {', '.join(same['places'])}: {sentence}", err=True)
+                print_text(f"{what}: {same['rows']} rows, as {', '.join(same['places'])}: {sentence}", err=True)
             if more:
-                say(f"{what}: {more} more", err=True)
-    say(f"{report['read']} rows read: {', '.join(counts)}")
+                print_text(f"{what}: {more} more", err=True)
+    print_text(f"{report['read']} rows read: {', '.join(counts)}")
     if report["refused"]:
-        say(f"nothing written: too many rows are {' and '.join(report['refused'])} (refuse_above)", err=True)
+        print_text(f"nothing written: too many rows are {' and '.join(report['refused'])}; see refuse_above", err=True)
         return
-    say(f"{output}: {report['train']} train rows, {report['test']} test rows")
+    print_text(f"{output}: {report['train']} train rows, {report['test']} test rows")
     if tokens := report.get("longest_tokens"):
         keys = " ".join(f"data.max_{part}_length={count}" for part, count in tokens.items() if count)
-        say(f"longest, in tokens, as keys of a run: {keys}")
+        print_text(f"longest lengths in tokens, as overrides of a run: {keys}")

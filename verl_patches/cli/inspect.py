@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import Json, print_json, say, table
-from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, composed
-from verl_patches.errors import ConfigError, require
+from verl_patches.cli.output import Json, print_json, print_table, print_text
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
+from verl_patches.errors import ConfigError, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
@@ -25,24 +25,22 @@ from verl_patches.run.record import compare, report
 from verl_patches.run.record.curves import METRICS, Curves, read_curves
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.spec import RunSpec
-from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
+from verl_patches.upstream.checkouts import GIT_LINE, compare_verl_version, find_trees
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start
 
 GB = 1e9
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
-RUNS_HELP = (
-    "Folders of runs, or their names in outputs/ of this repository; the first is what others are compared with."
-)
+RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository; the others are compared with the first."
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
-EXPLAIN_HELP = "Print what each key becomes for MindSpeed (line a3)."
+EXPLAIN_HELP = "Print the arguments of MindSpeed that each key sets (line a3)."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
 
 CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
-METRIC_HELP = f"Compare these alone: {', '.join(METRICS)}, or a name as the sources have it."
-LIMIT_HELP = "METRIC=VALUE: judge these, such as loss=0.02.  [default: reward=0.04, or without rewards loss=0.02]"
-FORMULA_HELP = f"What is judged: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
-BASELINE_HELP = "A file that --write makes of A's curves; without --write A is compared with it."
+METRIC_HELP = f"Compare only this metric: {', '.join(METRICS)}, or a name of the sources; can be repeated."
+LIMIT_HELP = "METRIC=VALUE: largest error allowed; default: reward=0.04, or without rewards loss=0.02."
+FORMULA_HELP = f"The error: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
+BASELINE_HELP = "A file of curves: with --write A's are written to it, else A is compared with it."
 
 
 def config_command(
@@ -53,26 +51,26 @@ def config_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
-    run = composed(config_name, overrides or [], trees_of(upstream, verl_path))
-    require(hook_checks(run))
-    if explain and run.line != LINE:
+    """Print the composed config as YAML, or with --explain the training engine's arguments for each key."""
+    run = compose_run(config_name, overrides or [], find_trees(upstream, verl_path))
+    require_checks(hook_checks(run))
+    if explain and run.line != GIT_LINE:
         raise ConfigError(
-            f"--explain is about the engine of line {LINE}, but recipe.line is {run.line}: "
-            f"add recipe.line={LINE}, or omit --explain"
+            f"--explain is about the engine of line {GIT_LINE}, but recipe.line is {run.line}: "
+            f"add recipe.line={GIT_LINE}, or omit --explain"
         )
-    fits, sentence = verl_check(run.line, run.trees)
+    fits, sentence = compare_verl_version(run.line, run.trees)
     if not fits:
-        say(f"verl_patches: note: defaults are those of another verl than a run needs: {sentence}", err=True)
+        print_text(f"verl_patches: note: the defaults shown are of a verl that a run refuses: {sentence}", err=True)
     if explain:
-        _explain(run, config_name, as_json)
+        _print_arguments(run, config_name, as_json)
     elif as_json:
         print_json(OmegaConf.to_container(run.verl))
     else:
         typer.echo(OmegaConf.to_yaml(run.verl), nl=False)
 
 
-def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
+def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
     """Print what each key becomes; the exit code is 1 where one is refused."""
     rows = engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
@@ -81,33 +79,40 @@ def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
         print_json({"config": config_name, "line": run.line, "settings": settings, "refused": keys})
     else:
         title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
-        becomes = [" ".join(row.arguments) or ("no argument" if row.how == "mapped" else row.how) for row in rows]
-        cells = [(row.key, _text(row), new, row.why) for row, new in zip(rows, becomes, strict=True)]
+        cells = [(row.key, _value_text(row), _argument_text(row), row.why) for row in rows]
         red = [number for number, row in enumerate(rows) if row.how == "refused"]
-        table(title, ("key", "value", "becomes", "why"), cells, red)
-        say(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
+        print_table(title, ("key", "value", "becomes", "why"), cells, red)
+        print_text(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
     for row in refused:
-        say(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
+        print_text(f"verl_patches: {row.key} is {_value_text(row)}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)
 
 
-def _text(row: Setting) -> str:
-    return "" if row.how == "fixed" else "null" if row.value is None else str(row.value)
+def _argument_text(row: Setting) -> str:
+    if row.arguments:
+        return " ".join(row.arguments)
+    return "no argument" if row.how == "mapped" else row.how
+
+
+def _value_text(row: Setting) -> str:
+    if row.how == "fixed":
+        return ""
+    return "null" if row.value is None else str(row.value)
 
 
 def reshard_plan_command(
     train: Annotated[str, typer.Option(help=TRAIN_HELP)],
     rollout: Annotated[str, typer.Option(help=ROLLOUT_HELP)],
     model: Annotated[Path, typer.Option(help="An HF config.json.", show_default="DeepSeek-V3")] = DEFAULT_MODEL,
-    param: Annotated[str | None, typer.Option(help="An HF tensor: print its path to --rank.")] = None,
+    param: Annotated[str | None, typer.Option(help="Name of a HF tensor: print how it reaches --rank.")] = None,
     rank: Annotated[int | None, typer.Option(help="The rank for --param.")] = None,
     as_json: Json = False,
 ) -> None:
     """Plan the weight sync between two layouts, verify the plan, and print its cost."""
     if (param is None) != (rank is None):
-        raise ConfigError("reshard-plan: --param and --rank go together: name one HF tensor and one rank")
+        raise ConfigError("reshard-plan: expected both --param and --rank, or neither: name one HF tensor and one rank")
     start = time.perf_counter()
-    layouts = _layout("--train", train), _layout("--rollout", rollout)
+    layouts = _parse_layout_option("--train", train), _parse_layout_option("--rollout", rollout)
     if rank is not None and not 0 <= rank < layouts[0].world_size:
         raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
     plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
@@ -117,36 +122,38 @@ def reshard_plan_command(
         if as_json:
             print_json(path)
         else:
-            _show_path(path)
+            _print_path(path)
         return
     check_plan(plan)
     result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2)}
     if as_json:
         print_json(result)
     else:
-        _show_figures(result)
+        _print_figures(result)
 
 
-def _layout(option: str, text: str) -> ParallelLayout:
+def _parse_layout_option(option: str, text: str) -> ParallelLayout:
     try:
         return parse_layout(text)
     except ConfigError as error:
         raise ConfigError(f'reshard-plan: {option} "{text}": {error} (etp defaults to tp)') from error
 
 
-def _show_figures(plan: dict[str, Any]) -> None:
+def _print_figures(plan: dict[str, Any]) -> None:
     title = f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})"
-    counts = [[str(stage[key]) for key in ("stage", "ranks", "layers")] for stage in plan["stages"]]
-    parts = [(_gb(s["sent_bytes"]), f"{s['imbalance']:.3f}", _gb(s["received_bytes"])) for s in plan["stages"]]
-    rows = [(*count, *part) for count, part in zip(counts, parts, strict=True)]
-    table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
+    rows = []
+    for stage in plan["stages"]:
+        counts = (str(stage[key]) for key in ("stage", "ranks", "layers"))
+        sent, received = _spread_text(stage["sent_bytes"]), _spread_text(stage["received_bytes"])
+        rows.append((*counts, sent, f"{stage['imbalance']:.3f}", received))
+    print_table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
     near = plan["nearness_bytes"]
     total = sum(near.values()) or 1
     peak, bound = plan["peak_extra_bytes"] / GB, 4 * plan["bucket_bytes"] / GB
     lines = [
-        ("must arrive, GB a rank", _gb(plan["must_arrive_bytes"]), ""),
+        ("must arrive, GB a rank", _spread_text(plan["must_arrive_bytes"]), ""),
         ("received / bound", f"{plan['received_over_bound']:.4f}", "1"),
-        ("kept on the rank, GB", _gb(plan["kept_bytes"]), ""),
+        ("kept on the rank, GB", _spread_text(plan["kept_bytes"]), ""),
         ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
         ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
         ("peak extra bytes (4 wire buffers), GB", f"{peak:.2f}", f"at most {bound:.2f}"),
@@ -154,47 +161,50 @@ def _show_figures(plan: dict[str, Any]) -> None:
         ("planning, s", str(plan["planning_s"]), ""),
         ("digest", plan["digest"][:16], ""),
     ]
-    table("whole sync", ("figure", "value", "bound"), lines)
+    print_table("whole sync", ("figure", "value", "bound"), lines)
     typer.echo("verified: every rollout element is written exactly once, from its own training element")
 
 
-def _gb(spread: dict[str, float]) -> str:
+def _spread_text(spread: dict[str, float]) -> str:
     low, mean, high = (f"{spread[key] / GB:.2f}" for key in ("min", "mean", "max"))
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def _show_path(path: dict[str, Any]) -> None:
+def _print_path(path: dict[str, Any]) -> None:
     typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
     typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
     typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    holders = [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
-    table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
+    holders = [(h["region"], _ranks_text(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
+    print_table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
     keys = ("region", "what", "peer", "stage", "nearness", "bucket")
-    texts = [["" if step[key] is None else str(step[key]) for key in keys] for step in path["steps"]]
-    rows = [(*text, f"{step['bytes']:,}") for text, step in zip(texts, path["steps"], strict=True)]
-    table(f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"), rows)
+    rows = []
+    for step in path["steps"]:
+        texts = ["" if step[key] is None else str(step[key]) for key in keys]
+        rows.append((*texts, f"{step['bytes']:,}"))
+    columns = ("region", "what", "peer", "its stage", "where", "bucket", "bytes")
+    print_table(f"steps on rank {path['rank']}", columns, rows)
 
 
-def _few(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
 
 
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="report.md; default: in the last RUN.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: report.md in the last RUN.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Figures of a recorded run, or of several side by side: a table and Markdown."""
+    """Show the figures of recorded runs side by side, as a table and as Markdown."""
     folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
     if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(f"report: {path} is no file for Markdown; give another file with --output, such as report.md")
+        raise ConfigError(f"report: {path}: expected a Markdown file, found a folder or a .png; give --output FILE.md")
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare_figures(summaries), report.run_names(summaries)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        of_run = ("training.png", "memory.png") if len(summaries) == 1 else ()
-        pictures = [name for name in of_run if (path.parent / name).is_file()]
+        run_pictures = ("training.png", "memory.png") if len(summaries) == 1 else ()
+        pictures = [name for name in run_pictures if (path.parent / name).is_file()]
         path.write_text(report.markdown(summaries, rows, pictures))
     except OSError as error:
         raise ConfigError(f"report: {path} cannot be written: {error}; give another file with --output") from error
@@ -204,7 +214,7 @@ def report_command(
         )
         return
     columns, *cells = report.table_lines(rows, names)
-    table(", ".join(names), columns, cells)
+    print_table(", ".join(names), columns, cells)
     for name, summary in zip(names, summaries, strict=True):
         if seams := report.resumed_text(summary["steps"]):
             typer.echo(printable(f"{name}: resumed {seams}"))
@@ -215,56 +225,57 @@ def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help=CURVES_HELP)],
     b: Annotated[Path | None, typer.Argument(metavar="B", help="The reference, as A.", show_default=False)] = None,
     baseline: Annotated[Path | None, typer.Option(metavar="FILE.json", help=BASELINE_HELP)] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write --baseline from A.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the curves of A to --baseline.")] = False,
     metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
     formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
     as_json: Json = False,
 ) -> None:
-    """Mean errors of A's training curves against B's, as the Ascend pages of verl and OpenRLHF define them.
+    """Compare A's training curves with B's by the mean errors of the Ascend pages of verl and OpenRLHF.
 
-    Exit code 1 where one is beyond its limit.
+    The exit code is 1 if an error exceeds its limit.
     """
     if (b is None) == (baseline is None) or (write and baseline is None):
-        raise ConfigError("compare: give A and B, or A and --baseline FILE.json, with --write to make that file from A")
+        raise ConfigError("compare: expected A and B, or A and --baseline FILE.json (--write makes that file from A)")
     if formula not in compare.FORMULAS:
         raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
     if write and formula != "absolute":
-        raise ConfigError("compare: --write compares nothing; leave out --formula")
-    limits = dict(map(_limit, limit or ())) or None
+        raise ConfigError("compare: --formula has no effect with --write, which compares nothing; leave it out")
+    limits = dict(map(_parse_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
-    of_a = read_curves(a, output_root(), metrics)
+    curves_a = read_curves(a, output_root(), metrics)
     if write and baseline is not None:
-        compare.write_baseline(baseline, of_a)
-        steps = {name: len(of) for name, of in of_a.values.items()}
-        result: dict[str, Any] = {"baseline": str(baseline), "of": of_a.name, "steps": steps}
+        compare.write_baseline(baseline, curves_a)
+        steps = {name: len(of) for name, of in curves_a.values.items()}
+        result: dict[str, Any] = {"baseline": str(baseline), "of": curves_a.name, "steps": steps}
         if as_json:
             print_json(result)
         else:
-            say(f"baseline: {baseline}: {', '.join(f'{count} steps of {name}' for name, count in steps.items())}")
+            counts = ", ".join(f"{count} steps of {name}" for name, count in steps.items())
+            print_text(f"baseline: {baseline}: {counts}")
         return
     if baseline is not None and not baseline.exists():
         raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")
     other = b or baseline
     assert other is not None  # one of them is given
-    of_b = read_curves(other, output_root(), metrics)
-    errors = compare.curve_errors(of_a, of_b)
+    curves_b = read_curves(other, output_root(), metrics)
+    errors = compare.curve_errors(curves_a, curves_b)
     limits = limits or compare.limits_for(errors)
     checks = compare.limit_checks(errors, limits, formula)
     ok = all(check.ok for check in checks)
     if as_json:
-        result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", of_a), ("b", of_b))}
+        result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))}
         result |= {"formula": formula, "rule": compare.FORMULAS[formula], "limits": limits}
         result["errors"] = [error.as_dict() for error in errors]
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:
-        _show_errors(of_a, of_b, errors, {check.name: check.ok for check in checks})
+        _print_errors(curves_a, curves_b, errors, {check.name: check.ok for check in checks})
         for check in checks:
-            say(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
+            print_text(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
     raise typer.Exit(0 if ok else 1)
 
 
-def _limit(text: str) -> tuple[str, float]:
+def _parse_limit(text: str) -> tuple[str, float]:
     name, _, value = text.rpartition("=")
     with contextlib.suppress(ValueError):
         if name and 0 <= float(value) < float("inf"):
@@ -272,7 +283,7 @@ def _limit(text: str) -> tuple[str, float]:
     raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
 
 
-def _show_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
+def _print_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
     words, rows = {True: "ok", False: "FAILED", None: ""}, []
     for error in errors:
         steps = f"{error.steps} ({error.first} to {error.last})"
@@ -281,4 +292,4 @@ def _show_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str
         rows.append((error.metric, *error.names, steps, *numbers, words[ok.get(error.metric)]))
     columns = ("metric", "in a", "in b", "common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
     red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
-    table(f"a: {a.name} ({a.kind}); b: {b.name} ({b.kind})", columns, rows, red)
+    print_table(f"a: {a.name} ({a.kind}); b: {b.name} ({b.kind})", columns, rows, red)

@@ -24,50 +24,50 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from verl_patches.cli.output import console, grid, print_json
-from verl_patches.errors import INTERRUPTED
+from verl_patches.cli.output import console, make_table, print_json
+from verl_patches.errors import INTERRUPTION_PREFIX
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off_ids, switched_off_text
 from verl_patches.run.compose import output_root
 from verl_patches.run.record.record import PROGRESS_FILE, SUMMARY_FILE, last_lines, read_object, read_summary
 from verl_patches.run.record.report import medians, resumed_text, step_value
 from verl_patches.shared_files import LOCK, is_locked
-from verl_patches.trainer.record import NOW
+from verl_patches.trainer.record import NOW_FILE
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import find_start, starts_in
+from verl_patches.weights.run_folders import find_start, list_starts
 
 REFRESH_S = 2.0
-LINES = 5  # last lines of progress.log that are shown
-RUNNING = ("starting", "running", "ending")
-STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
+SHOWN_LINES = 5  # last lines of progress.log that are shown
+LIVE_STATES = ("starting", "running", "ending")
+STATE_STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
 FIGURES = ("step s", "reward", "grad_norm", "|dlogp|", "tokens/s/rank", "TFLOP/s/rank", "MFU")
-LOST = "no launcher holds its lock: killed, or on a node whose locks this file system hides"
+LOST_REASON = "no launcher holds the lock of its folder: it was killed, or locks of its node are not visible here"
 
 
-def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
+def print_run_state(run: Path, watch: bool, as_json: bool) -> NoReturn:
     """Print what a run does now, with `watch` until it ends; exit code 1 where it failed or its launcher is gone."""
     folder = find_start(run, output_root())
-    facts = live(folder)
+    facts = live_facts(folder)
     if as_json:
         print_json(facts)
     elif watch:
         out = console()
         try:
-            with Live(view(facts), console=out, auto_refresh=False) as shown:
-                while facts["state"] in RUNNING:
+            with Live(render_facts(facts), console=out, auto_refresh=False) as shown:
+                while facts["state"] in LIVE_STATES:
                     time.sleep(REFRESH_S)
-                    facts = live(folder)
-                    shown.update(view(facts), refresh=True)
+                    facts = live_facts(folder)
+                    shown.update(render_facts(facts), refresh=True)
         finally:
             if not out.is_terminal:
                 out.print()  # Live ends without a newline in a pipe
     else:
         out = console()
-        out.print(view(facts), soft_wrap=not out.is_terminal)
-    raise typer.Exit(0 if facts["state"] in (*RUNNING, "ended") else 1)
+        out.print(render_facts(facts), soft_wrap=not out.is_terminal)
+    raise typer.Exit(0 if facts["state"] in (*LIVE_STATES, "ended") else 1)
 
 
-def live(folder: Path, now: float | None = None) -> dict[str, Any]:
+def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Return plain data about a run at `now` (seconds since the epoch); values that the run lacks so far are None.
 
     step, steps: the step in progress, or the last one, and their total. resumed: after which steps, as text. off: rows
@@ -77,11 +77,12 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     clocks. Raise ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
-    summary, doing = read_summary(folder), read_object(folder / NOW)
-    steps, ended = summary.get("steps", []), summary.get("exit", "running")
+    summary, doing = read_summary(folder), read_object(folder / NOW_FILE)
+    steps, exit_reason = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
-    facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off_ids(summary.get("patches", []))}
+    facts |= {"state": _state(folder, exit_reason, doing), "exit": exit_reason}
+    facts |= {"off": recorded_off_ids(summary.get("patches", []))}
     facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed_text(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if facts["state"] == "running" and doing:
@@ -94,45 +95,50 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     facts["figures"] = {name: {"last step": step_value(last, name), "median": middle.get(name)} for name in FIGURES}
     files = map(folder.joinpath, (SUMMARY_FILE, PROGRESS_FILE, "config.yaml", "driver.log"))
     written = [path.stat().st_mtime for path in files if path.exists()]
-    return facts | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
+    return facts | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, SHOWN_LINES)}
 
 
-def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
-    if ended == "ok":
+def _state(folder: Path, exit_reason: str, doing: Mapping[str, Any]) -> str:
+    if exit_reason == "ok":
         return "ended"
     home = folder.resolve().parent
-    later = [start for start in starts_in(home) if start.name > folder.resolve().name]
+    later = [start for start in list_starts(home) if start.name > folder.resolve().name]
     locked = not later and is_locked(home / LOCK)  # by the launcher; None where no launcher made a lock
-    if ended != "running":
-        return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
+    if exit_reason != "running" and locked:
+        return "ending"
+    if exit_reason != "running":
+        return "interrupted" if exit_reason.startswith(INTERRUPTION_PREFIX) else "failed"
     if locked is False:
         return "lost"
     return "running" if doing else "starting"
 
 
-def view(facts: dict[str, Any]) -> Group:
-    """Render the facts of `live` for a terminal; each text is a Text, as Rich would read a str as markup."""
+def render_facts(facts: dict[str, Any]) -> Group:
+    """Render the facts of `live_facts` for a terminal; each text is a Text, as Rich would read a str as markup."""
     state, step, steps = facts["state"], facts["step"], facts["steps"]
-    reason = LOST if state == "lost" else state in ("failed", "interrupted") and facts["exit"].partition("\n")[0][:500]
+    reason = LOST_REASON if state == "lost" else None
+    if state in ("failed", "interrupted"):
+        reason = facts["exit"].partition("\n")[0][:500]
     last = "" if facts["phase_last_s"] is None else f", {facts['phase_last_s']:.1f} s in the last step"
     rows = {
         "reason": reason,
-        "step": step and f"{step} of {steps or 'unknown'}",
+        "step": f"{step} of {steps or 'unknown'}" if step else None,
         "resumed": facts["resumed"],
-        "phase": facts["phase"] and f"{facts['phase']}: {facts['phase_s']:.0f} s{last}",
+        "phase": f"{facts['phase']}: {facts['phase_s']:.0f} s{last}" if facts["phase"] else None,
         "ends in": None if facts["eta_s"] is None else f"{facts['eta_s']:.0f} s",
         "last output": None if state == "ended" else f"{facts['quiet_s']:.0f} s ago",
     }
-    lines = grid(("", ""), [(name, value) for name, value in rows.items() if value])
+    lines = make_table(("", ""), [(name, value) for name, value in rows.items() if value])
     bar = []
     if step and steps and console().is_terminal:
         done = steps if state == "ended" else step - 1
         bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar does not end its line
-    known = [
-        (name, of.values()) for name, of in facts["figures"].items() if any(value is not None for value in of.values())
-    ]
-    texts = [(name, *("" if value is None else f"{value:.4g}" for value in values)) for name, values in known]
-    figures = [grid(("", "last step", "median"), texts)] if texts else []
-    head = Text(printable(f"{facts['run']}: {state}"), style=STYLES.get(state, "bold"))
+    texts = []
+    for name, figure in facts["figures"].items():
+        values = ["" if value is None else f"{value:.4g}" for value in figure.values()]
+        if any(values):
+            texts.append((name, *values))
+    figures = [make_table(("", "last step", "median"), texts)] if texts else []
+    head = Text(printable(f"{facts['run']}: {state}"), style=STATE_STYLES.get(state, "bold"))
     off = [Text(switched_off_text(facts["off"]))] if facts["off"] else []
     return Group(head, *off, lines, *bar, *figures, *map(Text, facts["lines"]))

@@ -22,21 +22,21 @@ from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
-Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 PIPE_COLUMNS = 120  # width of tables in pipes and files
-_WHOLE = 40  # widest first column that is not wrapped
-_TOO_MUCH = " TOO MUCH"
-_SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
+_NO_WRAP_CELLS = 40  # widest first column that is not wrapped
+_OVER_LIMIT = " TOO MUCH"
+_PROCESS_LABELS = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 # Sections of a plan: title, key in --json, and the columns of its rows or the shown keys
-_MEMORY = (
+_MEMORY_SECTIONS = (
     ("pinned host memory of the fullest node (modelled)", "memory.host", ()),
     ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
 )
-_FIGURES = (
+_FIGURE_SECTIONS = (
     ("step (modelled, not measured)", "step.phases", ("phase", "seconds")),
     ("whole step", "step", ("total_s", "tokens_per_s_per_die")),
     ("rollout without (off) and with (on) rebalance, and with the fastest graph_batch_sizes", "step.tail", ()),
-    ("assumed; not counted: rollout seconds that a quiet collector and bound cores save (docs/profile.md)",
+    ("assumptions; rollout seconds saved by no garbage collection and by bound cores are not counted (docs/profile.md)",
      "step.assumed", ()),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published rows (docs/plan.md)", "step.calibration",
@@ -53,16 +53,16 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=1))
 
 
-def leave_with(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
+def exit_with_report(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
     """Print a report, as JSON or as a table (`fine`: its fine findings too), and exit with its code."""
     if as_json:
         print_json(report.as_dict())
     else:
-        show(report, fine)
+        print_report(report, fine)
     raise typer.Exit(report.exit_code)
 
 
-def show(report: Report, fine: bool = True) -> None:
+def print_report(report: Report, fine: bool = True) -> None:
     """Print a table of findings, the details of those that need attention, and one line of counts."""
     title = f"{report.command}, line {report.line}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
@@ -75,12 +75,12 @@ def show(report: Report, fine: bool = True) -> None:
             row = (f.state, f.name, f.expected, place, f.todo)
             rows[alike] = row if same is None else (f.state, f"{same[1]}, {f.name}", "", place, f.todo)
         red = [number for number, row in enumerate(rows.values()) if row[0] == "problem"]
-        table(title, ("", "name", "expected", "found", "what to do"), rows.values(), red)
+        print_table(title, ("", "name", "expected", "found", "what to do"), rows.values(), red)
     for finding in shown:
         for detail in finding.details:
-            say(f"{finding.name}: {detail}")
+            print_text(f"{finding.name}: {detail}")
     counts = ", ".join(f"{count} {state}" for state, count in report.as_dict()["counts"].items())
-    say(f"{title}: {counts}")
+    print_text(f"{title}: {counts}")
 
 
 def console(err: bool = False) -> Console:
@@ -91,7 +91,7 @@ def console(err: bool = False) -> Console:
     return out
 
 
-def say(text: str, style: str = "", err: bool = False, whole: bool = False) -> None:
+def print_text(text: str, style: str = "", err: bool = False, whole: bool = False) -> None:
     """Print a text: unchanged in a pipe, in a terminal wrapped between words unless it must stay `whole` to paste.
 
     Markup is not read, and control characters except newlines are escaped.
@@ -100,34 +100,34 @@ def say(text: str, style: str = "", err: bool = False, whole: bool = False) -> N
     out.print(Text(printable(text, keep="\n"), style), soft_wrap=whole or not out.is_terminal)
 
 
-def say_command(command: str) -> None:
+def print_command(command: str) -> None:
     """Print a shell command, indented, in lines that end with a backslash; no word is broken."""
     out, lines = console(), [" "]
     for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
         if len(lines[-1]) + len(word) + 3 > out.width and lines[-1].strip():
             lines.append("   ")
         lines[-1] += f" {word}"
-    say(" \\\n".join(lines), whole=True)
+    print_text(" \\\n".join(lines), whole=True)
 
 
-def grid(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> Table:
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> Table:
     """Return a table that rich fits to the console; `red`: row numbers. A short first column is not wrapped."""
     cells = [[Text(printable(cell, keep="\n")) for cell in row] for row in rows]
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
     for number, column in enumerate(columns):
-        whole = number == 0 and all(row[0].cell_len <= _WHOLE for row in cells)
-        made.add_column(Text(column), no_wrap=whole, overflow="fold")
+        whole = number == 0 and all(row[0].cell_len <= _NO_WRAP_CELLS for row in cells)
+        grid.add_column(Text(column), no_wrap=whole, overflow="fold")
     for number, row in enumerate(cells):
-        made.add_row(*row, style="red" if number in red else "")
-    return made
+        grid.add_row(*row, style="red" if number in red else "")
+    return grid
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> None:
-    """Print a title and a `grid`, without blanks at the ends of lines."""
-    say(title, "bold")
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> None:
+    """Print a title and a `make_table`, without blanks at the ends of lines."""
+    print_text(title, "bold")
     out = console()
     with out.capture() as shown:
-        out.print(grid(columns, rows, red))
+        out.print(make_table(columns, rows, red))
     typer.echo(re.sub(r" +$", "", shown.get(), flags=re.MULTILINE), nl=False)
 
 
@@ -141,54 +141,59 @@ def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Call
         yield bar.update
 
 
-def show_plan(plan: dict[str, Any], run: RunSpec) -> None:
+def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
     """Print a plan (plan/plan.py); of a failed plan only the phases that do not fit, as its checks come below."""
     trainer, memory = run.verl.trainer, plan["memory"]
     nodes = f"{run.world_size} ranks on {trainer.nnodes} node(s) x {trainer.n_gpus_per_node}"
-    say(f"{plan['config']}: {nodes}; line {run.line}, platform {run.platform}", "bold")
+    print_text(f"{plan['config']}: {nodes}; line {run.line}, platform {run.platform}", "bold")
     if not plan["ok"]:
         title, columns, rows = memory_rows(memory) if memory else ("", (), [])
-        if short := [row for row in rows if _TOO_MUCH in row[1]]:
-            table(title, columns, short)
+        if short := [row for row in rows if _OVER_LIMIT in row[1]]:
+            print_table(title, columns, short)
         return
-    checks = [(check["name"], "note" if check["note"] else "ok", check["detail"]) for check in plan["checks"]]
-    table("checks", ("check", "", "detail"), checks)
+    checks = []
+    for check in plan["checks"]:
+        checks.append((check["name"], "note" if check["note"] else "ok", check["detail"]))
+    print_table("checks", ("check", "", "detail"), checks)
     for side in ("train", "rollout"):
-        table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _layout_rows(plan[side]))
-    table(*memory_rows(memory))
-    for title, key, columns in _MEMORY:
-        _show_figures(plan, title, key, columns)
-    say(f"not modelled: {'; '.join(memory['not_modelled'])}")
+        print_table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _layout_rows(plan[side]))
+    print_table(*memory_rows(memory))
+    for title, key, columns in _MEMORY_SECTIONS:
+        _print_figures(plan, title, key, columns)
+    print_text(f"not modelled: {'; '.join(memory['not_modelled'])}")
     if plan["inference"]:
-        say(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
+        print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
     if not plan["step"] and run.recipe.hardware != "a3":
-        say(f"no seconds of a step: no published run has them for {run.hardware.title}", "bold")
-    for title, key, columns in _FIGURES:
-        _show_figures(plan, title, key, columns)
+        print_text(f"step time is not modelled: no published run reports it for {run.hardware.title}", "bold")
+    for title, key, columns in _FIGURE_SECTIONS:
+        _print_figures(plan, title, key, columns)
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
-    table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
+    print_table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
     values = {v["name"]: re.sub(r"rows=\S+", "rows=(the ids above)", v["value"]) for v in plan["environment"]}
     rows = [
-        (f"{each['name']}={values[each['name']]}", _SET_IN[each["where"]], f"{each['reason']} [{each['read_by']}]")
+        (
+            f"{each['name']}={values[each['name']]}",
+            _PROCESS_LABELS[each["where"]],
+            f"{each['reason']} [{each['read_by']}]",
+        )
         for each in plan["environment"]
     ]
-    table("environment", ("variable", "set in", "reason [read by]"), rows)
-    say(LINE_NUMBER_NOTE)
+    print_table("environment", ("variable", "set in", "reason [read by]"), rows)
+    print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
-    when = f", once the checks above that refuse a start hold ({', '.join(refused)})" if refused else ""
-    say(f"commands to type, in this order{when}:", "bold")
+    when = f", after the checks above that refuse a start pass ({', '.join(refused)})" if refused else ""
+    print_text(f"commands to run, in this order{when}:", "bold")
     if any("HEAD" in command["command"] for command in plan["commands"]):
-        say(
-            "HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
-            "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
-            "installed there"
+        print_text(
+            "Replace HEAD and NODE by addresses that the other nodes reach, not 127.0.0.1. Each node needs the folders "
+            "of PYTHONPATH and the model folder, and uses its own installed vllm, vllm-ascend and torch_npu"
         )
     for command in plan["commands"]:
-        say(f"{command['where']}:", "bold")
-        say_command(command["command"])
+        print_text(f"{command['where']}:", "bold")
+        print_command(command["command"])
 
 
-def _show_figures(plan: dict[str, Any], title: str, key: str, columns: Sequence[str] = ()) -> None:
+def _print_figures(plan: dict[str, Any], title: str, key: str, columns: Sequence[str] = ()) -> None:
     """Print the section `key` of a plan, a list of rows or a mapping of names; nothing where the plan lacks it."""
     found: Any = plan
     for name in key.split("."):
@@ -197,13 +202,14 @@ def _show_figures(plan: dict[str, Any], title: str, key: str, columns: Sequence[
         return
     if isinstance(found, list):
         rows = [[_figure_text(row[column], column) for column in columns] for row in found]
-        table(title, [_label(column) for column in columns], rows)
+        print_table(title, [_figure_label(column) for column in columns], rows)
     else:
         names = [name for name in columns or found if name in found]
-        table(title, ("", ""), [(_label(name), _figure_text(found[name], f"{key}.{name}")) for name in names])
+        figures = [(_figure_label(name), _figure_text(found[name], f"{key}.{name}")) for name in names]
+        print_table(title, ("", ""), figures)
 
 
-def _label(name: str) -> str:
+def _figure_label(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ") if name.islower() else name
 
 
@@ -222,7 +228,9 @@ def _layout_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows of groups and stages, and the place of the first and the last rank of a layout."""
     rows = []
     for name, groups in side["groups"].items():
-        shown = [f"[{ranks_text(group)}]" for group in groups[:3]] + ["..."] * (len(groups) > 3)
+        shown = [f"[{ranks_text(group)}]" for group in groups[:3]]
+        if len(groups) > 3:
+            shown.append("...")
         rows.append((name, f"{len(groups)} of {len(groups[0])}: {' '.join(shown)}"))
     stages = ((f"stage {number}", layers) for number, layers in enumerate(side.get("layers", ())) if layers)
     rows += [(stage, f"layers {layers[0]}-{layers[-1]} ({len(layers)})") for stage, layers in stages]
@@ -237,7 +245,7 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
     orders = sorted(memory["orders"], key=lambda order: order["order"] != memory["followed"])
 
     def against_die(size_bytes: int) -> str:
-        return size_text(size_bytes) + (_TOO_MUCH if hbm is not None and size_bytes > hbm else "")
+        return size_text(size_bytes) + (_OVER_LIMIT if hbm is not None and size_bytes > hbm else "")
 
     rows = []
     for number, phase in enumerate(orders[0]["phases"]):

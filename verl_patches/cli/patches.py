@@ -11,8 +11,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.live import show_live
-from verl_patches.cli.output import Json, print_json, table
+from verl_patches.cli.live import print_run_state
+from verl_patches.cli.output import Json, print_json, print_table
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot import install_prelude
@@ -25,22 +25,22 @@ from verl_patches.run.record.record import read_summary
 from verl_patches.upstream.versions import installed_line
 from verl_patches.weights.run_folders import find_start
 
-Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
+SwitchesOption = Annotated[str | None, typer.Option("--switches", help="Value used in place of VERL_PATCHES.")]
 
 _NO_ROLE = "not in this catalogue"  # for a row in the record of another version
-_WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
+_WRONG_STATES = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
-WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
-RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
+WATCH_HELP = "Refresh until the run ends; Ctrl-C ends only the display."
+RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the recorded states of its rows."
 
 
-def engine_of(switches: str | None) -> Engine:
+def build_engine(switches: str | None) -> Engine:
     """Return an engine over the rows of a platform with these switches (default VERL_PATCHES); nothing is applied."""
-    taken = switches_here(switches)
-    return Engine(catalog.rows_of(taken.platform), taken)
+    chosen = current_switches(switches)
+    return Engine(catalog.platform_rows(chosen.platform), chosen)
 
 
-def switches_here(switches: str | None) -> Switches:
+def current_switches(switches: str | None) -> Switches:
     """Return the given switches, or those of VERL_PATCHES.
 
     Without both they are those of the line whose packages are installed, or else production's, as standard error says.
@@ -48,76 +48,82 @@ def switches_here(switches: str | None) -> Switches:
     if switches is not None or os.environ.get(PATCHES_VAR):
         return switches_from_environment() if switches is None else parse_switches(switches)
     line = installed_line()
-    taken = Switches(line, "npu" if installed_root("torch_npu") else "cpu") if line else Switches()
-    why = "the packages of that line are installed" if line else "no line's packages are all installed: production's"
-    typer.echo(f"{taken.text()} ({PATCHES_VAR} is unset; {why}). Others: --switches", err=True)
-    return taken
+    chosen, why = Switches(), "no line has all of its packages installed"
+    if line:
+        chosen = Switches(line, "npu" if installed_root("torch_npu") else "cpu")
+        why = f"the packages of line {line} are installed"
+    typer.echo(f"{chosen.text()} is used, as {PATCHES_VAR} is unset and {why}; --switches gives others", err=True)
+    return chosen
 
 
 def status_command(
     watched: Annotated[Path | None, typer.Argument(metavar="[RUN]", help=WATCHED_HELP)] = None,
     run: Annotated[Path | None, typer.Option("--run", help=RUN_HELP)] = None,
     watch: Annotated[bool, typer.Option("--watch", help=WATCH_HELP)] = False,
-    switches: Switch = None,
+    switches: SwitchesOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show what RUN does now; without it the rows of the catalogue and their states, of a recorded run with --run.
+    """Show the progress of RUN, or without it the rows of the catalogue, with --run their states in a recorded run.
 
-    Without a run nothing is applied: a row is "waiting" where a run with these switches would apply it, else "off".
+    Without a run no row is applied: it is "waiting" if a run with these switches would apply it, else "off".
     """
     if watch and (watched is None or as_json):
-        raise ConfigError("status: --watch needs RUN, such as `status smoke --watch`, and prints no JSON")
+        raise ConfigError("status: --watch needs a RUN, such as `status smoke --watch`, and cannot print --json")
     if watched is not None:
         if run is not None or switches is not None:
-            raise ConfigError(f"status: give RUN alone ({watched}), or --run for its rows, or --switches")
-        show_live(watched, watch, as_json)
+            raise ConfigError(
+                f"status: expected RUN ({watched}) alone for its progress, or --run RUN for its rows, or --switches"
+            )
+        print_run_state(watched, watch, as_json)
     if run is not None:
-        _show_run(run, as_json)
-    engine = engine_of(switches)
-    rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
-    rows = [{**row, "role": engine.specs[row["id"]].role} for row in rows]
+        _print_recorded_rows(run, as_json)
+    engine = build_engine(switches)
+    rows = []
+    for row in engine.status():
+        state = "waiting" if row["id"] in engine.wanted else "off"
+        rows.append({**row, "state": state, "role": engine.specs[row["id"]].role})
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
         title = f"patches for {replace(engine.switches, rows=None).text()}"
-        _tables_by_role(title, ("id", "state", "target", "reason"), rows)
+        _print_role_tables(title, ("id", "state", "target", "reason"), rows)
 
 
-def _show_run(run: Path, as_json: bool) -> NoReturn:
+def _print_recorded_rows(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
     run = find_start(run, output_root())
     record = read_summary(run)
     roles = {spec.id: spec.role for spec in catalog.all_rows()}
-    rows = _count_by_process(record.get("patches", []))
+    rows = _states_by_row(record.get("patches", []))
     rows = [{**row, "role": roles.get(row["id"], _NO_ROLE)} for row in rows]
     if not rows:
         raise RecipeError(
-            f"{run} has no recorded states: no process has reported yet; `status {run}` shows how far it is"
+            f"{run} has no recorded states: no process has reported yet; `status {run}` shows its progress"
         )
-    ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
-    wrong = [r["id"] for r in rows if _WRONG & set(r["states"].values())]
+    exit_reason, dirty = record.get("exit", "unknown"), record.get("dirty", {})
+    wrong = [r["id"] for r in rows if _WRONG_STATES & set(r["states"].values())]
     if as_json:
-        print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
+        print_json({"run": str(run), "exit": exit_reason, "dirty": dirty, "rows": rows, "wrong": wrong})
     else:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
-        typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
+        typer.echo(f"run ended: {exit_reason}. A row is waiting where its module was never imported in that process.")
         shown = [{**row, "states": _states_text(row["states"])} for row in rows]
-        _tables_by_role(f"patches of {run}", ("id", "target", "states", "reason"), shown)
+        _print_role_tables(f"patches of {run}", ("id", "target", "states", "reason"), shown)
     raise typer.Exit(1 if wrong else 0)
 
 
-def _tables_by_role(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def _print_role_tables(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Print a table of rows for each role."""
     by_role: dict[str, list[list[str]]] = {role: [] for role in (*ROLES, _NO_ROLE)}
     for row in rows:
         by_role[row["role"]].append([row[key] for key in columns])
     for role, cells in by_role.items():
         if cells:
-            table(f"{title}, {role}: {len(cells)} rows", columns, cells)
+            print_table(f"{title}, {role}: {len(cells)} rows", columns, cells)
 
 
-def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
+def _states_by_row(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return recorded states by row: {id, target, states: {process: state}, reason (of a wrong state)}."""
     folded: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -136,13 +142,15 @@ def _states_text(states: Mapping[str, str]) -> str:
             ranks.setdefault(state, []).append(int(rank))
         else:
             texts.append(f"{process}: {state}")
-    texts += [f"worker{'s' if len(of) > 1 else ''} {ranks_text(of)}: {state}" for state, of in ranks.items()]
+    for state, numbers in ranks.items():
+        kind = "workers" if len(numbers) > 1 else "worker"
+        texts.append(f"{kind} {ranks_text(numbers)}: {state}")
     return ", ".join(texts)
 
 
-def digest_command(switches: Switch = None, as_json: Json = False) -> None:
-    """The digest of intent that controller and workers compare before step 1."""
-    engine = engine_of(switches)
+def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> None:
+    """Print the digest of the rows to apply, which controller and workers compare before step 1."""
+    engine = build_engine(switches)
     if as_json:
         print_json({"switches": engine.switches.text(), "digest": engine.digest(), "intent": engine.intent()})
     else:
@@ -150,8 +158,8 @@ def digest_command(switches: Switch = None, as_json: Json = False) -> None:
 
 
 def install_prelude_command(
-    verl_path: Annotated[Path | None, typer.Option("--verl-path", help="A verl checkout; default: installed.")] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Take both out again.")] = False,
+    verl_path: Annotated[Path | None, typer.Option("--verl-path", help="verl checkout; default: installed.")] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Remove both again.")] = False,
     as_json: Json = False,
 ) -> None:
     """Insert `from verl_patches import prelude_patch` into verl's Megatron workers, and a .pth file into this Python.

@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from verl_patches.catalog import rows_of
-from verl_patches.cli.output import Json, print_json, say, show_plan, table
-from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
+from verl_patches.catalog import platform_rows
+from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text
+from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
@@ -29,7 +29,7 @@ from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.plan.plan import build_plan, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
-from verl_patches.platform import require as require_platform
+from verl_patches.platform import require_platform
 from verl_patches.rules import RULES
 from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
@@ -38,37 +38,37 @@ from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summa
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
-from verl_patches.trainer.record import STEP
-from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
+from verl_patches.trainer.record import STEP_PREFIX
+from verl_patches.upstream.checkouts import find_trees, require_trees, require_verl_version
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
+from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-REPLAY_HELP = "Train on the responses that another run recorded: its name, a folder, or the rollouts in it."
+REPLAY_HELP = "Train on the responses that another run recorded: its name, its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
-STAGE_AGAIN_S = 15.0
-LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
-WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
+STAGE_REPEAT_S = 15.0
+EXPERT_LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
+WIDE_HELP = "Show all columns of the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 SEARCH_HELP = (
-    "List the fastest layouts of the config's model and batch on --dies; on Atlas A2 those with least traffic."
+    "List the fastest layouts for the config's model and batch on --dies; on Atlas A2 those with least traffic."
 )
 DIES_HELP = "With --search: dies in whole nodes, up to 1024; default: the config's."
-TOP_HELP = "With --search: how many layouts."
+TOP_HELP = "With --search: number of layouts."
 PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
-RESPONSE_HELP = "Mean tokens of responses that end by themselves, before the cut."
-LENGTHS_HELP = "A run whose recorded responses' lengths are taken in place of assumed ones."
-LOAD_HELP = "A run with recipe.expert_load, whose uneven experts are taken."
-DISK_HELP = "GB/s of the file system with weights and checkpoints, of all nodes together."
-SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
+RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
+LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
+LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
+DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes."
+SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -85,11 +85,11 @@ OldLayout = Annotated[
 ]
 
 
-def _run_or_path(given: Path | None) -> Path | None:
+def _run_or_path(path: Path | None) -> Path | None:
     """Return the value of --replay-rollout: a path, or the folder of a run that it names."""
-    places = [] if given is None else [given, output_root() / given]
+    places = [] if path is None else [path, output_root() / path]
     if places and not any(place.exists() for place in places):
-        raise typer.BadParameter(f"{given}: no such path, and no run of that name in {output_root()}")
+        raise typer.BadParameter(f"{path}: expected a path or the name of a run in {output_root()}, found neither")
     return next((place for place in places if place.exists()), None)
 
 
@@ -98,35 +98,36 @@ def smoke_command(
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
-    learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
+    learn: Annotated[bool, typer.Option("--learn", help="Train on a task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of model, data order and sampling.")] = 0,
-    line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins that runs.")] = "pypi",
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of model, data and sampling.")] = 0,
+    line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins to run.")] = "pypi",
     emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
     upstream: Upstream = None,
     wide: Wide = False,
     as_json: Json = False,
     old_layout: OldLayout = None,
 ) -> None:
-    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
+    """Run GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
 
     Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
     """
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
-    inputs = smoke.inputs_of(options, output_root() / "cache")
-    spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
-    spec = replace(spec, given=frozenset(override_keys(overrides)))  # model and data are made below
+    inputs = smoke.smoke_inputs(options, output_root() / "cache")
+    all_overrides = smoke.smoke_overrides(options, inputs.overrides)
+    spec = _compose_startable_run(options.config_name, all_overrides, find_trees(upstream))
+    spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
-    require_verl(spec.line, spec.trees)
+    require_verl_version(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     ray_cluster.require_nodes(spec)
-    _end_unless(disk_checks(spec, starts=True))
-    with _progress(as_json, wide, off) as show:
+    _exit_on_failed_checks(disk_checks(spec, starts=True))
+    with _progress_display(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
-        _end_unless(_file_checks(spec))
+        _exit_on_failed_checks(_file_checks(spec))
         outcome = launcher.run(spec, show, dirty=dirty)
-    _report(outcome, spec, as_json, off)
+    _report_outcome(outcome, spec, as_json, off)
 
 
 def train_command(
@@ -140,28 +141,28 @@ def train_command(
 ) -> None:
     """Run a config of this repository, or show what a run would do.
 
-    With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for wrong use.
+    With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for a wrong argument or setting.
     """
-    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
-    run = _to_start(config_name, overrides, trees)
+    run = _compose_startable_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
-    require_verl(run.line, run.trees)
+    require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
-    _end_unless([*_file_checks(run), *disk_checks(run, starts=True)])
-    with _progress(as_json, wide, off) as show:
+    _exit_on_failed_checks([*_file_checks(run), *disk_checks(run, starts=True)])
+    with _progress_display(as_json, wide, off) as show:
         outcome = launcher.run(run, show, dirty=dirty)
-    _report(outcome, run, as_json, off)
+    _report_outcome(outcome, run, as_json, off)
 
 
-def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
-    """Return `composed` of a run that will start; exit with 1, as for a failed rule, where it has no layout."""
+def _compose_startable_run(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+    """Return `compose_run` of a run that will start; exit with 1, as for a failed rule, where it has no layout."""
     try:
-        return composed(config_name, overrides, trees)
+        return compose_run(config_name, overrides, trees)
     except LayoutError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
@@ -174,9 +175,9 @@ def _require_startable(run: RunSpec) -> str:
     """
     require_trees(run)
     run_folder.require_start(run)
-    _end_unless(RULES.checks(run))
-    _refuse_without_effect(run)
-    return switched_off_text(run.switches.switched_off(rows_of(run.platform)))
+    _exit_on_failed_checks(RULES.checks(run))
+    _refuse_planned_keys(run)
+    return switched_off_text(run.switches.switched_off(platform_rows(run.platform)))
 
 
 def plan_command(
@@ -195,8 +196,11 @@ def plan_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Checks, layouts, memory, traffic and modelled step time of a config; nothing is started. Exit code 1: refused."""
-    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    """Check a config, and print layouts, memory, traffic and modelled step time; nothing is started.
+
+    The exit code is 1 if a check refuses the start.
+    """
+    overrides, trees = overrides or [], find_trees(upstream, verl_path)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=disk_gb_s)
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -204,22 +208,22 @@ def plan_command(
     if expert_load is not None:
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
-        raise ConfigError(f"--dies {dies} is for --search; a plan's dies are trainer.nnodes x trainer.n_gpus_per_node")
+        raise ConfigError(f"--dies {dies} needs --search; a plan has trainer.nnodes x trainer.n_gpus_per_node dies")
     if not searched:
         report_plan(config_name, overrides, trees, workload, as_json)
     answer = search_layouts(config_name, overrides, trees, dies, workload, top)
     if as_json:
         print_json(answer)
     else:
-        _show_layouts(answer, [*trees.option, *workload.option], overrides)
+        _print_layouts(answer, [*trees.option, *workload.option], overrides)
 
 
-def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+def compose_run(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
     """Return the facts of a run, ready for plan and start: automatic recomputation has its number of layers.
 
     Raise ConfigError for a switch of a row that another row needs, or for other switches in the shell.
     """
-    run = compose(config_name, overrides, rows_of, trees)
+    run = compose(config_name, overrides, platform_rows, trees)
     check_switches(run)
     return with_recompute(run)
 
@@ -227,7 +231,7 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 def check_switches(run: RunSpec) -> None:
     """Refuse a switch that switches off a row that another row needs, and other switches in the shell."""
     in_shell = os.environ.get(PATCHES_VAR)
-    Engine(rows_of(run.platform), run.process_switches)
+    Engine(platform_rows(run.platform), run.process_switches)
     # a command that restarted itself has rows in the variable
     if in_shell and replace(parse_switches(in_shell), rows=None) != run.switches:
         raise ConfigError(
@@ -241,32 +245,32 @@ def report_plan(
 ) -> NoReturn:
     """Print the plan of a run, its failures, how to go on and a verdict; exit with 0, or 1 if a check failed."""
     try:
-        run = composed(config_name, overrides, trees)
+        run = compose_run(config_name, overrides, trees)
         require_trees(run)
-        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows_of(run.platform), workload)
+        plan = build_plan(run, RULES.checks(run), config_name, overrides, platform_rows(run.platform), workload)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
     if as_json:
         print_json(plan)
     elif run is not None:
-        show_plan(plan, run)
+        print_plan(plan, run)
     if plan["ok"]:
         if not as_json:
-            say(plan["verdict"], "bold green")
+            print_text(plan["verdict"], "bold green")
         raise typer.Exit(0)
     for check in plan["checks"]:
         if not check["ok"]:
             detail = check["detail"].removeprefix(f"{check['name']}: ")
-            say(f"verl_patches: {check['name']}: {detail}", "red", err=True)
+            print_text(f"verl_patches: {check['name']}: {detail}", "red", err=True)
     first, *others = plan["next"] or [None]
     if first:
-        say(first["what"], err=True)
+        print_text(first["what"], err=True)
     for way in others:
-        say(f"{way['what']}: {way['command']}", err=True, whole=True)
+        print_text(f"{way['what']}: {way['command']}", err=True, whole=True)
     if first:
-        say(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
+        print_text(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
     else:
-        say(plan["verdict"], err=True)
+        print_text(plan["verdict"], err=True)
     raise typer.Exit(1)
 
 
@@ -274,10 +278,10 @@ def search_layouts(
     config_name: str, overrides: Sequence[str], trees: Trees, dies: int | None, workload: Workload, top: int
 ) -> dict[str, Any]:
     """Return {config, dies, modelled, layouts}: the best layouts for a configuration, whose own may be invalid."""
-    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)], rows_of, trees)
+    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT_KEYS)], platform_rows, trees)
     check_switches(run)
-    if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
-        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
+    if failed := [check for rule in RULES.files for check in rule(run) if not check.ok]:
+        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in failed))
     dies = run.world_size if dies is None else dies
     layouts = search(run, RULES.sizes, dies, workload, top)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
@@ -288,10 +292,13 @@ def _expert_loads(run: Path) -> tuple[float, float]:
 
     Raise ConfigError where the run has none.
     """
-    steps = read_summary(find_start(run, output_root())).get("steps", [])[-LOAD_STEPS:]
-    found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
-    loads = [load.get("ranks_over_mean") for load in found]
-    train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
+    loads: dict[str, list[float]] = {"train": [], "rollout": []}
+    for step in read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]:
+        record = step.get("expert_load") or {}
+        for side, values in loads.items():
+            if load := (record.get(side) or {}).get("ranks_over_mean"):
+                values.append(load)
+    train, rollout = loads["train"], loads["rollout"]
     if not train or not all(0 < load < math.inf for load in train + rollout):
         raise ConfigError(
             f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
@@ -300,7 +307,7 @@ def _expert_loads(run: Path) -> tuple[float, float]:
     return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
 
 
-def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
+def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
     layouts, rows = answer["layouts"], []
     timed = layouts[0]["total_s"] is not None
     for number, row in enumerate(layouts, 1):
@@ -321,13 +328,13 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
     columns = ("step s", "tokens / s / die", "rollout", "update") if timed else ("GB sent a step and die",)
     title = f"{'fastest layouts' if timed else 'layouts with least traffic'} of {answer['config']}"
     columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
-    table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
+    print_table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
     for number, row in enumerate(layouts, 1):
         replaced = set(override_keys(row["overrides"]))
-        kept = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
-        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
-        say(f"{number}: {shlex.join(command)}", whole=True)
-    say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
+        unchanged = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
+        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *unchanged, *row["overrides"]]
+        print_text(f"{number}: {shlex.join(command)}", whole=True)
+    print_text(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 
 def _file_checks(run: RunSpec) -> Iterator[Check]:
@@ -337,34 +344,34 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
         yield from rule(run)
 
 
-def _end_unless(checks: Iterable[Check]) -> None:
+def _exit_on_failed_checks(checks: Iterable[Check]) -> None:
     """Exit with 1 where a check failed."""
     try:
-        require(checks)
+        require_checks(checks)
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
 
 
-def _refuse_without_effect(run: RunSpec) -> None:
+def _refuse_planned_keys(run: RunSpec) -> None:
     """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
-    given = [entry.key for entry, _ in refused_keys(run) if entry.planned]
-    if given:
+    planned = [entry.key for entry, _ in refused_keys(run) if entry.planned]
+    if planned:
         raise ConfigError(
-            f"line {run.line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
-            "It can start once the catalogue has rows for them"
+            f"line {run.line} cannot act on {', '.join(planned)}, as the catalogue has no rows for them; the run is "
+            "not started. Remove the keys, or plan the run with --dry-run"
         )
 
 
 @contextmanager
-def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
+def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
     """Yield a function that shows lines of progress.log (trainer/record.py): "| " lines, the step table, and the stage.
 
     `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
     a pipe or file it has a line of its own, and only until step 1. `first` is shown at once.
     """
     console = Console(quiet=silent, highlight=False, markup=False, soft_wrap=True)
-    stay, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
+    shown_prefixes, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
     columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")
@@ -376,18 +383,19 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
             text, seconds = printable(line[2:]), time.monotonic() - began
             if line.startswith("~ "):
                 stage.update(now, description=text)
-                last, again_at = "" if line.startswith(STEP) else text, 0.0
-            if line.startswith(stay):
+                again_at = 0.0
+                last = "" if line.startswith(STEP_PREFIX) else text
+            if line.startswith(shown_prefixes):
                 console.print(text)
             elif piped and last and seconds >= again_at:
-                again_at = seconds + STAGE_AGAIN_S
+                again_at = seconds + STAGE_REPEAT_S
                 console.print(f"[{seconds:4.0f} s] {last}")
 
         show(f"| {first}" if first else "")
         yield show
 
 
-def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "") -> None:
+def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "") -> None:
     """Print how a run ended, the rows that were `off`, and what it proved or how to go on; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
@@ -397,17 +405,17 @@ def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
-        if proved := smoke.PROVED.get(f"{run.line} {run.platform}"):
+        if proof := smoke.PROOF_TEXTS.get(f"{run.line} {run.platform}"):
             compared = run.recipe.weight_sync.enabled and run.recipe.logprob_check.action == "stop"
             if not run.samples:
-                proved = "training on fixed data runs here, without a rollout engine"
-            lacks = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
-            typer.echo(f"This proved: {proved}.\nIt did not prove: {lacks}{smoke.NOT_PROVED}.")
+                proof = "training on fixed data runs here, without a rollout engine"
+            exceptions = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
+            typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.UNPROVED_TEXT}.")
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
-        ended = "was" if outcome.reason.startswith(INTERRUPTED) else f"failed after {outcome.wall_s:.0f} s:"
+        ended = "was" if outcome.reason.startswith(INTERRUPTION_PREFIX) else f"failed after {outcome.wall_s:.0f} s:"
         text = f"verl_patches: the run {ended} {outcome.reason}\n{logs}"
         text += f"\n  {off}" if off else ""
         typer.echo(printable(text, keep="\n\t"), err=True)
@@ -426,15 +434,15 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         return []
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
-            return [f"nothing was saved: the same command goes on from {run.verl.trainer.resume_from_path} again"]
-        checkpoint = chain_of_start(start_in(record)).newest()
+            return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
+        checkpoint = checkpoint_chain(require_start(record)).newest()
         if last_step_is_saved(run, record):
-            return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
+            return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
-    others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
-    command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
-    return [f"newest whole checkpoint: {checkpoint}", f"to go on from it: {command}"]
+    other_words = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
+    command = shlex.join([sys.executable, "-m", "verl_patches", *other_words, f"{resume}=auto"])
+    return [f"newest complete checkpoint: {checkpoint}", f"to resume from it: {command}"]

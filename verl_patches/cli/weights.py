@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, progress_bar, table
+from verl_patches.cli.output import Json, print_json, print_table, progress_bar
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
 from verl_patches.weights.manifest import (
+    CHECKPOINT_NAME,
     CRITIC,
     MANIFEST,
-    SAVED,
     TRACKER,
     folder_problems,
     has_manifest,
@@ -24,19 +24,19 @@ from verl_patches.weights.manifest import (
     model_digest,
     read_manifest,
 )
-from verl_patches.weights.megatron import folder_problems as folder_problems_of_megatron
-from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, plan_conversion
-from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
+from verl_patches.weights.megatron import crc_problems
+from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, conversion_costs, plan_conversion
+from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
-LINE_HELP = "Whose Megatron has the parameters: a3 (MindSpeed-LLM) or pypi."
-DTYPE_HELP = "bf16, fp8 (with --hf) or keep.  [default: bf16 of a source in FP8, else keep]"
+LINE_HELP = "The Megatron whose parameters are used: a3 (MindSpeed-LLM) or pypi."
+DTYPE_HELP = "bf16, fp8 (with --hf) or keep; default: bf16 of a source in FP8, else keep."
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
-SPLIT_HELP = "How a Megatron folder that does not say so holds experts: tp_extend_ep (whole) or etp (each cut over TP)."
-PROCESSES_HELP = "Files that are written at a time.  [default: one a core, as many as memory is free for]"
-FILE_HELP = "Most that a HF file holds, in GB."
+SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
+PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer if memory is short."
+FILE_HELP = "Largest size of a HF file, in GB."
 
 app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
@@ -50,7 +50,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print bytes, memory and
 @app.command("convert")
 def convert_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A HF folder, a Megatron folder or a checkpoint.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
     layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
     line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
@@ -61,28 +61,31 @@ def convert_command(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint; goes on where it was ended."""
+    """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint.
+
+    The same command continues an interrupted one.
+    """
     start = time.perf_counter()
     if hf == (layout is not None):
-        raise ConfigError("weights convert: expected one of --hf and --layout TEXT")
+        raise ConfigError("weights convert: expected one of --hf and --layout TEXT, found both or neither")
     if not 0 < file_gb < math.inf:
         raise ConfigError(f"weights convert: --file-gb {file_gb}: expected a finite number above 0")
     opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
     to_layout = None if layout is None else parse_layout(layout)
     plan = plan_conversion(opened, to_layout, dtype, int(file_gb * GB), line)
-    result = _summary(plan) | costs(plan)
+    result = _plan_summary(plan) | conversion_costs(plan)
     if dry_run:
         result["planning_s"] = round(time.perf_counter() - start, 2)
         if as_json:
             print_json(result)
         else:
-            _show_plan(result, destination)
+            _print_plan(result, destination)
         return
     from verl_patches.weights.convert import convert  # imports torch
 
     with progress_bar("convert", result["write_bytes"]) as advance:
         done = convert(plan, destination, processes, advance)
-    result = _summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
+    result = _plan_summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
     if as_json:
         print_json(result)
         return
@@ -96,8 +99,8 @@ def convert_command(
 @app.command("export")
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
-    fp8: Annotated[bool, typer.Option("--fp8", help="In FP8 with block scales.")] = False,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
+    fp8: Annotated[bool, typer.Option("--fp8", help="Write FP8 with block scales.")] = False,
     expert_split: Split = None,
     processes: Processes = None,
     dry_run: DryRun = False,
@@ -105,27 +108,27 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
-        source = _newest_of_run(source)
+        source = _newest_checkpoint(source)
     dtype = "fp8" if fp8 else None
     options = {"expert_split": expert_split, "processes": processes, "dry_run": dry_run, "as_json": as_json}
     convert_command(source, destination, hf=True, dtype=dtype, **options)
 
 
-def _newest_of_run(given: Path) -> Path:
+def _newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
-    if SAVED.fullmatch(given.name):
-        raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
-    run = find_start(given, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
-    if (newest := chain_of_start(start_in(run)).newest()) is None:
-        raise ConfigError(f"weights export: {run} and the starts that it came from have no complete checkpoint")
+    if CHECKPOINT_NAME.fullmatch(path.name):
+        raise ConfigError(f"weights export: {path}: expected a complete checkpoint, found no {MANIFEST}; give another")
+    run = find_start(path, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
+    if (newest := checkpoint_chain(require_start(run)).newest()) is None:
+        raise ConfigError(f"weights export: {run}: expected a complete checkpoint, found none, also of earlier starts")
     return newest
 
 
-def _summary(plan: ConversionPlan) -> dict[str, Any]:
+def _plan_summary(plan: ConversionPlan) -> dict[str, Any]:
     source, names = plan.source, [file.name for file in plan.files]
     return {
         "source": str(source.folder),
-        "from": f"{source.kind}, {_dtype_of(source)}",
+        "from": f"{source.kind}, {_source_dtypes(source)}",
         "to": f"{plan.kind}, {plan.dtype}",
         "layout": None if plan.layout is None else str(plan.layout),
         "tensors": len(source.tensors),
@@ -134,11 +137,11 @@ def _summary(plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def _dtype_of(source: Source) -> str:
+def _source_dtypes(source: Source) -> str:
     return "/".join(sorted({tensor.dtype for tensor in source.tensors.values()}))
 
 
-def _show_plan(result: dict[str, Any], destination: Path) -> None:
+def _print_plan(result: dict[str, Any], destination: Path) -> None:
     low, high = (f"{seconds / 60:.1f}" for seconds in result["seconds_modelled"])
     typer.echo(
         f"{result['source']} ({result['from']}) to {destination} ({result['to']}): {result['tensors']} tensors, "
@@ -179,7 +182,7 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
         count = sum(len(manifest.files) for manifest in manifests.values())
         checked = f"{count} files, {size / GB:.3f} GB: sizes and sha256"
     elif (folder / TRACKER).is_file():
-        problems += folder_problems_of_megatron(folder)
+        problems += crc_problems(folder)
         checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
         checked = f"names, shapes, sizes and {INDEX}; a HF folder has no checksums"
@@ -202,25 +205,25 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
 @app.command("show")
 def show_command(
     folder: Folder,
-    tensor: Annotated[str | None, typer.Option(help="A HF name: print where its parts are.")] = None,
+    tensor: Annotated[str | None, typer.Option(help="A HF name: print the places of its parts.")] = None,
     expert_split: Split = None,
     as_json: Json = False,
 ) -> None:
     """Print what a folder of weights holds, without reading the weights."""
     source = open_source(folder, expert_split=expert_split)
     if tensor is not None and tensor not in source.tensors:
-        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name as {next(iter(source.tensors))}")
-    result = _contents(folder, source) if tensor is None else _places(source, tensor)
+        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name such as {next(iter(source.tensors))}")
+    result = _folder_contents(folder, source) if tensor is None else _tensor_places(source, tensor)
     if as_json:
         print_json(result)
         return
     files = result.pop("files", [])
-    table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
+    print_table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
     if files:
-        table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
+        print_table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
 
 
-def _contents(folder: Path, source: Source) -> dict[str, Any]:
+def _folder_contents(folder: Path, source: Source) -> dict[str, Any]:
     head = {"kind": source.kind, "layout": source.layout, "model": model_digest(source.inventory.model)[:12]}
     if has_manifest(folder):
         head |= {name: getattr(read_manifest(folder), name) for name in ("layout", "dtype", "facts")}
@@ -235,14 +238,14 @@ def _contents(folder: Path, source: Source) -> dict[str, Any]:
         "layers": model.num_hidden_layers,
         "experts": model.n_routed_experts,
         "parameters": sum(parameter.count for parameter in source.inventory.parameters),
-        "stored_in": _dtype_of(source),
+        "stored_in": _source_dtypes(source),
         "tensors": len(source.tensors),
         "left_out": len(source.left_out),
         "files": [{"file": f, "parts": n, "bytes": (folder / f).stat().st_size} for f, n in sorted(sizes.items())],
     }
 
 
-def _places(source: Source, name: str) -> dict[str, Any]:
+def _tensor_places(source: Source, name: str) -> dict[str, Any]:
     tensor = source.tensors[name]
     parts = [{"region": str(p.region), "file": p.file, "offset": p.offset} for p in tensor.parts]
     if tensor.scale:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.current import Current
-from verl_patches.processes import started_at
+from verl_patches.processes import start_ticks
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -98,7 +98,7 @@ class Heartbeat:
                 os.close(file)
             return
         faulthandler.register(STACK_SIGNAL, self._stack, all_threads=True)
-        self._beat = Beat(name, rank, os.getpid(), started_at(os.getpid()), since_s=time.monotonic())
+        self._beat = Beat(name, rank, os.getpid(), start_ticks(os.getpid()), since_s=time.monotonic())
         self._file = file
         self._ended.clear()
         self._write()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.heartbeat.heartbeat import BEAT_SUFFIX, STACK_SIGNAL, STACK_SUFFIX, Beat, heartbeat_folder, read_beat
-from verl_patches.processes import state_of
+from verl_patches.processes import process_state
 
 STACK_S = 5.0  # time limit of a process to write its stacks
 STOPPED_STATES = "Tt"  # states of a process that a signal, or a debugger, has stopped
@@ -28,7 +28,7 @@ class SeenProcess:
     """Describe one process as its node sees it.
 
     beat: its last record; host: the node's host name; in_place_s: seconds in the present call and phase; silent_s:
-    seconds since its last beat; state: that of processes.state_of; still_s: seconds since the last call, phase or
+    seconds since its last beat; state: that of processes.process_state; still_s: seconds since the last call, phase or
     operation of a process group began; node: Ray's id of its node.
     """
 
@@ -51,7 +51,7 @@ def read_processes(folder: Path, node: str = "") -> list[SeenProcess]:
     processes, now, host = [], time.monotonic(), socket.gethostname()
     for file in folder.glob(f"*{BEAT_SUFFIX}"):
         if (beat := read_beat(file)) is not None:
-            state = state_of(beat.pid, beat.started)
+            state = process_state(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
             processes.append(SeenProcess(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
     return sorted(processes, key=rank_order)

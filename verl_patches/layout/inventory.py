@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import config_mismatches, read_config
-from verl_patches.values import Count, Natural, types_of, value_faults
+from verl_patches.values import Count, Natural, field_types, value_faults
 
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's; HF's ...ForSequenceClassification has the first
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -95,7 +95,7 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
         where, config = str(config), read_config(config)
     if fault := config_mismatches({"model_type": "none", **config}, _NAMING_KEYS):
         raise ConfigError(f"{where} does not describe a DeepSeek-V3 model: {fault}")
-    types = types_of(ModelShape)
+    types = field_types(ModelShape)
     required = dict.fromkeys(field.name for field in fields(ModelShape) if field.default is MISSING)
     values = required | {key: value for key, value in config.items() if key in types and value is not None}
     if faults := value_faults(types, values):

@@ -115,9 +115,9 @@ def offload_summary(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, An
         sums: defaultdict[str, Counter] = defaultdict(Counter)
         for record in records:
             sums[_move_name(record)].update(count=1, bytes=record["bytes"], copied_bytes=record["copied_bytes"])
-        for name, of_move in sums.items():
-            if name not in moves or of_move["bytes"] > moves[name]["bytes"]:
-                moves[name] = dict(of_move)
+        for name, counts in sums.items():
+            if name not in moves or counts["bytes"] > moves[name]["bytes"]:
+                moves[name] = dict(counts)
     sequences = [_sequence(records) for records in workers]
     return {
         "sequences": [sequence for i, sequence in enumerate(sequences) if sequence not in sequences[:i]],

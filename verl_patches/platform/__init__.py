@@ -16,24 +16,24 @@ def as_npu(platform: str) -> bool:
     return platform in ("npu", "npu_emulated")
 
 
-def emulation(platform: str) -> ModuleType | None:
+def load_emulation(platform: str) -> ModuleType | None:
     """Return the package that emulates a device, with its ROWS and hooks; None on a platform with a device.
 
-    It is loaded by name and only here, so that runs on a device do not import it. Hooks: require, start, called,
-    summary.
+    It is loaded by name and only here, so that runs on a device do not import it. Hooks: require, start_device,
+    device_usage, total_usage.
     """
     return importlib.import_module("verl_patches.emulation") if platform in NO_DEVICE else None
 
 
-def require(platform: str) -> None:
+def require_platform(platform: str) -> None:
     """Raise ConfigError where the configured platform cannot work here; torch is not imported."""
-    emulator = emulation(platform)
+    emulator = load_emulation(platform)
     if emulator is not None:
         emulator.require(platform)
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
-            "platform npu is requested (it is the default), but torch_npu is not installed in this Python. "
-            "On an Ascend machine install the torch_npu of the pinned image; for the CPU smoke say "
+            "torch_npu is not installed in this Python; expected it, as platform npu (the default) is configured. "
+            "On an Ascend machine use the torch_npu of the pinned image; to run on a CPU set "
             'VERL_PATCHES="line=pypi,platform=cpu" (bash scripts/smoke.sh does).'
         )
 

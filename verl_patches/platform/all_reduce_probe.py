@@ -4,7 +4,7 @@ JSON: {backend: gloo | hccl, first: first rank of this node, local: ranks of thi
 address: HOST:PORT of rank 0, interface: where the node's own variables name none, mib: size of the tensor, repeat}.
 Each rank is a process of its own. The node's first rank prints {seconds, bus_bytes_per_s} of one all-reduce; the
 program exits with 1 where a rank fails or the sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds,
-the figure of nccl-tests. HCCL was not tried. `measure_alone` runs the program on one node.
+the figure of nccl-tests. HCCL was not tried. `measure_node` runs the program on one node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROBE_S = 150  # limit of the whole program
 MIB, REPEAT = 16, 3
 
 
-def measure_alone(
+def measure_node(
     backend: str, ranks: int, interface: str | None, environ: Mapping[str, str], mib: int = MIB
 ) -> dict[str, float]:
     """Return {seconds, bus_bytes_per_s} of `ranks` ranks on this node alone; RecipeError where the program fails."""
@@ -40,11 +40,11 @@ def measure_alone(
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not lines:
         errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        raise RecipeError(errors[-1] if errors else f"the probe exited with {done.returncode} and no message")
+        raise RecipeError(errors[-1] if errors else f"expected a result of the probe, found exit {done.returncode}")
     return json.loads(lines[0])
 
 
-def speed(measured: Mapping[str, float], what: str) -> str:
+def speed_text(measured: Mapping[str, float], what: str) -> str:
     """Return the time and bandwidth of a measurement as text, after the label `what`."""
     return f"{what}: {1e3 * measured['seconds']:.1f} ms, {measured['bus_bytes_per_s'] / 1e9:.2f} GB/s"
 
@@ -52,7 +52,7 @@ def speed(measured: Mapping[str, float], what: str) -> str:
 def main(settings: dict[str, Any]) -> int:
     """Start the ranks of this node, or run one of them if `settings` has a rank; return the exit code."""
     if "rank" in settings:
-        measured = _measure(**settings)
+        measured = _measure_all_reduce(**settings)
         if settings["rank"] == settings["first"]:
             sys.stdout.write(json.dumps(measured) + "\n")
         return 0
@@ -67,7 +67,7 @@ def main(settings: dict[str, Any]) -> int:
     return max(abs(rank.wait()) for rank in ranks)
 
 
-def _measure(
+def _measure_all_reduce(
     backend: str, rank: int, device: int, world: int, address: str, mib: int, repeat: int, **others: Any
 ) -> dict[str, float]:
     import torch

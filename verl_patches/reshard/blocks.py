@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from verl_patches.errors import Check, ConfigError, fault_of
+from verl_patches.errors import Check, ConfigError, config_error_text
 from verl_patches.layout.inventory import Inventory, ModelShape, Parameter, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, tensor_shards
@@ -88,16 +88,15 @@ def make_blocks(
                 held = tensor_shards(inventory, train, train_library, parameter)
                 needed = tensor_shards(inventory, rollout, rollout_library, parameter)
                 intervals[key] = list(_tensor_intervals(held, needed))
-            ends = tuple((interval.holders, interval.receivers) for interval in intervals[key])
-            alike[ends].append((parameter, intervals[key]))
+            rank_indices = tuple((interval.holders, interval.receivers) for interval in intervals[key])
+            alike[rank_indices].append((parameter, intervals[key]))
         for members in alike.values():
             blocks += _group_blocks(members, *sides)
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
     if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
         raise ConfigError(
             f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, the bytes of one row of "
-            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. "
-            f"Increase recipe.reshard.bucket_bytes, for example to {DEFAULT_BUCKET_BYTES}"
+            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. Set for example {DEFAULT_BUCKET_BYTES}"
         )
     return blocks
 
@@ -202,5 +201,5 @@ def _run_blocks(
 def sync_checks(run: RunSpec) -> Iterator[Check]:
     """Check that the direct weight sync, where it is on, can serve these layouts with these buckets."""
     if run.samples and "reshard.direct" in run.rows:
-        fault = fault_of(run_blocks, run)
+        fault = config_error_text(run_blocks, run)
         yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")

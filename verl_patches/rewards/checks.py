@@ -19,7 +19,7 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
     if not parts and run.samples:
         faults.append("recipe.rewards is empty, so every reward would be 0; expected at least one entry, or null")
     for part in parts:
-        if part.entry.name == "length" and (buffer := part.entry.buffer_of(longest)) > longest:
+        if part.entry.name == "length" and (buffer := part.entry.penalty_tokens(longest)) > longest:
             faults.append(f"{part.where}.buffer_tokens is {buffer}; expected <= data.max_response_length, {longest}")
     models = run.reward_models
     if run.verl.reward_model.enable and not models:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from verl import DataProto
 
-from verl_patches.errors import ConfigError, RecipeError, place_in
-from verl_patches.recipe import TAKES, Part
+from verl_patches.errors import ConfigError, RecipeError, traceback_location
+from verl_patches.recipe import REWARD_KEYS, Part
 from verl_patches.rewards import by_source, functions, learnable, maths
 from verl_patches.rewards.functions import ResultError
 from verl_patches.rewards.helper_process import CallError, HelperProcess, LimitError
@@ -181,7 +181,7 @@ class RewardManager:
 
 def part_error(part: Part, error: Exception, place: str) -> RewardError:
     """Return a part's error, with the last line of the user's file that led to it, in another process too."""
-    line = place_in("".join(traceback.format_exception(error)), part.entry.path)
+    line = traceback_location("".join(traceback.format_exception(error)), part.entry.path)
     kind = "" if isinstance(error, ConfigError | ResultError | CallError) else f"{type(error).__name__}: "
     more = f"; {part.where}.timeout_s is its limit" if isinstance(error, LimitError) else ""
     return RewardError(f"{part}, {place}: {line}{kind}{error}{more}")
@@ -190,7 +190,7 @@ def part_error(part: Part, error: Exception, place: str) -> RewardError:
 def load_parts(original: Callable) -> Callable:
     """Wrap verl's load_reward_manager: return a RewardManager with the parts of the configuration.
 
-    The parts do not come from `run_of`: without the launcher its facts are written when the trainer is made
+    The parts do not come from `run_from_config`: without the launcher its facts are written when the trainer is made
     (import_alone.py), and verl 0.4.0's main loads rewards before that.
     """
 
@@ -209,13 +209,13 @@ def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) 
     if entry.name == "reward_model":
         return None
     if entry.name == "length":
-        return lambda keywords, tokens: (length_penalty(tokens, longest, entry.buffer_of(longest)), {})
+        return lambda keywords, tokens: (length_penalty(tokens, longest, entry.penalty_tokens(longest)), {})
     if entry.name == "python":
         return _python_score(part)
     if entry.name == "data_source":
         function = verls_manager().compute_score
     else:
-        function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in TAKES[entry.name]}
+        function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in REWARD_KEYS[entry.name]}
     return lambda keywords, tokens: functions.read_result(function(**keywords, **options), entry.name)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.recipe import TAKES, Part, Reward
-from verl_patches.values import types_of, unknown_key, value_faults
+from verl_patches.recipe import REWARD_KEYS, Part, Reward
+from verl_patches.values import field_types, unknown_key, value_faults
 
 SHORT_FORM = "custom_reward_function"
 # REWARD_PREFIX + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
@@ -31,7 +31,9 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     The parts are those of recipe.rewards, or else verl's section custom_reward_function. Raises ConfigError that lists
     every fault of the entries, or if both name a reward.
     """
-    listed, short = _plain_value(config, "recipe.rewards"), _plain_value(config, SHORT_FORM) or {}
+    values = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
+    listed, short = (OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for value in values)
+    short = short or {}
     if listed is None:
         if not short.get("path"):
             return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
@@ -55,19 +57,13 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _plain_value(config: DictConfig, key: str) -> Any:
-    """Return the value of a key with lists and dicts in place of OmegaConf's."""
-    value = OmegaConf.select(config, key)
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
 def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
     """Return the faults of one entry: its name, a value, or a key that its name does not take."""
-    types = {f"{where}.{key}": kind for key, kind in types_of(Reward).items()}
+    types = {f"{where}.{key}": kind for key, kind in field_types(Reward).items()}
     faults = value_faults(types, {f"{where}.{key}": value for key, value in {"name": None, **entry}.items()})
     if any(fault.startswith(f"{where}.name ") for fault in faults):
         return faults
-    known = dict.fromkeys(("name", "weight", *TAKES[entry["name"]]))
+    known = dict.fromkeys(("name", "weight", *REWARD_KEYS[entry["name"]]))
     hint = f"{entry['name']} takes {', '.join(known)}"
     faults += [f"{where}: {unknown_key(key, known, hint)}" for key in entry if key not in known]
     files = {"python": "the Python file that defines the function"}

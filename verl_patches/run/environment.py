@@ -15,8 +15,8 @@ from pathlib import Path
 from verl_patches.errors import Check
 from verl_patches.memory.schedule import uses_vllm_sleep
 from verl_patches.patching.switches import PATCHES_VAR
-from verl_patches.platform.npu import SOCKETS
-from verl_patches.platform.npu.machine import preload
+from verl_patches.platform.npu import INTERFACE_VARIABLES
+from verl_patches.platform.npu.machine import ld_preload
 from verl_patches.run import hccl
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
@@ -97,7 +97,9 @@ def _emulated_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
     return {
         **_CPU_HOST_VARIABLES,
-        **dict.fromkeys(SOCKETS, ("lo", "all ranks are on this machine; nothing listens on other interfaces")),
+        **dict.fromkeys(
+            INTERFACE_VARIABLES, ("lo", "all ranks are on this machine; nothing listens on other interfaces")
+        ),
         "TORCHDYNAMO_DISABLE": ("0" if graphs else "1", traced),
     }
 
@@ -105,7 +107,10 @@ def _emulated_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
 def _socket_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the variables that each worker sets from its own node's network, where there are several nodes."""
     name, why = run.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
-    return {key: (form.format(name) if name else "(towards Ray's head)", why, "node") for key, form in SOCKETS.items()}
+    return {
+        key: (form.format(name) if name else "(towards Ray's head)", why, "node")
+        for key, form in INTERFACE_VARIABLES.items()
+    }
 
 
 def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
@@ -113,7 +118,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     ports = "{}-{}".format(*hccl.node_ports(run)[hccl.HOST_PORTS])
     top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
-    timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
+    timeout = "recipe.train.distributed_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
     need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(run)} (MiB)"
     base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
     queue = (
@@ -162,7 +167,7 @@ def _driver_variables(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str
         variables["RAY_ADDRESS"] = (joined or recipe.ray_address, "recipe.ray_address, or where it is auto the shell's")
     else:
         variables["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
-    if recipe.platform == "npu" and (libraries := preload(os.environ)):
+    if recipe.platform == "npu" and (libraries := ld_preload(os.environ)):
         variables["LD_PRELOAD"] = (libraries, "jemalloc, which gives host memory back to the system")
     if recipe.ray_port is not None:
         variables["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
@@ -189,7 +194,7 @@ def environment_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
     own = {variable.name for variable in environment_variables(run) if variable.where != "node"}
     decided = own | {*DROPPED_VARIABLES}
-    for finding in shell_findings(run.line, decided=decided):
+    for finding in shell_findings(run.line, replaced=decided):
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
             yield Check("environment", False, text)

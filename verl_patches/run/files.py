@@ -28,7 +28,7 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.objectives.settings import file_columns
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
-from verl_patches.weights.run_folders import value_model_in
+from verl_patches.weights.run_folders import value_model_folder
 from verl_patches.weights.source import open_source
 
 _DATA_KEYS = ("data.train_files", "data.val_files")
@@ -42,14 +42,14 @@ _RECORD_BYTES = 64 << 20, 32 << 10  # bytes of a run's logs, and of a step in su
 
 def with_required_files(run: RunSpec) -> RunSpec:
     """Return `run` as it is at a start, when the files of all keys of PATH_KEYS must be on this machine."""
-    return replace(run, given=run.given | set(PATH_KEYS))
+    return replace(run, given_keys=run.given_keys | set(PATH_KEYS))
 
 
 def folder_checks(run: RunSpec) -> Iterator[Check]:
     """Check that the model's folder holds the planned model in readable weights, where it is on this machine.
 
-    As in all rules of this file, a missing file of a key that `run.given` does not name is only a note: it may be on
-    another machine.
+    As in all rules of this file, a missing file of a key that `run.given_keys` does not name is only a note: it may be
+    on another machine.
     """
     path = run.model_folder / "config.json"
     if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
@@ -60,7 +60,9 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
         )
         yield Check("model folder", False, text)
     if not path.exists():
-        yield _absent_check("model folder", [path], _MODEL_KEY, _MODEL_KEY in run.given, "the folder of a HF model")
+        yield _absent_check(
+            "model folder", [path], _MODEL_KEY, _MODEL_KEY in run.given_keys, "the folder of a HF model"
+        )
         return
     held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype decides the dtype of the computation
@@ -96,9 +98,9 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
     for part in run.rewards:
         if part.entry.name != "reward_model":
             continue
-        folder, key = value_model_in(part.path), f"{part.where}.path"
+        folder, key = value_model_folder(part.path), f"{part.where}.path"
         if not folder.exists():
-            here = {"recipe.rewards", _MODEL_KEY} <= run.given  # otherwise this is a plan for another machine
+            here = {"recipe.rewards", _MODEL_KEY} <= run.given_keys  # otherwise this is a plan for another machine
             yield _absent_check("reward model", [folder], key, here, _REWARD_MODEL_FORM)
             continue
         try:
@@ -149,7 +151,7 @@ def data_checks(run: RunSpec) -> Iterator[Check]:
         files = [files] if isinstance(files, str) else files
         absent = [file for file in files if not os.path.isfile(file)]
         if absent:
-            yield _absent_check("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
+            yield _absent_check("data", absent, key, key in run.given_keys, "parquet of `data build` (docs/data.md)")
             continue
         if has_own_dataset(run.verl.data.custom_cls.path):
             text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
@@ -217,7 +219,7 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
             fault = _source_fault(Path(path), name)
             yield either("hooks", not fault, f"{name} of {path}", f"{key}: {fault}; correct the file or the key")
         else:
-            must_exist = bool({f"{key}.path", key.partition("[")[0]} & run.given)
+            must_exist = bool({f"{key}.path", key.partition("[")[0]} & run.given_keys)
             yield _absent_check("hooks", [path], f"{key}.path", must_exist, "a Python file")
     model, folders = run.verl.actor_rollout_ref.model, [*map(str, run.trees.folders), *sys.path]
     modules = {"recipe.worker_process_setup_hook": run.recipe.worker_process_setup_hook}
@@ -275,7 +277,7 @@ def disk_needs(run: RunSpec) -> list[DiskNeed]:
         text += f", responses of {_count_text(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [DiskNeed("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
-        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
+        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained_sections]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         size, kept = _PARAMETER_BYTES[run.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq

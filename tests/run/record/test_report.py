@@ -163,7 +163,7 @@ def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
     assert not (folder / "report.md").exists()
     for taken in (tmp_path, tmp_path / "picture.png"):
         done = CliRunner().invoke(app, ["report", str(folder), "-o", str(taken)])
-        assert isinstance(done.exception, ConfigError) and "give another file with --output" in str(done.exception)
+        assert isinstance(done.exception, ConfigError) and "give --output FILE.md" in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.errors import ConfigError
-from verl_patches.shared_files import replacing, write_whole, writing
+from verl_patches.shared_files import disk_errors, replacing, write_whole
 
 PRELUDE_LINE = "from verl_patches import prelude_patch  # noqa: F401"
 WORKER_FILE = Path("workers") / "megatron_workers.py"
@@ -66,7 +66,7 @@ def install_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeRes
     line, pth = insert_line(verl_path), _pth_file()
     if pth.exists() and pth.read_text() == PTH_TEXT:
         return {"line": line, "pth": PreludeResult(pth, None, "already installed")}
-    with writing(pth, ""):
+    with disk_errors(pth, ""):
         write_whole(pth, PTH_TEXT)
     return {"line": line, "pth": PreludeResult(pth, None, "installed")}
 
@@ -75,7 +75,7 @@ def remove_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResu
     """Remove the `.pth` file, also where no verl is found, and then the prelude line. Idempotent."""
     pth = _pth_file()
     state = "removed" if pth.exists() else "not installed"
-    with writing(pth, ""):
+    with disk_errors(pth, ""):
         pth.unlink(missing_ok=True)
     return {"line": remove_line(verl_path), "pth": PreludeResult(pth, None, state)}
 
@@ -133,7 +133,7 @@ def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
 
 def _write_lines(file: Path, lines: list[str]) -> None:
     """Replace `file` as a whole, with its mode; other hard links to it, as in a package cache, keep their text."""
-    with writing(file, ""), replacing(file) as new:
+    with disk_errors(file, ""), replacing(file) as new:
         new.write_text("\n".join(lines))
         shutil.copymode(file, new)
 

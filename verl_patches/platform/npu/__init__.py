@@ -15,11 +15,11 @@ import sys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import current_engine
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
-MC2_FROM_RANKS = 16  # fewer ranks use all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+RAY_NOSET_VARIABLE = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+MC2_MIN_RANKS = 16  # fewer ranks use all-to-all: vllm_ascend.ascend_forward_context.get_fused_moe_state
 # HCCL reads a name as a prefix of interfaces, and "=eth1" as that interface alone (CANN envref_07_0075)
-SOCKETS = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
+INTERFACE_VARIABLES = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def refuse_early_device_runtime() -> None:
     """Raise ConfigError if platform npu imported torch_npu before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
     if current_engine().switches.platform == "npu" and "torch_npu" in sys.modules:
         raise ConfigError(
-            f"{_rank()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
-            "after that, as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports "
-            "torch or verl, let it do so later: verl_patches.patching.hooks.after_import(module, function)"
+            f"{_rank_text()}: torch_npu was imported before Ray set {VISIBLE_DEVICES}; expected the import after that, "
+            "as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports torch or verl, "
+            "defer the import: verl_patches.patching.hooks.after_import(module, function)"
         )
 
 
@@ -44,49 +44,50 @@ def check_visible_die(visible: int) -> None:
 
     if not ray.is_initialized():
         return
-    given = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
-    found = os.environ.get(VISIBLE)
+    assigned = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
+    found = os.environ.get(VISIBLE_DEVICES)
     fault = None
-    if len(given) != 1:
-        fault = f"expected one die from Ray, found ids {given}: the actor requests no NPU, or more than one"
-    elif found != given[0]:
+    if len(assigned) != 1:
+        fault = f"expected one die from Ray, found ids {assigned}: the Ray actor must request exactly one NPU"
+    elif found != assigned[0]:
         fault = (
-            f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
-            f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
-            f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook"
+            f"{VISIBLE_DEVICES} is {found!r}, expected {assigned[0]!r}, the die that Ray assigned. "
+            f"{RAY_NOSET_VARIABLE} is {os.environ.get(RAY_NOSET_VARIABLE)!r} (if set, Ray does not set "
+            f"{VISIBLE_DEVICES}): unset it before `ray start`, and do not set {VISIBLE_DEVICES} in a runtime_env or a "
+            "set-up hook"
         )
     elif visible != 1:
         fault = (
-            f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
-            "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one"
+            f"the device runtime sees {visible} devices, expected 1, with {VISIBLE_DEVICES}={found}: it was started "
+            "before Ray set the variable. Remove calls of torch.npu that run before `import verl`, as in a set-up hook"
         )
     if fault:
-        raise ConfigError(f"{_rank()}: {fault}")
+        raise ConfigError(f"{_rank_text()}: {fault}")
 
 
 def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
-    """Set the interface in those variables of SOCKETS that this process's environment leaves unset.
+    """Set the interface in those variables of INTERFACE_VARIABLES that this process's environment leaves unset.
 
     `interface`: recipe.hccl.interface; None takes the one towards `head`, the HOST:PORT of Ray's head (None: the head
     of this worker's Ray). Raises ConfigError where the node has no such interface, or where one is the loopback and
     there are several nodes.
     """
-    own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
-    if len(own) < len(SOCKETS):
+    own = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+    if len(own) < len(INTERFACE_VARIABLES):
         if interface:
             require_interface(interface)
-        chosen = interface or towards(head or _head_of_this_ray())
+        chosen = interface or interface_towards(head or _ray_head_address())
         why = "recipe.hccl.interface" if interface else "the route to Ray's head"
         refuse_loopback(nodes, chosen, why)
-        for name in SOCKETS.keys() - own.keys():
-            os.environ[name] = SOCKETS[name].format(chosen)
-        log.info("network interface %s, by %s; set by the node: %s", chosen, why, own or "nothing")
+        for name in INTERFACE_VARIABLES.keys() - own.keys():
+            os.environ[name] = INTERFACE_VARIABLES[name].format(chosen)
+        log.info("network interface %s, from %s; set in this node's environment: %s", chosen, why, own or "nothing")
     for name, value in own.items():
         for part in value.lstrip("=").split(","):
             refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
 
 
-def towards(address: str) -> str:
+def interface_towards(address: str) -> str:
     """Return the interface through which this node reaches HOST:PORT; ConfigError where there is no route."""
     host, _, port = address.rpartition(":")
     try:
@@ -95,14 +96,14 @@ def towards(address: str) -> str:
             probe.connect(place)  # a datagram socket chooses a route and sends nothing
             ip = probe.getsockname()[0]
     except OSError as error:
-        raise ConfigError(f"{_here()} has no route to Ray's head {address}: {error}") from error
+        raise ConfigError(f"{_node_text()} has no route to Ray's head {address}: {error}; check the address") from error
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == ip for each in addresses):
             return name
     raise ConfigError(
-        f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
+        f"{_node_text()} reaches Ray's head {address} from {ip}, but none of its interfaces has this address; "
         "set recipe.hccl.interface"
     )
 
@@ -113,38 +114,38 @@ def require_interface(interface: str, why: str = "recipe.hccl.interface") -> Non
 
     names = sorted(psutil.net_if_addrs())
     if interface not in names:
-        todo = "Leave it null, or set HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
+        todo = "Set it to null, or export HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
         if why != "recipe.hccl.interface":  # a variable
             todo = "Correct or unset it"
-        where = "where that node's Ray is started"
-        raise ConfigError(f"{why} is {interface}: {_here()} has {', '.join(names)}. {todo} {where}")
+        found = f"{why} is {interface}; expected an interface of {_node_text()}: {', '.join(names)}"
+        raise ConfigError(f"{found}. {todo} before `ray start` on that node")
 
 
 def refuse_loopback(nodes: int, interface: str, why: str) -> None:
     """Raise ConfigError if several nodes would rendezvous over the loopback."""
     if nodes > 1 and interface in ("lo", "localhost"):
         raise ConfigError(
-            f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "
-            "other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
-            "recipe.hccl.interface"
+            f"{_node_text()} would use the loopback {interface} for rendezvous, from {why}; expected an interface that "
+            f"other nodes reach, as trainer.nnodes is {nodes}. Start Ray with --node-ip-address and such an address, "
+            "or set recipe.hccl.interface"
         )
 
 
-def _here() -> str:
+def _node_text() -> str:
     return f"node {socket.gethostname()}"
 
 
-def _head_of_this_ray() -> str:
+def _ray_head_address() -> str:
     import ray
 
     if not ray.is_initialized():  # else get_runtime_context would start a new Ray
         raise ConfigError(
-            f"{_here()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
-            "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "
-            f"{', '.join(SOCKETS)} in its environment"
+            f"{_node_text()}: pid {os.getpid()} cannot look up the interface towards Ray's head; expected a process of "
+            "a Ray cluster, found one without a connection. Start it by Ray, set recipe.hccl.interface, or set "
+            f"{', '.join(INTERFACE_VARIABLES)} in its environment"
         )
     return ray.get_runtime_context().gcs_address
 
 
-def _rank() -> str:
+def _rank_text() -> str:
     return f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()})"

@@ -32,7 +32,7 @@ def fused_attention(
     [T, N, D] (TND). Raises ConfigError where the last end is not T, which torch_npu checks only on a device.
     """
     if ends is not None and ends[-1:] != [query.shape[0]]:
-        raise ConfigError(f"fused_attention: expected ends up to the {query.shape[0]} tokens, found {ends}")
+        raise ConfigError(f"fused_attention: expected `ends` whose last is {query.shape[0]}, the tokens; found {ends}")
     import torch_npu
 
     more = {"atten_mask": _causal_mask(query.device), "scale": scale, "sparse_mode": _RIGHT_DOWN_CAUSAL}

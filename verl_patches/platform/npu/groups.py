@@ -20,14 +20,14 @@ from verl_patches.current import Current
 
 # groups over which tokens go to experts: names of MindSpeed-LLM
 # (mindspeed_llm.core.parallel_state.initialize_model_parallel_decorator) and of vLLM
-EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), "ep"
+TRAINING_EXPERT_GROUPS, ROLLOUT_EXPERT_GROUP = frozenset({"exp", "tp_exp"}), "ep"
 
 
 # MiB of a small group's buffer in this process; None: groups get no options, and HCCL_BUFFSIZE applies to all
 small_groups_mib: Current[int | None] = Current(None)
 
 
-def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:
+def training_group_options(get_nccl_options_wrapper: Callable) -> Callable:
     """Wrap MindSpeed-LLM's wrapper of Megatron's get_nccl_options, whose options have only the name, to add buffers."""
 
     @functools.wraps(get_nccl_options_wrapper)
@@ -35,18 +35,18 @@ def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:
         by_name = get_nccl_options_wrapper(get_nccl_options)
 
         @functools.wraps(by_name)
-        def options_of(pg_name: str, nccl_comm_cfgs: Any) -> Any:
+        def group_options(pg_name: str, nccl_comm_cfgs: Any) -> Any:
             options = by_name(pg_name, nccl_comm_cfgs)
-            if small_groups_mib.value is not None and pg_name not in EXPERTS_IN_TRAINING:
+            if small_groups_mib.value is not None and pg_name not in TRAINING_EXPERT_GROUPS:
                 options.hccl_config = {**options.hccl_config, "hccl_buffer_size": small_groups_mib.value}
             return options
 
-        return options_of
+        return group_options
 
     return wrapper
 
 
-def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
+def rollout_group_options(init_model_parallel_group: Callable) -> Callable:
     """Wrap vLLM's init_model_parallel_group to give its tp, pp, dp and ep groups on the device HCCL options.
 
     vLLM's world group needs none: no collective runs on it, and HCCL makes a communicator with a group's first
@@ -61,8 +61,8 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
     ) -> Any:
-        small = group_name != EXPERTS_IN_ROLLOUT or _decodes_by_mc2()  # MC2, which needs most, has its own group then
-        with _new_groups_with(_options(group_name) if small else None):
+        small = group_name != ROLLOUT_EXPERT_GROUP or _decodes_by_mc2()  # MC2, which needs most, has its own group then
+        with _default_hccl_options(_hccl_options(group_name) if small else None):
             return init_model_parallel_group(
                 group_ranks, local_rank, backend, use_message_queue_broadcaster, group_name=group_name
             )
@@ -70,7 +70,7 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
     return init
 
 
-def with_mc2_groups(init_model_parallel_group: Callable) -> Callable:
+def add_mc2_groups(init_model_parallel_group: Callable) -> Callable:
     """Wrap vLLM's init_model_parallel_group to add a second group of the same ranks to each EP group, for MC2 alone.
 
     vllm-ascend gives MC2 the EP group's communicator, on which batches with prefills exchange tokens by all-to-all.
@@ -83,14 +83,14 @@ def with_mc2_groups(init_model_parallel_group: Callable) -> Callable:
     def init(group_ranks: list[list[int]], local_rank: int, backend: str, *args: Any, **kwargs: Any) -> Any:
         import torch.distributed as dist
 
-        made = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
-        if kwargs.get("group_name") == EXPERTS_IN_ROLLOUT and _decodes_by_mc2():
+        coordinator = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
+        if kwargs.get("group_name") == ROLLOUT_EXPERT_GROUP and _decodes_by_mc2():
             for ranks in group_ranks:  # every rank makes every group, in vLLM's order
                 group = dist.new_group(ranks, backend=backend, pg_options=None)
-                if made.rank in ranks:
-                    made.mc2_group = group
-            made.destroy = functools.partial(_destroy, made, made.destroy)
-        return made
+                if coordinator.rank in ranks:
+                    coordinator.mc2_group = group
+            coordinator.destroy = functools.partial(_destroy, coordinator, coordinator.destroy)
+        return coordinator
 
     return init
 
@@ -133,7 +133,7 @@ def use_mc2_group(init: Callable) -> Callable:
     return __init__
 
 
-def _options(name: str | None) -> Any:
+def _hccl_options(name: str | None) -> Any:
     if small_groups_mib.value is None or name is None:
         return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
@@ -144,7 +144,7 @@ def _options(name: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def _new_groups_with(options: Any) -> Iterator[None]:
+def _default_hccl_options(options: Any) -> Iterator[None]:
     """Let torch.distributed.new_group pass `options` to HCCL groups in the block; vLLM's GroupCoordinator takes none.
 
     A caller that passes pg_options itself, None included, keeps them.

@@ -51,14 +51,14 @@ JEMALLOC = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/local/lib")
 INSTALL_JEMALLOC = "apt install libjemalloc2 (Ubuntu) or yum install jemalloc (openEuler)"
 
 
-def preload(environ: Mapping[str, str]) -> str:
+def ld_preload(environ: Mapping[str, str]) -> str:
     """Return LD_PRELOAD for Ray and a run's processes: jemalloc, if this machine has it, before the present value."""
-    given = environ.get("LD_PRELOAD", "")
-    for folder in JEMALLOC if "jemalloc" not in given else ():
+    present = environ.get("LD_PRELOAD", "")
+    for folder in JEMALLOC if "jemalloc" not in present else ():
         library = Path(folder.format(machine=os.uname().machine), "libjemalloc.so.2")
         if library.exists():
-            return f"{library}:{given}".rstrip(":")
-    return given
+            return f"{library}:{present}".rstrip(":")
+    return present
 
 
 def stale_locks(environ: Mapping[str, str]) -> list[Path]:
@@ -69,20 +69,20 @@ def stale_locks(environ: Mapping[str, str]) -> list[Path]:
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
     folder = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache)
     locks = [lock.resolve() for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])]
-    held = set()
+    open_files = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):  # the process has ended, or is another user's
-            held.add(os.readlink(descriptor))
-    return [lock for lock in locks if str(lock) not in held and lock.exists()]
+            open_files.add(os.readlink(descriptor))
+    return [lock for lock in locks if str(lock) not in open_files and lock.exists()]
 
 
 def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
     """Return notes for the start of a run or its Ray: on locks that would stop it, and on a missing jemalloc."""
     notes = [
-        f"stale lock of a compiled extension, which no process that this user sees holds: rm {shlex.quote(str(lock))} "
-        "(unless another user, container or machine that shares the folder compiles)"
+        f"stale lock of a compiled extension, which no visible process holds: rm {shlex.quote(str(lock))} "
+        "(it blocks builds; keep it if another user, container or machine that shares the folder compiles)"
         for lock in stale_locks(environ)
     ]
-    if npu and "jemalloc" not in preload(environ):
-        notes.append(f"no libjemalloc.so.2: Ray's workers may keep host memory that they freed; {INSTALL_JEMALLOC}")
+    if npu and "jemalloc" not in ld_preload(environ):
+        notes.append(f"libjemalloc.so.2 not found: freed host memory may stay with Ray's workers; {INSTALL_JEMALLOC}")
     return notes

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-HEALTHY = "OK"  # others: Warning, Alarm, Critical, UNKNOWN (npu-smi 25.2.0, command reference)
-NO_IP = "no ip was preset"  # hccn_tool -ip -g prints it for a die's port that was never configured
+HEALTH_OK = "OK"  # others: Warning, Alarm, Critical, UNKNOWN (npu-smi 25.2.0, command reference)
+NO_IP_TEXT = "no ip was preset"  # hccn_tool -ip -g prints it for a die's port that was never configured
 _VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
-_UPPER = re.compile(r"(\d+)\s+(\S*[A-Za-z]\S*)$")  # card, name
-_LOWER = re.compile(r"(\d+)\s+(\d+)$")  # chip, Phy-ID
-_BUS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d$|NA$")
-_USED = re.compile(r"(\d+)\s*/\s*(\d+)\s*$")
-_HEADS = ("npu-smi", "NPU", "Chip", "No running processes")
-_SHOWN = 120  # characters that are quoted of a text
+_UPPER_LINE = re.compile(r"(\d+)\s+(\S*[A-Za-z]\S*)$")  # card, name
+_LOWER_LINE = re.compile(r"(\d+)\s+(\d+)$")  # chip, Phy-ID
+_PCI_ADDRESS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d$|NA$")
+_MEMORY_USED = re.compile(r"(\d+)\s*/\s*(\d+)\s*$")
+_HEADER_CELLS = ("npu-smi", "NPU", "Chip", "No running processes")
+_QUOTED_CHARS = 120  # characters that are quoted of a text
 
 
 class NotUnderstoodError(ValueError):
@@ -61,7 +61,7 @@ class NpuSmi:
 def quoted(text: str) -> str:
     """Return the first characters of a text, in one line."""
     line = " ".join(text.split())
-    return f"{line[:_SHOWN]!r}" + (" ..." if len(line) > _SHOWN else "")
+    return f"{line[:_QUOTED_CHARS]!r}" + (" ..." if len(line) > _QUOTED_CHARS else "")
 
 
 def parse_npu_smi(text: str) -> NpuSmi:
@@ -74,31 +74,31 @@ def parse_npu_smi(text: str) -> NpuSmi:
         if not line.strip().startswith("|"):
             continue
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells[0].startswith(_HEADS):
+        if cells[0].startswith(_HEADER_CELLS):
             continue
-        lower = _LOWER.match(cells[0])
-        if upper is not None and len(cells) == 3 and lower and _BUS.match(cells[1]):
+        lower = _LOWER_LINE.match(cells[0])
+        if upper is not None and len(cells) == 3 and lower and _PCI_ADDRESS.match(cells[1]):
             dies.append(_die(upper, lower, *cells[1:]))
             upper = None
-        elif upper is None and len(cells) == 3 and (found := _UPPER.match(cells[0])) and cells[1]:
+        elif upper is None and len(cells) == 3 and (found := _UPPER_LINE.match(cells[0])) and cells[1]:
             upper = int(found[1]), found[2], cells[1]
         elif upper is None and len(cells) >= 4 and lower and cells[1].isdigit():
             processes.append(Process(int(lower[1]), int(lower[2]), *cells[1:4]))
         else:
             raise NotUnderstoodError(f"npu-smi info printed the line {quoted(line)}, expected a die or a process")
     if upper is not None or not dies:
-        raise NotUnderstoodError(f"npu-smi info printed {len(dies)} whole dies in {quoted(text)}")
+        raise NotUnderstoodError(f"npu-smi info printed an incomplete table, {len(dies)} whole dies: {quoted(text)}")
     return NpuSmi(version[2], tuple(dies), tuple(processes))
 
 
 def _die(upper: tuple[int, str, str], lower: re.Match, bus: str, usage: str) -> Die:
     card, name, health = upper
-    used = _USED.search(usage)
+    used = _MEMORY_USED.search(usage)
     used_mb, total_mb = (int(used[1]), int(used[2])) if used else (None, None)
     return Die(card, int(lower[1]), int(lower[2]), name, health, bus, used_mb, total_mb)
 
 
-def field(text: str, name: str) -> str:
+def field_value(text: str, name: str) -> str:
     """Return the value of a line `name: value` (or `name : value`); NotUnderstoodError without such a line."""
     for line in text.splitlines():
         key, colon, value = line.partition(":")

@@ -22,7 +22,7 @@ from typing import Any
 
 from verl_patches.errors import Check, ConfigError, RecipeError, either
 from verl_patches.run.record.curves import JUDGED_METRICS, LOSSES_OF_POLICY, Curves
-from verl_patches.shared_files import write_whole, writing
+from verl_patches.shared_files import disk_errors, write_whole
 
 FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
 LIMITS = {"loss": 0.02, "reward": 0.04}
@@ -57,7 +57,7 @@ class Error:
 
 def curve_errors(a: Curves, b: Curves) -> list[Error]:
     """Return the errors of each metric that both have at common steps; raise ConfigError where there is none."""
-    common = {metric: sorted(of_a.keys() & b.values.get(metric, {}).keys()) for metric, of_a in a.values.items()}
+    common = {metric: sorted(values.keys() & b.values.get(metric, {}).keys()) for metric, values in a.values.items()}
     found = [_metric_error(metric, steps, a, b) for metric, steps in common.items() if steps]
     if not found:
         ranges = []
@@ -71,10 +71,10 @@ def curve_errors(a: Curves, b: Curves) -> list[Error]:
 
 
 def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
-    of_a, of_b = a.values[metric], b.values[metric]
-    finite = [step for step in steps if math.isfinite(of_a[step]) and math.isfinite(of_b[step])]
-    errors = {step: abs(of_a[step] - of_b[step]) for step in finite}
-    relative = [_relative_error(error, of_b[step]) for step, error in errors.items()]
+    values_a, values_b = a.values[metric], b.values[metric]
+    finite = [step for step in steps if math.isfinite(values_a[step]) and math.isfinite(values_b[step])]
+    errors = {step: abs(values_a[step] - values_b[step]) for step in finite}
+    relative = [_relative_error(error, values_b[step]) for step, error in errors.items()]
     at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
     not_finite = next((step for step in steps if step not in errors), None)
     return Error(
@@ -88,7 +88,7 @@ def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
         largest=largest,
         at=at,
         not_finite=not_finite,
-        ends=(max(of_a), max(of_b)),
+        ends=(max(values_a), max(values_b)),
     )
 
 
@@ -158,6 +158,6 @@ def write_baseline(path: Path, curves: Curves) -> None:
             if not math.isfinite(value):
                 raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
             rows.setdefault(step, {"step": step})[curves.names[metric]] = value
-    with writing(path, "Free some, or name another file"):
+    with disk_errors(path, "Free some, or name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))

@@ -1,4 +1,4 @@
-"""Check batches and lengths: which sizes divide each other, what fits a micro batch or an engine step, keep_groups."""
+"""Check batches and lengths: sizes that divide each other, what fits a micro batch or an engine step, filter_groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
         yield divides("prompts", prompts, run.world_size, key, "prompts a rank")
     key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
     yield divides("responses", prompts * n, train.dp, key, "responses a train replica")
-    for name, trained in run.trained.items():
+    for name, trained in run.trained_sections.items():
         mini, micro = trained.ppo_mini_batch_size, trained.ppo_micro_batch_size_per_gpu
         key = f"{name}.ppo_mini_batch_size (must divide data.train_batch_size)"
         yield divides(f"{name} mini batch", prompts, mini, key, "mini batches a step")
@@ -153,9 +153,9 @@ def _budget_faults(run: RunSpec) -> Iterator[str]:
             )
 
 
-def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that no other setting of the run conflicts with recipe.keep_groups; skip if it is off."""
-    section, recipe, rollout = run.recipe.keep_groups, run.recipe, run.verl.actor_rollout_ref.rollout
+def filter_groups_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that no other setting of the run conflicts with recipe.filter_groups; skip if it is off."""
+    section, recipe, rollout = run.recipe.filter_groups, run.recipe, run.verl.actor_rollout_ref.rollout
     if section.metric is None:
         return
     faults = [
@@ -172,7 +172,9 @@ def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
     labels = [f"{REWARD_PREFIX}{part.label}" for part in run.rewards]
     if section.metric.startswith(REWARD_PREFIX) and section.metric not in labels:
         wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a key of a function")
-    detail = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
+    detail = (
+        f"prompts whose responses differ in {section.metric}, from at most {section.max_num_gen_batches} batches a step"
+    )
     yield either(
-        "keep groups", not wrong, detail, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+        "filter groups", not wrong, detail, f"recipe.filter_groups.metric is {section.metric}, but {'; '.join(wrong)}"
     )

@@ -19,7 +19,7 @@ import torch
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
-from verl_patches.spec import run_of
+from verl_patches.spec import run_from_config
 from verl_patches.step.batches.exchange import RaggedTensor, model_inputs, to_padded
 from verl_patches.step.log_probs import logprob_check, rollout_correction
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
@@ -32,7 +32,7 @@ class SampledCheck:
     """
 
     def __init__(self, trainer: Any, every: int):
-        run = run_of(trainer.config)
+        run = run_from_config(trainer.config)
         data, rollout = run.verl.data, run.verl.actor_rollout_ref.rollout
         self._every, self._sequences = every, logprob_check.check_sequences(run) // run.replicas
         self._widths = data.max_prompt_length, data.max_response_length, trainer.tokenizer.pad_token_id

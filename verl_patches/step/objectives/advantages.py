@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from verl_patches.current import Current
-from verl_patches.spec import OF_VALUES
+from verl_patches.spec import VALUE_OBJECTIVES
 from verl_patches.step.batches.exchange import RaggedTensor, from_padded, model_inputs
 from verl_patches.step.log_probs.rollout_correction import MEAN_LOG_PROB
 from verl_patches.step.objectives import losses
@@ -67,7 +67,7 @@ class FixedData:
         objective_checks (step/objectives/checks.py) ensures that the batch has the columns that the loss needs.
         """
         mask, name = batch["response_mask"].bool(), self.settings.name
-        has_values = name in OF_VALUES
+        has_values = name in VALUE_OBJECTIVES
         if has_values:
             variable = batch["values"].double().requires_grad_()
             loss, metrics = self._value_loss(variable, batch, mask, uids)

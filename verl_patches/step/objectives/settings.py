@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_patches.spec import OF_VALUES, RunSpec
+from verl_patches.spec import VALUE_OBJECTIVES, RunSpec
 
 _PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
 # objective -> columns of a data file and their kinds, with alternatives
@@ -63,7 +63,7 @@ def objective_faults(run: RunSpec) -> Iterator[str]:
 
 def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
     """Return {key: (expected value, reason)} for an objective."""
-    trained = "critic" if name in OF_VALUES else _ACTOR
+    trained = "critic" if name in VALUE_OBJECTIVES else _ACTOR
     term, sampled = "the loss has no other term", "no response is sampled"
     whole = "the gradient is that of the whole batch, at weights that have not changed"
     equally = "only then each response weighs equally, whatever its length and micro batch"
@@ -83,7 +83,7 @@ def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
         "recipe.rollout_correction.rollout_rs": (None, sampled),
         "recipe.logprob_check.action": ("off", sampled),
         "recipe.rollout.replay": (None, sampled),
-        "recipe.keep_groups.metric": (None, sampled),
+        "recipe.filter_groups.metric": (None, sampled),
         "recipe.rewards": ([], "fixed responses have no reward"),
     }
     if name in REFERENCE_OBJECTIVES:
@@ -93,7 +93,7 @@ def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
             f"{_ACTOR}.kl_loss_type": ("kl", "other KL estimators may overflow, and 0 x inf is NaN"),
             "recipe.train.skip_old_log_prob": (False, "the loss needs the policy's log-probs before the update"),
         }
-    if name in OF_VALUES:
+    if name in VALUE_OBJECTIVES:
         expected["algorithm.adv_estimator"] = "gae", "the run trains a value model"
     else:
         expected["trainer.critic_warmup"] = 0, "each step has an update"
