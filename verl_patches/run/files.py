@@ -205,27 +205,47 @@ def _row_count(file: str, run: RunSpec) -> int:
 
 # the user's code must parse, and define what the configuration names
 
+_FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
+
+
+class Hook(NamedTuple):
+    """Hold a file or module of the user, what it must define ("": it is imported only), and the key that names it."""
+
+    where: str
+    name: str
+    key: str
+
+
+def user_hooks(run: RunSpec) -> Iterator[Hook]:
+    """Return the user's code that a run names."""
+    for part in run.rewards:
+        if part.entry.name == "python":
+            yield Hook(part.path, part.entry.function, part.where)
+    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
+        yield Hook(dataset.path, dataset.name, "data.custom_cls")
+    if hook := run.recipe.worker_process_setup_hook:
+        module, _, name = hook.rpartition(".")
+        yield Hook(module, name, "recipe.worker_process_setup_hook")
+    if library := run.verl.actor_rollout_ref.model.external_lib:
+        yield Hook(library, "", "actor_rollout_ref.model.external_lib")
+
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:
     """Check that the user's files are Python and define what the configuration names, and that his packages exist.
 
     The code is read and not run: the run's controller imports the files, and calls the reward, before workers start.
     """
-    files = [(part.path, part.entry.function, part.where) for part in run.rewards if part.entry.name == "python"]
-    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
-        files.append((dataset.path, dataset.name, "data.custom_cls"))
-    for path, name, key in files:
-        if Path(path).is_file():
-            fault = _source_fault(Path(path), name)
-            yield either("hooks", not fault, f"{name} of {path}", f"{key}: {fault}; correct the file or the key")
+    folders = [*map(str, run.trees.folders), *sys.path]
+    for where, name, key in user_hooks(run):
+        if not key.startswith(_FILE_HOOK_KEYS):
+            if PathFinder.find_spec(package := where.partition(".")[0], folders) is None:
+                yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
+        elif Path(where).is_file():
+            fault = _source_fault(Path(where), name)
+            yield either("hooks", not fault, f"{name} of {where}", f"{key}: {fault}; correct the file or the key")
         else:
             must_exist = bool({f"{key}.path", key.partition("[")[0]} & run.given_keys)
-            yield _absent_check("hooks", [path], f"{key}.path", must_exist, "a Python file")
-    model, folders = run.verl.actor_rollout_ref.model, [*map(str, run.trees.folders), *sys.path]
-    modules = {"recipe.worker_process_setup_hook": run.recipe.worker_process_setup_hook}
-    for key, name in {**modules, "actor_rollout_ref.model.external_lib": model.external_lib}.items():
-        if name and PathFinder.find_spec(package := name.partition(".")[0], folders) is None:
-            yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
+            yield _absent_check("hooks", [where], f"{key}.path", must_exist, "a Python file")
 
 
 def _source_fault(file: Path, name: str) -> str:
