@@ -159,7 +159,7 @@ def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
     monkeypatch.setattr(import_alone, "send_settings", lambda **sent: None)  # Ray does not run
     rows = make_engine(f"line=pypi,platform=cpu,drift={drift}")
     monkeypatch.setattr(import_alone.engine, "current_engine", lambda: rows)
-    trainer = SimpleNamespace(init_workers=print)
+    trainer = SimpleNamespace(init_workers=print, reward_fn=None)
     start = import_alone.recipe_by_default(lambda *_: None)
     if drift == "strict":
         with pytest.raises(ConfigError, match="verl/a.py"):

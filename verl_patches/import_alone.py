@@ -23,8 +23,9 @@ from verl_patches.run.compose import output_root, write_reward_models
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
-from verl_patches.spec import RUN, RunSpec, write_run
+from verl_patches.spec import RUN, RunSpec, run_from_config, write_run
 from verl_patches.trainer.ray_start import run_unless_start_fails
+from verl_patches.trainer.record import Progress
 from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
 
@@ -61,8 +62,19 @@ def recipe_by_default(original: Callable) -> Callable:
             send_settings(**worker_settings(run))
             self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
+        _try_rewards(self, run_from_config(config))
 
     return __init__
+
+
+def _try_rewards(trainer: Any, run: RunSpec) -> None:
+    """Score a made-up answer to the first prompt by the run's reward, before workers start."""
+    from verl_patches.rewards.manager import RewardManager  # imports verl
+
+    if run.samples and isinstance(trainer.reward_fn, RewardManager):
+        said = trainer.reward_fn.try_row(trainer.train_dataset[0], "the first prompt of data.train_files")
+        progress = Progress(run.folder if run.start.name else None)
+        progress.say(f"| reward of a made-up answer to the first prompt: {said}")
 
 
 def _record_text(run: RunSpec) -> str:

@@ -524,7 +524,7 @@ REWARD_KEYS = {  # keys that an entry may have beside name and weight
     "format": (),
     "length": ("buffer_tokens",),
     "reward_model": ("path",),
-    "python": ("path", "function", "kwargs"),
+    "python": ("path", "function", "kwargs", "timeout_s"),
     "data_source": (),
 }
 
@@ -546,6 +546,8 @@ class Reward:
     path: the file of python, or for reward_model a folder with a score head, such as a checkpoint of algo=rm.
     function: name of python's function in the file.
     kwargs: keyword arguments of python's function.
+    timeout_s: seconds for one response, after which python's function, which then runs in a process of its own, is
+    killed and the response scores 0; null is no limit.
     """
 
     name: Annotated[str, choices(*REWARD_KEYS)]
@@ -556,6 +558,7 @@ class Reward:
     path: Text | None = None
     function: Text = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    timeout_s: Positive | None = None
 
     def penalty_tokens(self, longest: int) -> int:
         """Return the tokens over which the penalty of `length` falls, for responses of at most `longest` tokens."""

@@ -49,7 +49,9 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     assert set(summary["layout"]) == {"train", "rollout"} and summary["versions"]["verl"] == "0.4.0"
     for step in summary["steps"]:
         assert set(step["seconds"]) >= PHASES and 0 <= step["reward"] <= 1
-        assert step["rewards"] == {"by_source": pytest.approx(step["reward"])}
+        assert step["rewards"].keys() == {"by_source", "by_source/acc", "by_source/format"}
+        assert step["rewards"]["by_source"] == pytest.approx(step["reward"])
+        assert 0 <= step["slowest_sample"]["sample"] < 8 and step["slowest_sample"]["uid"]
     assert all(f"{name} s" in run.progress for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
     stages = list(dict.fromkeys(re.findall(r"^\[ *\d+ s\] (.*)", run.output, re.MULTILINE)))  # until step 1
     assert (
@@ -95,6 +97,7 @@ def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
         found = load_file(run.folder / "rollouts" / f"scores_{step['step']}.safetensors")
         assert found["score"].mean().item() == pytest.approx(step["reward"])
         assert torch.equal(found["score"], found["reward/by_source"])  # its weight is 1
+        assert step["rewards"]["by_source/format"] == pytest.approx(found["reward/by_source/format"].mean().item())
         first, second = (responses["prompts"][at::2] for at in (0, 1))
         assert torch.equal(first, second) and torch.equal(found["uid"][::2], found["uid"][1::2])
         assert len(found["uid"].unique(dim=0)) == len(first)

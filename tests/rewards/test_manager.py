@@ -1,9 +1,13 @@
 """Test the reward manager: how parts add up, and that an error in one ends the run with its name."""
 
+import contextlib
+import re
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -11,19 +15,14 @@ from verl import DataProto
 from verl.trainer.ppo import reward as verl_reward
 from verl.workers.reward_manager import NaiveRewardManager
 
+from tests.ranks import HANG_S
+from verl_patches.errors import ConfigError
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
-from verl_patches.rewards.parts import part_means
+from verl_patches.rewards.parts import part_means, slowest_sample
 
 LENGTHS = (4, 8, 2)  # of at most 8 tokens
 NO_GOLDS = object()
-
-
-@pytest.fixture(autouse=True)
-def without_verls_module():
-    """Remove the user's file that verl's loader leaves in sys.modules."""
-    yield
-    sys.modules.pop("custom_module", None)
 
 
 class Tokenizer:
@@ -80,9 +79,12 @@ def test_one_part_gives_what_verls_manager_gives(tmp_path):
         found = made(batch(), return_dict=True)
         assert torch.equal(found["reward_tensor"], expected["reward_tensor"])
         columns = found["reward_extra_info"]
+        assert all(value >= 0 for value in columns.pop("reward_seconds"))
+        acc = expected["reward_extra_info"]["acc"]
         assert columns == {
             "reward/python": expected["reward_extra_info"]["score"],
-            "acc": expected["reward_extra_info"]["acc"],
+            "reward/python/acc": acc,
+            "acc": acc,
         }
         assert torch.equal(made(batch()), expected["reward_tensor"])
 
@@ -96,7 +98,99 @@ def test_parts_add_up_with_their_weights_and_keep_their_own_means():
     assert columns["reward/maths"] == columns["acc"] == [1.0, 0.0, 0.0]
     assert columns["format"] == columns["reward/format"] == [1.0, 1.0, 0.0]
     arrays = {name: np.array(values) for name, values in columns.items()}  # as verl's fit() makes them
-    assert part_means(arrays) == pytest.approx({"maths": 1 / 3, "format": 2 / 3})
+    shares = {"maths": 1 / 3, "maths/acc": 1 / 3, "maths/format": 2 / 3, "format": 2 / 3}
+    assert part_means(arrays) == pytest.approx(shares)
+
+
+def test_an_earlier_part_keeps_its_columns_and_a_later_ones_numbers_are_metrics_of_their_own(tmp_path):
+    """Give two parts a key `acc` in both orders: verl's validation reads the column, metrics show both parts."""
+    code = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    own = python_entry(tmp_path, f"{code}    return 0.5, {{'acc': 7.0, 'kind': 'text'}}\n")
+    for entries, acc in (([{"name": "maths"}, own], [1.0, 0.0, 0.0]), ([own, {"name": "maths"}], [7.0] * 3)):
+        columns = make_manager(*entries)(batch(), return_dict=True)["reward_extra_info"]
+        assert columns["acc"] == acc and columns["kind"] == ["text"] * 3
+        assert columns["reward/python/acc"] == [7.0] * 3 and columns["reward/maths/acc"] == [1.0, 0.0, 0.0]
+        assert "reward/python/kind" not in columns
+        validation = make_manager(*entries, validates=1)(batch(), return_dict=True)["reward_extra_info"]
+        assert validation["acc"] == acc and validation.keys().isdisjoint({"reward/maths/acc", "reward_seconds"})
+
+
+def test_the_mean_of_a_value_leaves_out_what_is_not_finite():
+    assert part_means({"reward/a": [1.0, float("nan"), 3.0], "reward/a/x": [float("nan")], "acc": [1.0]}) == {"a": 2.0}
+
+
+SLOW = """
+import pathlib, subprocess, time
+def compute_score(data_source, solution_str, ground_truth, extra_info, started):
+    if "slow" in solution_str:
+        pathlib.Path(started).write_text(str(subprocess.Popen(["sleep", "6000"]).pid))
+        time.sleep(600)
+    return {"score": 1.0, "right": True, "text": solution_str}
+"""
+
+
+def test_a_call_beyond_timeout_s_is_killed_scores_0_and_is_counted(tmp_path):
+    """Let the slow call come behind another one, and alone in its batch; the made-up answer came before."""
+    made = make_manager(python_entry(tmp_path, SLOW, timeout_s=3.0, kwargs={"started": str(tmp_path / "pid")}))
+    assert made.try_row(ROW, "row 0").startswith("python 1 (")
+    for texts in (("x", "slow"), ("slow",)):
+        fast = [float(text != "slow") for text in texts]
+        found = made(batch(golds=["1"] * len(texts), texts=texts), return_dict=True)
+        columns = found["reward_extra_info"]
+        assert found["reward_tensor"].sum(-1).tolist() == columns["reward/python"] == fast
+        assert columns["reward/python/timed_out"] == columns["timed_out"] == [1 - each for each in fast]
+        assert columns["right"] == fast and columns["text"] == [text.replace("slow", "") for text in texts]
+        assert slowest_sample(columns)["sample"] == texts.index("slow")
+        with contextlib.suppress(psutil.NoSuchProcess):  # what the function started is ended too
+            started, deadline = psutil.Process(int((tmp_path / "pid").read_text())), time.monotonic() + HANG_S
+            while started.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+
+def test_a_helper_tells_errors_of_its_function_like_any_other(tmp_path):
+    for code, words in {
+        FLAKY.replace('"xx"', '"x"'): r"own.py:7: KeyError: 'score'",
+        "1 / 0\n": r"own.py:1: .*found ZeroDivisionError",
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info): ...": "own.py:1: .* is async",
+    }.items():
+        (tmp_path / "own.calls").unlink(missing_ok=True)
+        made = make_manager(python_entry(tmp_path, code, timeout_s=60.0))
+        with pytest.raises(RewardError, match=rf"recipe.rewards\[0\] \(python\), sample 0 .*: .*{words}"):
+            made(batch())
+
+
+ROW = {"data_source": "d", "reward_model": {"ground_truth": "1"}, "extra_info": None}
+
+
+def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypatch):
+    said = make_manager({"name": "maths"}, {"name": "length"}, {"name": "reward_model", "path": "x"}).try_row(
+        ROW, "row"
+    )
+    assert re.fullmatch(r"maths 0\.1 \(.* s\), length 0 \(.* s\)", said)
+    place = r"recipe.rewards\[0\] \(python\), a made-up answer to row 0: .*own.py:"
+    head = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
+    for number, (code, words) in enumerate(
+        {
+            "return None": "2: compute_score returned None",
+            "return solution_str.answer": "3: AttributeError",
+            "time.sleep(600)": "3: TimeoutError: no result after 0.2 s; set timeout_s of the entry",
+        }.items()
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        made = make_manager(python_entry(folder, head + code))
+        if "sleep" in code:
+            monkeypatch.setattr(manager, "TRY_S", 0.2)
+        with pytest.raises(ConfigError, match=f"{place}{words}"):
+            made.try_row(ROW, "row 0")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"maths\), a made-up answer to row 0: .*gold answer None"):
+        make_manager({"name": "maths"}).try_row({"data_source": "d"}, "row 0")
+    slow = python_entry(
+        tmp_path, SLOW.replace("slow", "made"), timeout_s=0.5, kwargs={"started": str(tmp_path / "pid")}
+    )
+    with pytest.raises(ConfigError, match=r"more than 0.5 s by the clock; recipe.rewards\[0\].timeout_s is its limit"):
+        make_manager(slow).try_row(ROW, "row 0")
 
 
 def test_the_length_part_needs_no_gold_answer():
@@ -179,7 +273,7 @@ def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("return float('nan')", "sample 0 .*expected a finite score"),
+        ("return float('nan')", "sample 0 .*own.py:1: compute_score returned nan; expected a finite number"),
         ("return {'score': 1.0, 'acc': 1.0} if '{1' in solution_str else 1.0", "sample 1 .*first response, acc"),
         ("return ground_truth.strip()", "sample 0 .*own.py:2: AttributeError: 'NoneType'"),  # no gold answer
     ],
@@ -193,13 +287,15 @@ def test_what_is_no_score_is_refused(tmp_path, code, words):
 
 
 def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
-    with pytest.raises(RewardError, match=r"\(python\), while it is loaded: .*own.py:3: RuntimeError: Error loading"):
+    with pytest.raises(ConfigError, match=r"\(python\), while it is loaded: .*own.py:3: JSONDecodeError: Expecting"):
         make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
 
 
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypatch, absolute):
-    entry = python_entry(tmp_path, "import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
+    entry = python_entry(
+        tmp_path, "import json\n\n\ndef score(text=None, **_):\n    return json.loads(text)['score']\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     path = entry["path"] if absolute else "own.py"

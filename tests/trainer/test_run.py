@@ -100,6 +100,19 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     assert steps[-1]["grad_norm"] is None and metrics["recipe/skipped_steps"] == 1
 
 
+def test_the_slowest_reward_has_a_line_and_other_numbers_of_a_part_a_metric(made):
+    slowest = {"sample": 3, "uid": "u", "data_source": "d", "seconds": 2.5}
+    rewards = {"python": 0.5, "python/acc": 0.25}
+    made.group.end_step = lambda: {"rewards": rewards, "slowest_sample": slowest}
+    lines = after_steps(made, 4)
+    assert "| step 4: the slowest reward took 2.5 s: sample 3, uid u, data_source d" in lines
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
+    assert step["slowest_sample"] == slowest and metrics["reward/python/acc"] == step["rewards"]["python/acc"] == 0.25
+    made.group.end_step = lambda: {"rewards": rewards, "slowest_sample": {**slowest, "seconds": 0.5}}
+    assert len([line for line in after_steps(made, 5) if "slowest" in line]) == 1
+
+
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made):
     made.worker_places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
     assert "a worker process died in step 7" in (one := made.death_text([1])) and "rank 1 (pid 101 on node-0)" in one

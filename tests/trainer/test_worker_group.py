@@ -165,16 +165,21 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
 def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
     group, _ = make_group()
     generate(group, prompts())
-    assert group.end_step() == {"rewards": None}  # a step without an update
+    assert group.end_step() == {"rewards": None, "slowest_sample": None}  # a step without an update
     batch = prompts()
     batch.non_tensor_batch |= {"reward/maths": np.array([0.0, 1.0]), "acc": np.array([0.0, 1.0])}
+    batch.non_tensor_batch |= {"reward/maths/acc": np.array([0.0, 0.5]), "uid": np.array(["u", "v"], dtype=object)}
+    batch.non_tensor_batch["reward_seconds"] = np.array([0.5, 2.0])
+    batch.batch["sample"] = torch.tensor([1, 0])
+    slowest = {"sample": 0, "uid": "v", "data_source": None, "seconds": 2.0}
+    expected = {"rewards": {"maths": 0.5, "maths/acc": 0.25}, "slowest_sample": slowest}
     group.update_actor(batch)
-    assert group.end_step() == {"rewards": {"maths": 0.5}}
+    assert group.end_step() == expected
     critic, workers = make_group(actor=group)
     workers.update_critic = lambda batch: "metrics"
     generate(group, prompts())
     assert critic.update_critic(batch) == "metrics"  # in trainer.critic_warmup the only update
-    assert group.end_step() == {"rewards": {"maths": 0.5}}
+    assert group.end_step() == expected
 
 
 def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(tmp_path):

@@ -1,25 +1,30 @@
 """Add up the parts of recipe.rewards for a batch, in place of verl's reward managers (row reward.parts).
 
 verl's managers call one function, and a reward model's scores replace its result. Functions run in the controller,
-one response after the other, as in verl's `naive` manager.
+one response after the other, as in verl's `naive` manager; a `python` entry with timeout_s in a helper process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import numbers
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from verl import DataProto
 
-from verl_patches.errors import RecipeError, traceback_location
+from verl_patches.errors import ConfigError, RecipeError, traceback_location
 from verl_patches.recipe import REWARD_KEYS, Part
-from verl_patches.rewards import by_source, learnable, maths
-from verl_patches.rewards.parts import REWARD_PREFIX, RM_SCORES, length_penalty, reward_parts
+from verl_patches.rewards import by_source, functions, learnable, maths
+from verl_patches.rewards.functions import ResultError
+from verl_patches.rewards.helper_process import CallError, HelperProcess, LimitError
+from verl_patches.rewards.parts import REWARD_PREFIX, RM_SCORES, SECONDS, TIMED_OUT, length_penalty, reward_parts
 
 _FUNCTIONS = {
     "maths": maths.compute_score,
@@ -27,8 +32,18 @@ _FUNCTIONS = {
     "learnable": learnable.compute_score,
     "format": maths.format_score,
 }
-# (verl's keywords of a response, its tokens) -> a number, or a dict with `score` and others; None for a reward model
-Score = Callable[[dict[str, Any], int], Any]
+MADE_UP_ANSWER = r"This is a made-up answer: \boxed{0}"
+TRY_S = 120.0  # limit of loading a file, and of a part's call for the made-up answer, without timeout_s
+# (verl's keywords of a response, its tokens) -> (score, other values); None for a reward model
+Score = Callable[[dict[str, Any], int], tuple[float, dict[str, Any]]]
+
+
+class Sample(NamedTuple):
+    """Hold verl's keywords of a response, its number of tokens, and the words that name it in errors."""
+
+    keywords: dict[str, Any]
+    tokens: int
+    place: str
 
 
 class RewardError(RecipeError):
@@ -40,6 +55,7 @@ class RewardManager:
     """Compute rewards of a batch; called like verl's reward managers.
 
     validates: for verl's validation, which runs no reward model, so that a reward model's part is left out.
+    first: {label of a part: values beside the score of its first response}, whose keys all others must have.
     """
 
     parts: Sequence[tuple[Part, Score | None]]
@@ -47,12 +63,14 @@ class RewardManager:
     reward_fn_key: str
     validates: bool = False
     error: Exception | None = None
+    first: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Return rewards [B, S_response] fp32, on the last token of each response; zeros without parts.
 
         With `return_dict` also, as reward_extra_info, columns of B values: reward/LABEL, each part's score without its
-        weight, and other values that functions return beside `score`; the earlier part wins for equal names.
+        weight, and other values that functions return beside `score`; the earlier part wins for equal names. But in
+        validation also reward/LABEL/KEY, every part's values that are numbers, and SECONDS, the time of each sample.
 
         Raises RewardError, and again at every later call: verl's compute_reward prints the error of a first call and
         makes a second, which would train on rewards of a failed part.
@@ -66,18 +84,39 @@ class RewardManager:
             raise
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
+    def try_row(self, row: Mapping[str, Any], where: str) -> str:
+        """Score a made-up answer to a row of the data, before anything else starts; return what each part gave.
+
+        Raises ConfigError for all that would fail at a real answer, and where a part takes more than TRY_S.
+        """
+        sample, said = self._sample(row, MADE_UP_ANSWER, 1, f"a made-up answer to {where}"), []
+        for part, score in self.parts:
+            if score is not None:
+                began = time.perf_counter()
+                try:
+                    with functions.time_limit(TRY_S) if part.entry.timeout_s is None else nullcontext():
+                        value, self.first[part.label] = score(sample.keywords, sample.tokens)
+                except Exception as error:
+                    raise ConfigError(str(part_error(part, error, sample.place))) from error
+                said.append(f"{part.label} {value:g} ({time.perf_counter() - began:.1f} s)")
+        return ", ".join(said)
+
     def _add_up(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         responses = data.batch["responses"]
         lengths = data.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
         rewards, columns = torch.zeros(responses.shape), dict[str, list[Any]]()
-        totals = torch.zeros(len(responses), dtype=torch.float64)
+        totals, seconds = torch.zeros(len(responses), dtype=torch.float64), [0.0] * len(responses)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
-        uids, model_index = data.non_tensor_batch.get("uid"), 0
         scores, expected = data.batch.get(RM_SCORES, None), (sum(score is None for _, score in self.parts),)
+        model_index = 0
         for part, score in self.parts:
+            name = f"{REWARD_PREFIX}{part.label}"
             if score is not None:
-                values, more = _results(part, score, samples, uids)
+                values, more = self._results(part, score, samples, seconds)
                 columns = more | columns
+                for key, column in () if self.validates else more.items():
+                    if all(isinstance(value, numbers.Real) for value in column):
+                        columns[f"{name}/{key}"] = column
             elif self.validates:
                 continue
             elif scores is None or scores.shape[1:] != expected:
@@ -90,49 +129,62 @@ class RewardManager:
                     if not math.isfinite(value):
                         raise RewardError(f"{part}, sample {row} of the batch: expected a finite score, found {value}")
             totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
-            columns[f"{REWARD_PREFIX}{part.label}"] = values
+            columns[name] = values
+        if samples and not self.validates:
+            columns[SECONDS] = seconds
         rewards[torch.arange(len(responses)), lengths - 1] += totals.float()
         return rewards, columns
 
-    def _samples(self, data: DataProto, lengths: Sequence[int]) -> list[tuple[dict[str, Any], int]]:
-        """Return (verl's keywords, tokens) of each response; the gold answer of rows without one is None."""
-        nothing, names = [None] * len(lengths), (self.reward_fn_key, "reward_model", "extra_info")
-        columns = (data.non_tensor_batch.get(name, nothing) for name in names)
+    def _samples(self, data: DataProto, lengths: Sequence[int]) -> list[Sample]:
         samples = []
-        for ids, tokens, source, gold, info in zip(data.batch["responses"], lengths, *columns, strict=True):
-            keywords = {"data_source": source, "ground_truth": (gold or {}).get("ground_truth"), "extra_info": info}
+        for number, (ids, tokens) in enumerate(zip(data.batch["responses"], lengths, strict=True)):
+            row = {name: column[number] for name, column in data.non_tensor_batch.items()}
+            uid = f", uid {row['uid']}" if "uid" in row else ""
+            place = f"sample {number} of the batch (data_source {row.get(self.reward_fn_key)!r}{uid})"
             text = self.tokenizer.decode(ids[:tokens], skip_special_tokens=True)
-            samples.append(({**keywords, "solution_str": text}, tokens))
+            samples.append(self._sample(row, text, tokens, place))
         return samples
 
+    def _sample(self, row: Mapping[str, Any], response: str, tokens: int, place: str) -> Sample:
+        """Return a response to a row of the data; None stands for what the row lacks."""
+        gold = (row.get("reward_model") or {}).get("ground_truth")
+        keywords = {"data_source": row.get(self.reward_fn_key), "ground_truth": gold}
+        return Sample({**keywords, "extra_info": row.get("extra_info"), "solution_str": response}, tokens, place)
 
-def _results(
-    part: Part, score: Score, samples: Sequence[tuple[dict[str, Any], int]], uids: Sequence[str] | None
-) -> tuple[list[float], dict[str, list[Any]]]:
-    """Return (scores, other columns) of one part; RewardError names the sample."""
-    values: list[float] = []
-    columns: dict[str, list[Any]] = {}
-    for row, (keywords, tokens) in enumerate(samples):
-        uid = "" if uids is None else f", uid {uids[row]}"
-        place = f"sample {row} of the batch (data_source {keywords['data_source']!r}{uid})"
-        try:
-            result = score(keywords, tokens)
-            found = dict(result) if isinstance(result, Mapping) else {"score": result}
-            values.append(float(found.pop("score")))
-        except Exception as error:
-            raise part_error(part, error, place) from error
-        if not math.isfinite(values[-1]) or (row and found.keys() != columns.keys()):
-            expected = f"a finite score and the keys of the first response, {', '.join(columns) or 'none'}"
-            raise RewardError(f"{part}, {place}: expected {expected}; found {result!r}")
-        for name, value in found.items():
-            columns.setdefault(name, []).append(value)
-    return values, columns
+    def _results(
+        self, part: Part, score: Score, samples: Sequence[Sample], seconds: list[float]
+    ) -> tuple[list[float], dict[str, list[Any]]]:
+        """Return (scores, columns of other values) of one part, and add each sample's time to `seconds`.
+
+        A sample that took more than timeout_s has score 0, and empty other values. RewardError names the sample.
+        """
+        results: list[tuple[float, dict[str, Any] | None]] = []
+        for row, sample in enumerate(samples):
+            began = time.perf_counter()
+            try:
+                value, found = score(sample.keywords, sample.tokens)
+                if found.keys() != (first := self.first.setdefault(part.label, found)).keys():
+                    expected = ", ".join(first) or "none"
+                    raise ResultError(f"expected the keys of the first response, {expected}; found {', '.join(found)}")
+                results.append((value, found))
+            except LimitError:
+                results.append((0.0, None))
+            except Exception as error:
+                raise part_error(part, error, sample.place) from error
+            seconds[row] += time.perf_counter() - began
+        empty = {key: "" if isinstance(value, str) else 0.0 for key, value in self.first.get(part.label, {}).items()}
+        columns = {key: [(found or empty)[key] for _, found in results] for key in empty}
+        if part.entry.timeout_s is not None:
+            columns[TIMED_OUT] = [float(found is None) for _, found in results]
+        return [value for value, _ in results], columns
 
 
 def part_error(part: Part, error: Exception, place: str) -> RewardError:
     """Return a part's error, with the last line of the user's file that led to it, in another process too."""
     line = traceback_location("".join(traceback.format_exception(error)), part.entry.path)
-    return RewardError(f"{part}, {place}: {line}{type(error).__name__}: {error}")
+    kind = "" if isinstance(error, ConfigError | ResultError | CallError) else f"{type(error).__name__}: "
+    more = f"; {part.where}.timeout_s is its limit" if isinstance(error, LimitError) else ""
+    return RewardError(f"{part}, {place}: {line}{kind}{error}{more}")
 
 
 def load_parts(original: Callable) -> Callable:
@@ -153,21 +205,29 @@ def load_parts(original: Callable) -> Callable:
 
 
 def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
-    from verl.trainer.ppo.reward import get_custom_reward_fn  # not at the top: this import applies our row
-
     entry, options = part.entry, {}
     if entry.name == "reward_model":
         return None
     if entry.name == "length":
-        return lambda keywords, tokens: length_penalty(tokens, longest, entry.penalty_tokens(longest))
+        return lambda keywords, tokens: (length_penalty(tokens, longest, entry.penalty_tokens(longest)), {})
     if entry.name == "python":
-        named = {"path": entry.path, "name": entry.function, "reward_kwargs": entry.kwargs}
-        try:
-            function = get_custom_reward_fn({"custom_reward_function": named})
-        except Exception as error:
-            raise part_error(part, error, "while it is loaded") from error
-    elif entry.name == "data_source":
+        return _python_score(part)
+    if entry.name == "data_source":
         function = verls_manager().compute_score
     else:
         function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in REWARD_KEYS[entry.name]}
-    return lambda keywords, tokens: function(**keywords, **options)
+    return lambda keywords, tokens: functions.read_result(function(**keywords, **options), entry.name)
+
+
+def _python_score(part: Part) -> Score:
+    """Return the score of a Python file's function: called here, or with a time limit in a helper process."""
+    given, limit_s = (part.path, part.entry.function, part.entry.kwargs), part.entry.timeout_s
+    if limit_s is not None:
+        helper = HelperProcess(f"{functions.__name__}:score_response", given, memory_bytes=0)
+        return lambda keywords, tokens: helper.call(*given, keywords, wall_limit_s=limit_s)
+    try:
+        with functions.time_limit(TRY_S):
+            functions.score_response(*given)
+    except Exception as error:
+        raise ConfigError(str(part_error(part, error, "while it is loaded"))) from error
+    return lambda keywords, tokens: functions.score_response(*given, keywords)

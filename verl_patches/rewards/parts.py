@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from verl_patches.values import field_types, unknown_key, value_faults
 SHORT_FORM = "custom_reward_function"
 # REWARD_PREFIX + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
 REWARD_PREFIX = "reward/"
+SECONDS = "reward_seconds"  # column of a batch: seconds that all parts took for each sample
+TIMED_OUT = "timed_out"  # key of a python entry with timeout_s: 1.0 for a sample that took more
 RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
 
 
@@ -28,7 +31,9 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
     The parts are those of recipe.rewards, or else verl's section custom_reward_function. Raises ConfigError that lists
     every fault of the entries, or if both name a reward.
     """
-    listed, short = _plain_value(config, "recipe.rewards"), _plain_value(config, SHORT_FORM) or {}
+    values = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
+    listed, short = (OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for value in values)
+    short = short or {}
     if listed is None:
         if not short.get("path"):
             return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
@@ -50,12 +55,6 @@ def reward_parts(config: DictConfig) -> tuple[Part, ...]:
         label = f"{name}_{number}" if counts[name] > 1 else name
         parts.append(Part(where, label, Reward(**entry)))
     return tuple(parts)
-
-
-def _plain_value(config: DictConfig, key: str) -> Any:
-    """Return the value of a key with lists and dicts in place of OmegaConf's."""
-    value = OmegaConf.select(config, key)
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
@@ -83,6 +82,20 @@ def length_penalty(tokens: int, longest: int, buffer: int) -> float:
 
 
 def part_means(columns: Mapping[str, Any]) -> dict[str, float]:
-    """Return {label: mean score over the batch} of the parts, from verl's columns of a manager's extra information."""
-    named = {name: values for name, values in columns.items() if name.startswith(REWARD_PREFIX)}
-    return {name.removeprefix(REWARD_PREFIX): statistics.fmean(values) for name, values in named.items()}
+    """Return {label, or label/KEY: mean over the batch} of the parts and their other numbers, from verl's columns.
+
+    Values that are not finite are left out.
+    """
+    named = {name.removeprefix(REWARD_PREFIX): c for name, c in columns.items() if name.startswith(REWARD_PREFIX)}
+    finite = {name: [value for value in column if math.isfinite(value)] for name, column in named.items()}
+    return {name: statistics.fmean(values) for name, values in finite.items() if values}
+
+
+def slowest_sample(columns: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return {sample: row, uid, data_source, seconds} of the sample that took longest; None without SECONDS."""
+    seconds = columns.get(SECONDS)
+    if seconds is None:
+        return None
+    row = max(range(len(seconds)), key=lambda row: seconds[row])
+    uid, source = (None if name not in columns else str(columns[name][row]) for name in ("uid", "data_source"))
+    return {"sample": row, "uid": uid, "data_source": source, "seconds": round(float(seconds[row]), 4)}

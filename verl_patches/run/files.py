@@ -5,15 +5,13 @@ The sizes of what it writes are modelled: checkpoints from the model's parameter
 
 from __future__ import annotations
 
-import functools
-import json
+import ast
 import math
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +21,11 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, req
 from verl_patches.model.checks import value_model_differences
 from verl_patches.rewards.parts import SHORT_FORM
 from verl_patches.run.compose import has_own_dataset
-from verl_patches.run.environment import environment_variables, process_environment
 from verl_patches.run.resolve import model_changes
 from verl_patches.run.run_start import start_checkpoints
 from verl_patches.shared_files import disk_folder, file_fault, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.step.objectives.settings import file_columns
-from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
 from verl_patches.weights.run_folders import value_model_folder
@@ -211,41 +207,9 @@ def _row_count(file: str, run: RunSpec) -> int:
     return rows
 
 
-# the user's code must import, and define what the configuration names
+# the user's code must parse, and define what the configuration names
 
-IMPORT_S = 120  # time limit of an import
 _FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
-_IMPORT_PROGRAM = """
-import importlib, importlib.util, json, os, sys, traceback
-where, name, answer = sys.argv[1:]
-fault = missing = None
-elsewhere = False  # the run's platform is not this machine's
-try:
-    import verl_patches.prelude_patch  # as in the run: upstream's modules may need it
-except Exception:
-    elsewhere = True
-try:
-    if os.path.isfile(where):
-        spec = importlib.util.spec_from_file_location("custom_module", where)
-        if spec is None:
-            raise ImportError("its name does not end with .py")
-        module = sys.modules["custom_module"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    if name and not hasattr(module, name):
-        fault = f"{where} does not define {name}"
-except BaseException as error:
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
-    frames = [frame for frame in frames if frame[0] != importlib.__file__]
-    frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) and error.filename else []
-    place = "%s:%s: " % ([f for f in frames if f[0] == where] or frames)[-1] if frames else ""
-    fault = f"{place}{type(error).__name__}: {error}"
-    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-with open(answer, "w") as file:
-    json.dump([fault, missing, elsewhere], file)
-os._exit(0)
-"""
 
 
 class Hook(NamedTuple):
@@ -271,52 +235,33 @@ def user_hooks(run: RunSpec) -> Iterator[Hook]:
 
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that each of the user's hooks can be imported and defines what the configuration names.
+    """Check that the user's files are Python and define what the configuration names, and that his packages exist.
 
-    The import runs in a process of its own, with the run's variables and PYTHONPATH: this process imports neither torch
-    nor verl, and a module that hangs or ends its process does no harm. A missing package of the line is only a note,
-    and so is any missing module where the run is for another machine's platform.
+    The code is read and not run: the run's controller imports the files, and calls the reward, before workers start.
     """
-    for hook in user_hooks(run):
-        what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
-        if hook.key.startswith(_FILE_HOOK_KEYS) and not file.is_file():
-            must_exist = bool({f"{hook.key}.path", hook.key.partition("[")[0]} & run.given_keys)
-            yield _absent_check("hooks", [file], f"{hook.key}.path", must_exist, "a Python file")
-            continue
-        environment = process_environment(environment_variables(run, tempfile.gettempdir()), os.environ)
-        stamp = file.stat().st_mtime_ns if file.is_file() else 0
-        fault, unchecked = _try_import(hook.where, hook.name, run.line, stamp, tuple(sorted(environment.items())))
-        if unchecked:
-            yield Check("hooks", True, f"{what} was not checked: {unchecked} ({hook.key})", note=True)
+    folders = [*map(str, run.trees.folders), *sys.path]
+    for where, name, key in user_hooks(run):
+        if not key.startswith(_FILE_HOOK_KEYS):
+            if PathFinder.find_spec(package := where.partition(".")[0], folders) is None:
+                yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
+        elif Path(where).is_file():
+            fault = _source_fault(Path(where), name)
+            yield either("hooks", not fault, f"{name} of {where}", f"{key}: {fault}; correct the file or the key")
         else:
-            text = f"{hook.key}: expected {what} to be importable; found {fault}. Correct the code or the key"
-            yield either("hooks", not fault, what, text)
+            must_exist = bool({f"{key}.path", key.partition("[")[0]} & run.given_keys)
+            yield _absent_check("hooks", [where], f"{key}.path", must_exist, "a Python file")
 
 
-@functools.lru_cache(16)  # one command checks a configuration several times
-def _try_import(
-    where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
-) -> tuple[str | None, str | None]:
-    """Return (fault, why it could not be checked) of an import for a run of `line`; each None where there is none.
-
-    stamp: the file's modification time, which makes the cache import a changed file again.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer")
-        command = [sys.executable, "-c", _IMPORT_PROGRAM, where, name, str(answer)]
-        null, env = subprocess.DEVNULL, dict(environment)
-        try:
-            subprocess.run(command, env=env, timeout=IMPORT_S, stdin=null, stdout=null, stderr=null)
-        except subprocess.TimeoutExpired:
-            return None, f"its import took more than {IMPORT_S} s"
-        if not answer.exists():
-            return f"the process exited while it imported {where}", None
-        fault, missing, elsewhere = json.loads(answer.read_text())
-    pins = load_pins().line(line)
-    line_packages = {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
-    if missing and (elsewhere or missing.partition(".")[0] in line_packages):
-        return None, f"this machine has no {missing}"
-    return fault, None
+def _source_fault(file: Path, name: str) -> str:
+    """Return what is wrong with a Python file: its syntax, or that no statement of it binds `name`."""
+    if file.suffix != ".py":
+        return f"{file}: expected a name that ends with .py"
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"{file}:{getattr(error, 'lineno', None) or 1}: {type(error).__name__}: {error}"
+    bound = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
+    return "" if bound & {name, "*", "__getattr__"} else f"{file} does not define {name}"
 
 
 # disk space for what the run writes

@@ -36,14 +36,15 @@ CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.criti
 # columns of a run with a critic, from verl's metrics; expl_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
+SLOW_SAMPLE_S = 1.0  # a step's slowest reward is shown from here on; its record always has it
 SKIPPED_STEPS_METRIC, ALARM_METRICS = "recipe/skipped_steps", "recipe/alarms"  # names of our metrics
 
 
 def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of `step` from verl's metrics and every worker's `take_report` (worker/recipe_worker.py).
 
-    Values that neither has are None here and set in trainer/run.py: rewards, objective, logprob_delta, dispatch, rates,
-    alarms.
+    Values that neither has are None here and set in trainer/run.py: rewards, slowest_sample, objective, logprob_delta,
+    dispatch, rates, alarms.
     """
 
     def reported(name: str) -> list[Any]:
@@ -54,6 +55,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "seconds": phase_seconds(metrics, reported("seconds")),
         "reward": float(metrics["critic/score/mean"]),
         "rewards": None,
+        "slowest_sample": None,
         "objective": None,
         "val": read_validation(metrics),
         "tokens": token_counts(metrics),
@@ -90,8 +92,11 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines below the step's row: traces, violations of the memory schedule, skipped steps, alarms."""
-    step = f"step {record['step']}: "
+    """Yield the lines below the step's row: slow rewards, traces, memory violations, skipped steps, alarms."""
+    step, slowest = f"step {record['step']}: ", record["slowest_sample"]
+    if slowest and slowest["seconds"] >= SLOW_SAMPLE_S:
+        text = "the slowest reward took {seconds:.1f} s: sample {sample}, uid {uid}, data_source {data_source}"
+        yield step + text.format(**slowest)
     if record["profile"]:
         yield step + trace_text(record["profile"])
     if record["memory"] and (said := violation_text(record["memory"]["violations"])):

@@ -29,7 +29,7 @@ from verl import DataProto
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.patching.engine import is_on
-from verl_patches.rewards.parts import REWARD_PREFIX, part_means
+from verl_patches.rewards.parts import REWARD_PREFIX, part_means, slowest_sample
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
@@ -143,7 +143,7 @@ class RecipeWorkerGroup:
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
         self._fixed_data, self._trains_actor = None if run.samples else recipe.objective.name, run.trains_actor
-        self._rewards: dict[str, float] | None = None  # means of the parts of this step's reward
+        self._rewards: dict[str, Any] = dict.fromkeys(("rewards", "slowest_sample"))  # facts of this step's rewards
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self._rollout_log_probs: torch.Tensor | None = None  # by sample, from the rollout to the update
         self.cache: CachedStep | None = None
@@ -174,7 +174,8 @@ class RecipeWorkerGroup:
             return self._calls.generate_sequences(prompts)
         self._step = self._trainer.global_steps
         self._on_call(self.step, "reward" if self._fixed_data else "generate_sequences")
-        self.lengths = self._rewards = self._rollout_log_probs = None
+        self.lengths = self._rollout_log_probs = None
+        self._rewards = dict.fromkeys(("rewards", "slowest_sample"))
         if self._profile_to is not None and self.step in self._profiled:
             self._calls.begin_profile(self.step, str(self._profile_to))
         if self._fixed_data is not None:
@@ -246,16 +247,15 @@ class RecipeWorkerGroup:
     def update_critic(self, batch: DataProto) -> DataProto:
         """Update the critic; return verl's metrics."""
         assert self._actor is not None  # a critic's group is made with the actor's
-        self._actor._record_scores(batch)  # here too, as the actor has no update before critic_warmup
+        self._actor._record_rewards(batch)  # here too, as the actor has no update before critic_warmup
         self._on_call(self.step, "update_critic")
         self._wait_for_checkpoint()
-        self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
         return self._calls.update_critic(batch)
 
     def update_actor(self, batch: DataProto) -> DataProto:
         """Update the actor; return verl's metrics of the first replica, as in verl; {} without an actor to train."""
-        self._record_scores(batch)
-        self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
+        self._record_rewards(batch)
+        self.lengths = batch.meta_info.get("global_token_num")
         if not self._trains_actor:
             return DataProto(meta_info={"metrics": {}})
         self._on_call(self.step, "update_actor")
@@ -272,8 +272,15 @@ class RecipeWorkerGroup:
         if checkpoints is not None:
             checkpoints.wait_before_update()
 
-    def _record_scores(self, batch: DataProto) -> None:
-        """Save the scores of the recorded responses, once a step, as verl's trainer passes them to its update."""
+    def _record_rewards(self, batch: DataProto) -> None:
+        """Keep the means and the slowest sample, and save the scores of recorded responses once a step.
+
+        verl's trainer passes the batch, with the reward's columns, to each of its updates.
+        """
+        slowest = slowest_sample(batch.non_tensor_batch)
+        if slowest is not None and SAMPLE in batch.batch:
+            slowest["sample"] = int(batch.batch[SAMPLE][slowest["sample"]])
+        self._rewards = {"rewards": part_means(batch.non_tensor_batch), "slowest_sample": slowest}
         if self._scores_to is not None:
             columns = {k: v for k, v in batch.non_tensor_batch.items() if k == "uid" or k.startswith(REWARD_PREFIX)}
             scores = batch.batch["token_level_scores"].sum(-1)
@@ -281,8 +288,8 @@ class RecipeWorkerGroup:
             self._scores_to = None
 
     def end_step(self) -> dict[str, Any]:
-        """Return rewards, means of their parts, and the reports of tensor_cache, logprob_check and filter_groups."""
-        facts: dict[str, Any] = {"rewards": self._rewards}
+        """Return rewards, slowest_sample, and the reports of tensor_cache, logprob_check and filter_groups."""
+        facts = {**self._rewards}
         if self.filtered_groups is not None:
             facts["filter_groups"] = self.filtered_groups.report
         if self.cache is not None:

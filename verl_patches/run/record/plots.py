@@ -83,7 +83,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     numbers = [step["step"] for step in steps]
     _draw_curve(left, summary, trained)
     left.set(title=f"{name}: mean {trained}", ylabel=trained)
-    parts = dict.fromkeys(label for step in steps for label in step.get("rewards") or {})
+    parts = dict.fromkeys(label for step in steps for label in step.get("rewards") or {} if "/" not in label)
     for label in parts if len(parts) > 1 else ():
         left.plot(numbers, _values(steps, f"{REWARD_PREFIX}{label}"), linewidth=1, label=_plain_name(label))
     _stack(right, _edges(numbers), {phase: _values(steps, phase, 0.0) for phase in PHASE_COLOURS})

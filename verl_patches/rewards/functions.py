@@ -1,0 +1,108 @@
+"""Load a reward function of a Python file, call it as verl does, and read the score from its result.
+
+No torch: a helper process with a time limit runs this file too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import math
+import numbers
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_KEYWORDS = "data_source", "solution_str", "ground_truth", "extra_info"
+_RESULTS = "a finite number, a dict or a dataclass with `score`, or (score, dict), for one response"
+
+
+class ResultError(Exception):
+    """Report that a reward function cannot be called as verl does, or gives no score; the message has file and line."""
+
+
+def score_response(path: str, name: str, kwargs: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> Any:
+    """Return (score, other values) that function `name` of the file gives for verl's keywords of one response.
+
+    Without keywords the function is loaded and its signature checked, and the result is True, as of a helper's trial.
+    """
+    function, where = _load_function(path, name)
+    if keywords is not None:
+        return read_result(function(**keywords, **kwargs), where)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_KEYWORDS), **kwargs)
+    except TypeError as error:
+        expected = f"{name}({', '.join([*_KEYWORDS, *kwargs])})"
+        raise ResultError(f"{where}: {error}; expected {expected}, called once for each response") from None
+    except ValueError:
+        pass  # a function in C need not have a signature
+    return True
+
+
+@functools.cache
+def _load_function(path: str, name: str) -> tuple[Callable, str]:
+    """Return a function and "FILE:LINE: NAME"; a process loads it once, so that training and validation share it."""
+    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ResultError(f"{path}: expected a file whose name ends with .py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ResultError(f"{path} does not define {name}; set `function` of the entry to the name of a function")
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return function, f"{code.co_filename}:{code.co_firstlineno}: {name}" if code else f"{path}: {name}"
+
+
+def read_result(result: Any, where: str) -> tuple[float, dict[str, Any]]:
+    """Return (score, other values) of what a reward function returned; `where` names it in a ResultError."""
+    if inspect.iscoroutine(result):
+        result.close()  # without a warning that nothing awaited it
+        raise ResultError(
+            f"{where} is async, and nothing awaits its result; expected a function that calls asyncio.run"
+        )
+    score, values = result, {}
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    if isinstance(result, Mapping):
+        score, values = result.get("score"), dict(result)
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        score, values = result[0], dict(result[1])
+    values.pop("score", None)
+    number = _plain_value(score)
+    if not isinstance(number, numbers.Real) or not math.isfinite(number):
+        raise ResultError(f"{where} returned {result!r:.200}; expected {_RESULTS}")
+    return float(number), {str(name): _plain_value(value) for name, value in values.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    """Return the Python value of a number of numpy, or of a tensor without dimensions; any other value unchanged."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError at the line that the block has reached after `seconds`; main thread only.
+
+    The signal is not SIGALRM, which reward functions use themselves.
+    """
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"no result after {seconds:g} s; set timeout_s of the entry to the seconds that it needs")
+
+    before = signal.signal(signal.SIGUSR1, end)
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGUSR1])  # the main thread gets it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
