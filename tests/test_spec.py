@@ -26,7 +26,6 @@ ROOMS = "trainer worker step memory plan rewards reshard".split()
 FUNCTIONS_BEFORE_RUN = {
     "plan/serving.py:instance_config",
     "plan/plan.py:_search_command",
-    "rewards/parts.py:_plain_value",  # for reward_parts
     "rewards/parts.py:reward_parts",  # RunSpec is made from its result
 }
 
