@@ -1,4 +1,4 @@
-"""Test the exit codes of every command: 0 fine, 1 a problem was found, 2 wrong use or input (docs/troubleshooting.md)."""
+"""Test the exit codes of every command: 0 fine, 1 a problem was found, 2 wrong use or input."""
 
 import json
 import re
