@@ -98,3 +98,15 @@ def test_rows_that_need_one_that_was_left_out_are_left_out_in_any_order_of_impor
     assert out[:2] == [states, "it needs row t.over, which is unsupported and was not applied"]
     assert out[2:4] == [[1, 1, 1, "m!"], None]
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}
+
+
+def test_rows_that_wait_for_another_module_stay_waiting_where_one_was_left_out(play):
+    out = play("""
+        methods = row("t.class", "up.other:Thing", "subclass", "ours:OurThing")
+        feature = row("t.feature", "up.other:Thing.m", "override", "ours:OurThing.m", needs=("t.class",))
+        e = engine(row("t.f", "up.base:gone"), methods, feature, text="drift=warn")
+        e.apply()
+        import up.base
+        out = [states(e)]
+    """)
+    assert out == [{"t.f": "unsupported", "t.class": "waiting", "t.feature": "waiting"}]

@@ -173,7 +173,8 @@ class Engine:
             return
         leaving = []
         for row in self._order:  # a needed row comes first
-            unmet = self._unmet_need(row.spec) if row.hook is not None else None
+            is_left_out = any(self._rows[name].state == "unsupported" for name in row.spec.needs)
+            unmet = self._unmet_need(row.spec) if row.hook is not None and is_left_out else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason
                 leaving.append(row)
