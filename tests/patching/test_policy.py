@@ -22,9 +22,22 @@ DRIFTED = ("up.base:f",)
 def test_strict_stops_at_a_drifted_body_and_leaves_nothing_imported(imported):
     out = imported("strict", drifted=DRIFTED)
     assert out["first"].startswith("PatchError: row t.f: up.base:f has drifted") and out["second"] == out["first"]
-    assert [word for word in ("--write", "drift=warn", "-t.f", "base.py") if word not in out["first"]] == []
+    assert [
+        word for word in ("version of up (", "--write", "drift=warn", "-t.f", "base.py") if word not in out["first"]
+    ] == []
     assert out["seen"] is None and out["states"] == {"t.f": "drifted", "t.g": "waiting"}
     assert "t.f is drifted" in out["proof"]
+
+
+@pytest.mark.parametrize("policy", ["strict", "warn"])
+def test_a_row_that_was_never_reviewed_is_drifted(play, policy):
+    out = play(f"""
+        drift("up.base:f", reviewed=None)
+        e = engine(row("t.f"), text="drift={policy}"); e.apply()
+        out = [catch_error(lambda: __import__("up.base")), row_states(e)["t.f"]]
+    """)
+    assert out[1][0] == "drifted" and "never reviewed: expected a record, found" in out[1][1]
+    assert (out[0] is None) == (policy == "warn")
 
 
 @pytest.mark.parametrize(
