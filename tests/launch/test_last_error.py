@@ -7,6 +7,7 @@ import pytest
 
 from verl_patches.errors import locate_error
 from verl_patches.launch.launcher import last_error
+from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 
 ERRORS = """
 Exception: expected value at line 1 column 1
@@ -106,3 +107,27 @@ def test_the_line_of_the_models_template_or_own_code_is_named(error_in, tmp_path
     ):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
         assert error_in(done.stderr, [str(tmp_path)]).startswith(location)
+
+
+REFUSE = """
+import runpy, sys
+from ray.exceptions import RayTaskError
+from verl_patches import spec
+from verl_patches.errors import ConfigError, RecipeError
+
+def refuse(*_):
+    raise RayTaskError("run", "Traceback", {error}("row 5: no prompt")).as_instanceof_cause()
+
+spec.read_run, sys.argv = refuse, ["main", {folder!r}]
+runpy.run_module("verl_patches.main", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RecipeError", 1)])
+def test_an_input_that_the_controller_refuses_ends_the_driver_with_2(run_python, tmp_path, error_in, error, code):
+    for name in (CONFIG_FILE, FACTS_FILE):
+        (tmp_path / name).write_text("{}")
+    env = {"VERL_PATCHES": "line=pypi,platform=cpu"}
+    done = run_python(REFUSE.format(error=error, folder=str(tmp_path)), env=env)
+    assert done.rc == code
+    assert f"({error})" in error_in(done.err)
