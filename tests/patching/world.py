@@ -114,6 +114,11 @@ def drift(*targets, reviewed="0" * 16):
     fingerprint.reviewed_hash = lambda line, target: reviewed if target in targets else fingerprint.fingerprint(target)
 
 
+def review_all():
+    """Take every target as reviewed, whatever its code."""
+    fingerprint.reviewed_hash = fingerprint.current_hash = lambda line, target: "0" * 16
+
+
 def row_states(e):
     return {row["id"]: [row["state"], row["reason"]] for row in e.status()}
 
