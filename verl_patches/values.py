@@ -262,10 +262,6 @@ def loading_errors(expected: str, *places: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # transformers, datasets and each store raise errors of their own
-        raise ConfigError(f"{expected}; found {foreign_error_text(error, *places)}") from error
-
-
-def foreign_error_text(error: Exception, *places: str) -> str:
-    """Return the type and message of a library's error in one line, behind "FILE:LINE: " of the user's code."""
-    message = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
-    return locate_error(message, "".join(traceback.format_exception(error)), places)
+        text = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+        text = locate_error(text, "".join(traceback.format_exception(error)), places)
+        raise ConfigError(f"{expected}; found {text}") from error

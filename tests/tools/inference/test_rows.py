@@ -116,7 +116,9 @@ def test_an_error_of_a_models_own_tokenizer_names_its_line(tiny_model, tmp_path,
     config |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.Own"]}, "tokenizer_class": "Own"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "tokenization_own.py").write_text(OWN_TOKENIZER)
-    with pytest.raises(ValueError, match=r"the tokenizer failed: .*/tokenization_own.py:6: KeyError: 'input'$"):
+    with pytest.raises(
+        ValueError, match=r"text that the tokenizer takes; found .*/tokenization_own.py:6: KeyError: 'input'$"
+    ):
         prompt_tokens(read_tokenizer(folder, code=True), "text")
     (folder / "tokenization_own.py").write_text("\n" + "missing\n")
     with pytest.raises(ConfigError, match=r"found .*/tokenization_own.py:2: NameError: name 'missing'"):

@@ -9,12 +9,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.values import foreign_error_text, is_secret_value, loading_errors, printable
+from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
     from verl_patches.tools.data.settings import Settings
@@ -184,7 +183,7 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     """Return the tokens of a text, or of messages; raise ValueError for anything else."""
     text = prompt if isinstance(prompt, str) else render_chat(tokenizer, prompt)
     text.encode()  # raises UnicodeEncodeError for half a surrogate pair
-    with _model_code_errors("the tokenizer", tokenizer):
+    with loading_errors("expected text that the tokenizer takes", tokenizer.name_or_path):
         tokens = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
     if not tokens:
         raise ValueError("expected text with at least one token, found none")
@@ -199,14 +198,5 @@ def render_chat(tokenizer: Any, messages: Any) -> str:
     for each in messages:
         if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
             raise ValueError("expected role and content in each message, both text")
-    with _model_code_errors("the chat template", tokenizer):
+    with loading_errors("expected messages that the chat template takes", tokenizer.name_or_path):
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
-@contextmanager
-def _model_code_errors(name: str, tokenizer: Any) -> Iterator[None]:
-    """Raise ValueError, with the line of the model's file, in place of any error of its template or tokenizer."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{name} failed: {foreign_error_text(error, tokenizer.name_or_path)}") from None
