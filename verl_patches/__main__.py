@@ -1,6 +1,6 @@
 """`python -m verl_patches`: inspect patches, prepare an upstream tree, run a smoke or a training, convert weights.
 
-Every command takes --json. Exit codes: 0 success, 1 a problem was found, 2 a wrong argument or setting, 130 Ctrl-C.
+Every command takes --json. Exit codes: 0 fine, 1 a problem was found, 2 wrong use or input, 128 + n ended by signal n.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_TEMPLATE_NAMES = "<template>", "<unknown>"  # jinja2's names of a template without a file, when it runs and is compiled
+_MODEL_CODE = "/transformers_modules/"  # transformers imports a model folder's own code from copies in this folder
 INTERRUPTION_PREFIX = "interrupted by "  # begins the recorded reason of a run that a user or a scheduler ended
 
 
@@ -73,12 +75,32 @@ def interruption_text(number: int) -> str:
     return f"{INTERRUPTION_PREFIX}{sent.name}{cause}"
 
 
-def traceback_location(text: str, file: str | None) -> str:
-    """Return "FILE:LINE: " with the last line of `file` that the tracebacks in `text` name; empty without one."""
-    if not file:
-        return ""
-    lines = [line for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text) if _is_same_file(path, file)]
-    return f"{file}:{lines[-1]}: " if lines else ""
+def traceback_location(text: str, *places: str | None) -> str:
+    """Return "FILE:LINE: " of the last line of the user's code in the tracebacks in `text`; empty without one.
+
+    places: the user's files, and folders of models, whose Python files and chat template count.
+    """
+    found = ""
+    for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text):
+        for file in filter(None, (_user_file(path, place) for place in places if place)):
+            found = f"{file}:{line}: "
+    return found
+
+
+def locate_error(message: str, text: str, places: Iterable[str]) -> str:
+    """Return an error's message behind its location in the tracebacks in `text`, unless the message names that."""
+    location = traceback_location(text, *places)
+    return message if location in message else location + message
+
+
+def _user_file(path: str, place: str) -> str | None:
+    """Return the name that a user knows of a traceback's file, if it is the file `place` or of the folder `place`."""
+    if not os.path.isdir(place):
+        return place if _is_same_file(path, place) else None
+    if path in _TEMPLATE_NAMES:
+        file = os.path.join(place, "chat_template.jinja")
+        return file if os.path.isfile(file) else f"{os.path.join(place, 'tokenizer_config.json')}, chat_template"
+    return path if path.startswith(os.path.join(os.path.abspath(place), "")) or _MODEL_CODE in path else None
 
 
 def _is_same_file(path: str, file: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import traceback
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that reads 1e-3 
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, locate_error
 
 MAX_INT64 = 2**63 - 1  # torch's largest integer; error texts name it only for a value above it
 Count = Annotated[int, Field(ge=1, le=MAX_INT64, strict=True)]
@@ -251,12 +252,16 @@ def leaves(
 
 
 @contextmanager
-def loading_errors(expected: str) -> Iterator[None]:
-    """Raise ConfigError, "EXPECTED; found ...", in place of any error of a library that loads what a user named."""
+def loading_errors(expected: str, *places: str) -> Iterator[None]:
+    """Raise ConfigError, "EXPECTED; found ...", in place of any error of a library that loads what a user named.
+
+    A line of the user's files or folders `places` that led to the error is named.
+    """
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:  # transformers, datasets and each store raise errors of their own
-        text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ConfigError(f"{expected}; found {text:.300}") from error
+        text = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+        text = locate_error(text, "".join(traceback.format_exception(error)), places)
+        raise ConfigError(f"{expected}; found {text}") from error

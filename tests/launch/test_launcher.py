@@ -63,6 +63,7 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
     [
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
         (SUMMARY.replace('"ok"', '"2 workers died"') + RAISE_LOST_NODE, 1, "LostNodeError: node a is lost"),
+        ("raise SystemExit('no such device')", 1, "no traceback and ends with: no such device"),
         ("pass", 1, "before it had completed its summary"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],

@@ -22,7 +22,7 @@ def play(run_python, tree):
     """Return play(code), which runs code in its own process with the names of world.py and returns its `out`."""
 
     def run(code):
-        text = f"import sys\nfrom tests.patching.world import *\nout = None\n{textwrap.dedent(code)}\n"
+        text = f"import sys\nfrom tests.patching.world import *\ndrift()\nout = None\n{textwrap.dedent(code)}\n"
         return json.loads(
             run_python(f"{text}import json; print(json.dumps(out))", env={"PYTHONPATH": str(tree)}).check().out
         )

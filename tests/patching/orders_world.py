@@ -14,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-from tests.patching.world import row, write
+from tests.patching.world import review_all, row, write
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine, PatchError
 from verl_patches.patching.switches import Switches
@@ -241,4 +241,5 @@ def main(folder, kind, length, *spoilt):
 
 
 if __name__ == "__main__":
+    review_all()
     main(*sys.argv[1:])

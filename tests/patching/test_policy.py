@@ -22,9 +22,22 @@ DRIFTED = ("up.base:f",)
 def test_strict_stops_at_a_drifted_body_and_leaves_nothing_imported(imported):
     out = imported("strict", drifted=DRIFTED)
     assert out["first"].startswith("PatchError: row t.f: up.base:f has drifted") and out["second"] == out["first"]
-    assert [word for word in ("--write", "drift=warn", "-t.f", "base.py") if word not in out["first"]] == []
+    assert [
+        word for word in ("version of up (", "--write", "drift=warn", "-t.f", "base.py") if word not in out["first"]
+    ] == []
     assert out["seen"] is None and out["states"] == {"t.f": "drifted", "t.g": "waiting"}
     assert "t.f is drifted" in out["proof"]
+
+
+@pytest.mark.parametrize("policy", ["strict", "warn"])
+def test_a_row_that_was_never_reviewed_is_drifted(play, policy):
+    out = play(f"""
+        drift("up.base:f", reviewed=None)
+        e = engine(row("t.f"), text="drift={policy}"); e.apply()
+        out = [catch_error(lambda: __import__("up.base")), row_states(e)["t.f"]]
+    """)
+    assert out[1][0] == "drifted" and "never reviewed: expected a record, found" in out[1][1]
+    assert (out[0] is None) == (policy == "warn")
 
 
 @pytest.mark.parametrize(
@@ -98,3 +111,15 @@ def test_rows_that_need_one_that_was_left_out_are_left_out_in_any_order_of_impor
     assert out[:2] == [states, "it needs row t.over, which is unsupported and was not applied"]
     assert out[2:4] == [[1, 1, 1, "m!"], None]
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}
+
+
+def test_rows_that_wait_for_another_module_stay_waiting_where_one_was_left_out(play):
+    out = play("""
+        methods = row("t.class", "up.other:Thing", "subclass", "ours:OurThing")
+        feature = row("t.feature", "up.other:Thing.m", "override", "ours:OurThing.m", needs=("t.class",))
+        e = engine(row("t.f", "up.base:gone"), methods, feature, text="drift=warn")
+        e.apply()
+        import up.base
+        out = [states(e)]
+    """)
+    assert out == [{"t.f": "unsupported", "t.class": "waiting", "t.feature": "waiting"}]

@@ -18,7 +18,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from tests.patching.world import row, write
+from tests.patching.world import review_all, row, write
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
@@ -218,4 +218,5 @@ def main(folder, world):
 
 
 if __name__ == "__main__":
+    review_all()
     main(*sys.argv[1:])

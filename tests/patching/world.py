@@ -109,9 +109,14 @@ def engine(*rows, text=""):
     return engines.process_engine.value
 
 
-def drift(*targets):
-    """Make these targets differ from the reviewed code from now on."""
-    fingerprint.reviewed_hash = lambda line, target: "0" * 16 if target in targets else None
+def drift(*targets, reviewed="0" * 16):
+    """Make these targets differ from the reviewed code from now on; all others are as reviewed."""
+    fingerprint.reviewed_hash = lambda line, target: reviewed if target in targets else fingerprint.fingerprint(target)
+
+
+def review_all():
+    """Take every target as reviewed, whatever its code."""
+    fingerprint.reviewed_hash = fingerprint.current_hash = lambda line, target: "0" * 16
 
 
 def row_states(e):

@@ -13,6 +13,7 @@ from tests.runs import composed
 from tests.weights.cases import as_value_model, make_start
 from verl_patches import shared_files
 from verl_patches.__main__ import app
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.tiny import tiny_config
 from verl_patches.run import files
@@ -181,11 +182,12 @@ def test_file_systems_are_looked_at_one_by_one(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["smoke", "train"])
-def test_the_commands_refuse_with_code_1_before_anything_is_written(make_run, tmp_path, command, monkeypatch):
+def test_the_commands_refuse_before_anything_is_written(make_run, tmp_path, command, monkeypatch):
     make_run({tmp_path.stat().st_dev: 1000})
     words = ["smoke"] if command == "smoke" else ["train", "--config-name", TINY]
     monkeypatch.setattr("verl_patches.cli.run._file_checks", lambda _: [])  # this machine has no data files
     done = CliRunner().invoke(app, [*words, f"recipe.output_root={tmp_path / 'new'}"])
-    assert done.exit_code == 1 and "disk: expected " in done.output and not (tmp_path / "new").exists()
+    assert isinstance(done.exception, ConfigError) and "disk: expected " in str(done.exception)
+    assert not (tmp_path / "new").exists()
     dry = CliRunner().invoke(app, ["train", "--config-name", TINY, "--dry-run", f"recipe.output_root={tmp_path}"])
     assert dry.exit_code == 0 and "found 0.0 MB" in dry.output

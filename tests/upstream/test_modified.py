@@ -118,6 +118,7 @@ def test_an_installed_package_is_compared_with_its_record(tmp_path, installed):
     write(tmp_path, {"verl/a.py": "a = 2\n", "verl/c.py": "", "verl/a.abi3.so": "x"})
     found = ("verl/a.abi3.so (extra)", "verl/a.py (modified)", "verl/b.yaml (deleted)", "verl/c.py (extra)")
     assert (installed().state, installed().details) == ("problem", found)
+    assert installed().todo.endswith("pip install --force-reinstall --no-deps verl==0.4.0")
 
 
 def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, installed):

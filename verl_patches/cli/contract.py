@@ -60,7 +60,7 @@ def explain_command(
     facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
     if upstream is not None and not spec.is_module_stub:
         facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
-    drifted = facts["reviewed"] not in (None, facts["fingerprint"])
+    drifted = not spec.is_module_stub and facts["reviewed"] != facts["fingerprint"]
     facts["state"] = "off"
     if facts["wanted"]:  # nothing is applied here
         facts["state"] = "drifted" if drifted else "waiting"

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -116,16 +116,16 @@ def smoke_command(
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.smoke_inputs(options, output_root() / "cache")
     all_overrides = smoke.smoke_overrides(options, inputs.overrides)
-    spec = _compose_startable_run(options.config_name, all_overrides, find_trees(upstream))
+    spec = compose_run(options.config_name, all_overrides, find_trees(upstream))
     spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
     require_verl_version(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     ray_cluster.require_nodes(spec)
-    _exit_on_failed_checks(disk_checks(spec, starts=True))
+    require_checks(disk_checks(spec, starts=True))
     with _progress_display(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
-        _exit_on_failed_checks(_file_checks(spec))
+        require_checks(_file_checks(spec))
         outcome = launcher.run(spec, show, dirty=dirty)
     _report_outcome(outcome, spec, as_json, off)
 
@@ -141,41 +141,32 @@ def train_command(
 ) -> None:
     """Run a config of this repository, or show what a run would do.
 
-    With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for a wrong argument or setting.
+    A check that refuses the start is wrong input, exit code 2; with --dry-run it is what was asked for, exit code 1.
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
-    run = _compose_startable_run(config_name, overrides, trees)
+    run = compose_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
     require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
-    _exit_on_failed_checks([*_file_checks(run), *disk_checks(run, starts=True)])
+    require_checks([*_file_checks(run), *disk_checks(run, starts=True)])
     with _progress_display(as_json, wide, off) as show:
         outcome = launcher.run(run, show, dirty=dirty)
     _report_outcome(outcome, run, as_json, off)
 
 
-def _compose_startable_run(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
-    """Return `compose_run` of a run that will start; exit with 1, as for a failed rule, where it has no layout."""
-    try:
-        return compose_run(config_name, overrides, trees)
-    except LayoutError as error:
-        typer.echo(f"verl_patches: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
 def _require_startable(run: RunSpec) -> str:
-    """Refuse a run that cannot start, before anything is written; return a sentence about rows that are switched off.
+    """Refuse a run that cannot start, by ConfigError and before anything is written; return a sentence about rows.
 
-    Raise ConfigError for a start or a key that is not possible; exit with 1 where a rule fails.
+    The sentence names those that are switched off.
     """
     require_trees(run)
     run_folder.require_start(run)
-    _exit_on_failed_checks(RULES.checks(run))
+    require_checks(RULES.checks(run))
     _refuse_planned_keys(run)
     return switched_off_text(run.switches.switched_off(platform_rows(run.platform)))
 
@@ -344,15 +335,6 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
         yield from rule(run)
 
 
-def _exit_on_failed_checks(checks: Iterable[Check]) -> None:
-    """Exit with 1 where a check failed."""
-    try:
-        require_checks(checks)
-    except ConfigError as error:
-        typer.echo(f"verl_patches: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
 def _refuse_planned_keys(run: RunSpec) -> None:
     """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
     planned = [entry.key for entry, _ in refused_keys(run) if entry.planned]
@@ -421,7 +403,8 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
         typer.echo(printable(text, keep="\n\t"), err=True)
         for line in _resume_advice(run, outcome.folder):
             typer.echo(printable(f"  {line}", keep="\n\t"), err=True)
-    raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
+    # 2: the controller found an input wrong; > 128: ended by a signal
+    raise typer.Exit(outcome.code if outcome.code == 2 or outcome.code > 128 else min(outcome.code, 1))
 
 
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:

@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError, RecipeError, interruption_text
+from verl_patches.errors import ConfigError, RecipeError, interruption_text, locate_error
 from verl_patches.launch.restart import Restarts
 from verl_patches.plan.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
-from verl_patches.recipe import Timeouts
 from verl_patches.run import environment
+from verl_patches.run.files import user_places
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.run_folder import lock_run, make_start_folder
@@ -46,9 +47,11 @@ _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # kept of the end of each of Ray's log files
 _RAY_LINE_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
-_ERROR_SUFFIXES = "Error|Exception|Interrupt|Exit|Died|Timeout"
 _WATCH_ERROR = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
-_ERROR_LINE = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERROR_SUFFIXES}))(?:\(\w+\))?(?::|$)")
+_TRACEBACK_HEADER = "Traceback (most recent call last):"
+_RAY_FRAMES = re.compile(r"\bray::\S")  # in a line before the frames of a remote process
+_FRAME = re.compile(r'\s*File "')
+_ERROR_LINE = re.compile(r"[^\W\d][^\s:()]*(?:\([\w.]+\))?(?:: |:?$)")
 
 
 @dataclass
@@ -139,8 +142,7 @@ def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _LineReader, began: 
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_pids = frozenset({driver.pid})
-                timeouts = run.recipe.timeouts
-                code, reason = _supervise(driver, timeouts, folder, descendants, watch, signals, progress, began)
+                code, reason = _supervise(driver, run, descendants, watch, signals, progress, began)
             finally:
                 descendants.end_all()
         if code:
@@ -151,8 +153,7 @@ def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _LineReader, began: 
 
 def _supervise(
     driver: subprocess.Popen,
-    timeouts: Timeouts,
-    folder: Path,
+    run: RunSpec,
     descendants: Descendants,
     watch: MemoryWatch,
     signals: list[int],
@@ -160,6 +161,7 @@ def _supervise(
     started: float,
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; return (exit code, reason or None if neither launcher nor log has one)."""
+    folder, timeouts = run.folder, run.recipe.timeouts
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
     next_memory = time.monotonic()
     while (code := driver.poll()) is None:
@@ -187,9 +189,11 @@ def _supervise(
     _end_driver(driver)
     progress.read()
     if reason is None and code:  # read the log before other processes write what ending them causes
-        reason = last_error(folder / "driver.log")
+        error = last_error(folder / "driver.log")
+        reason, frames = error or (None, "")
         if reason is None or not _WATCH_ERROR.match(reason):  # the error of a watch counts most: it sees all nodes
             reason = _driver_reason(_driver_summary(folder)) or reason
+        reason = reason and locate_error(reason, frames, user_places(run))
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
@@ -277,22 +281,41 @@ def _summary_head(run: RunSpec) -> dict[str, Any]:
     return head
 
 
-def last_error(log: Path) -> str | None:
-    """Return the last exception of a log, with its whole message and without Ray's wrapping; None without one."""
+def last_error(log: Path) -> tuple[str, str] | None:
+    """Return (exception with its whole message, frames) of the last traceback in a log; None without one.
+
+    A traceback of the driver itself counts before those of other processes, whose lines Ray marks.
+    """
     if not log.exists():
         return None
-    text = _read_end(log, _LOG_END_BYTES).decode(errors="replace")
-    lines = [_RAY_LINE_PREFIX.sub("", _COLOUR_CODE.sub("", line)) for line in text.splitlines()]
-    for number, line in reversed(list(enumerate(lines))):
-        match = _ERROR_LINE.match(line)
-        if match and match[1] != "RayTaskError":
-            message = [line]
-            for text in lines[number + 1 : number + 12]:
-                if not text.startswith("  ") or text.lstrip().startswith("File "):
-                    break
-                message.append(text)
-            return "\n".join(message).strip()[:4000]
-    return None
+    sources: dict[str, list[str]] = {"": []}
+    for line in _read_end(log, _LOG_END_BYTES).decode(errors="replace").splitlines():
+        line = _COLOUR_CODE.sub("", line)
+        mark = _RAY_LINE_PREFIX.match(line)
+        source = mark[0] if mark else ""
+        sources.setdefault(source, []).append(line.removeprefix(source))
+    return next(filter(None, map(_last_traceback, sources.values())), None)
+
+
+def _last_traceback(lines: Sequence[str]) -> tuple[str, str] | None:
+    """Return (exception with its message, frames) of the last traceback in the lines of one process; None without one.
+
+    An exception's name is known by its place, the first line after the frames. That of Ray's RayTaskError begins the
+    frames of the remote process, whose exception follows.
+    """
+    found, frames = None, list[str]()
+    inside = False
+    for number, line in enumerate(lines):
+        if line == _TRACEBACK_HEADER:
+            frames, inside = [], True
+        elif inside and line.startswith(" "):
+            frames.append(line)
+        else:
+            if inside and frames and _ERROR_LINE.match(line):
+                message = takewhile(lambda text: text.startswith("  ") and not _FRAME.match(text), lines[number + 1 :])
+                found = "\n".join([line, *islice(message, 11)])[:4000], "\n".join(frames)
+            inside = bool(_RAY_FRAMES.search(line))
+    return found
 
 
 def copy_ray_logs(temp: Path, to: Path) -> None:
@@ -353,7 +376,9 @@ def write_summary(
     elif code == 0:
         code, reason = 1, _driver_reason(summary) or "the driver exited with 0 before it had completed its summary.json"
     elif reason is None:
-        reason = f"the driver exited with {code}; driver.log shows no error"
+        lines = _read_end(folder / "driver.log", 1000).decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "nothing")
+        reason = f"the driver exited with {code}; driver.log has no traceback and ends with: {last}"
     minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     # not the driver's, which may have ended before it wrote them
     known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}

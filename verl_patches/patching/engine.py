@@ -5,8 +5,9 @@ upstream is imported; a row is put in place once its target's module is imported
 
 States of a row: off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. A row is
 active only if the object at its target `is` the one that the engine put there. Where upstream is not as reviewed, the
-row is drifted (another body) or unsupported (the place does not exist, or accepts calls that our replacement refuses),
-and the policy `drift=` decides what follows; failed is a fault of our own provider and always stops the run.
+row is drifted (another body, or none was reviewed) or unsupported (the place does not exist, or accepts calls that our
+replacement refuses), and the policy `drift=` decides what follows; failed is a fault of our own provider and always
+stops the run.
 
 Threads: `_lock` guards the rows and the replacement itself. No import runs while it is held, because a thread inside
 an import holds that module's lock and may wait for ours. Providers run without it: two threads may prepare the same
@@ -173,7 +174,8 @@ class Engine:
             return
         leaving = []
         for row in self._order:  # a needed row comes first
-            unmet = self._unmet_need(row.spec) if row.hook is not None else None
+            is_left_out = any(self._rows[name].state == "unsupported" for name in row.spec.needs)
+            unmet = self._unmet_need(row.spec) if row.hook is not None and is_left_out else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason
                 leaving.append(row)

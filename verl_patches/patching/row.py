@@ -275,15 +275,14 @@ def _signature_faults(spec: PatchSpec, place: Slot, new: Any) -> list[str]:
 
 
 def _drift_text(spec: PatchSpec, line: str) -> str:
-    """Return how the target's body differs from the reviewed one; empty if it does not, or none was reviewed."""
+    """Return how the target's body differs from the reviewed one, or that none was reviewed; empty if they agree."""
     from verl_patches.patching import fingerprint  # not at the top: the prelude starts without parsing sources
 
-    known = fingerprint.reviewed_hash(line, spec.target)
-    found = known and fingerprint.current_hash(line, spec.target)
+    known, found = fingerprint.reviewed_hash(line, spec.target), fingerprint.current_hash(line, spec.target)
     if found == known:
         return ""
-    file = fingerprint.source_file(spec.target_module)
-    return f"its source is not the reviewed one: expected {known}, found {found} in {file}"
+    wrong = "its source is not the reviewed one" if known else "its source was never reviewed"
+    return f"{wrong}: expected {known or 'a record'}, found {found} in {fingerprint.source_file(spec.target_module)}"
 
 
 def _make_replacement(spec: PatchSpec, original: Any) -> Any:
@@ -326,14 +325,16 @@ def refusal_text(spec: PatchSpec, prepared: Prepared, line: str) -> str:
             f"{prepared.reason}. This is an error in verl_patches; to run without the row, {off}"
         )
     policy = "or set drift=warn in VERL_PATCHES (apply it where possible)"
+    package = spec.target_module.partition(".")[0]
+    pinned = f"Install the pinned version of {package} (`python -m verl_patches versions --line {line}` names it)"
     if prepared.state == "unsupported":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target} of the installed upstream: {prepared.reason}. "
-            f"Install the pinned version, {off}, {policy}"
+            f"{pinned}, {off}, {policy}"
         )
     return (
-        f"row {spec.id}: {spec.target} has drifted: {prepared.reason}. Install the pinned version, or review the "
-        f"change and run `{review_command(spec.id, line)}`, {off}, {policy}"
+        f"row {spec.id}: {spec.target} has drifted: {prepared.reason}. {pinned}, or review the change and run "
+        f"`{review_command(spec.id, line)}`, {off}, {policy}"
     )
 
 

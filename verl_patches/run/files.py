@@ -19,6 +19,7 @@ from verl_patches.errors import Check, ConfigError, config_error_text, either
 from verl_patches.layout.inventory import SCORE, build_inventory, first_layers, read_model_shape, size_differences
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, require_whole_folder, weight_files
 from verl_patches.model.checks import value_model_differences
+from verl_patches.patching.fingerprint import source_file
 from verl_patches.rewards.parts import SHORT_FORM
 from verl_patches.run.compose import has_own_dataset
 from verl_patches.run.resolve import model_changes
@@ -232,6 +233,12 @@ def user_hooks(run: RunSpec) -> Iterator[Hook]:
         yield Hook(module, name, "recipe.worker_process_setup_hook")
     if library := run.verl.actor_rollout_ref.model.external_lib:
         yield Hook(library, "", "actor_rollout_ref.model.external_lib")
+
+
+def user_places(run: RunSpec) -> list[str]:
+    """Return the user's files, and the folder of the model, whose code the processes of a run execute."""
+    files = [where if where.endswith(".py") else source_file(where) for where, *_ in user_hooks(run)]
+    return [str(place) for place in (*files, run.model_folder) if place]
 
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:

@@ -134,9 +134,10 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
     distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
     pinned = pin.version if pin else line.packages.get(distribution, version)
     name, wanted = name if pin else distribution, f"{pinned}, {pin.commit[:12]}" if pin else pinned
-    again = f"install {distribution} {pinned} again: python -m pip install --force-reinstall --no-deps"
+    source = f"git+{pin.urls[0]}@{pin.commit}" if pin else f"{distribution}=={pinned}"
+    again = f"install it again: python -m pip install --force-reinstall --no-deps {source}"
     if not same_version(pinned, version):
-        return Finding(name, "problem", place, wanted, version, f"install {distribution} {pinned} in place of it")
+        return Finding(name, "problem", place, wanted, version, again)
     if pin is None and (found := record_digest(package, record)) not in line.records.get(distribution, ()):
         text = f"{record} is not that of the pinned wheel: its digest is {found}"
         return Finding(name, "problem", place, " or ".join(line.records.get(distribution, ())), text, again)

@@ -1,16 +1,18 @@
 """Test prompts from files and their refusals, chat templates, and outputs that go on after a kill."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow.parquet import write_table
 
 from verl_patches.errors import ConfigError
-from verl_patches.tools.data.sources import read_tokenizer, render_chat
+from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer, render_chat
 from verl_patches.tools.inference.rows import read_prompts, resumable_output
 
 USER = {"role": "user", "content": "1 2 3"}
@@ -83,7 +85,11 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "words"), [("{{ raise_exception('no') }}", "TemplateError: no"), (None, "chat_template is not set")]
+    ("template", "words"),
+    [
+        ("a\n{{ raise_exception('no') }}", r"/tokenizer_config.json, chat_template:2: TemplateError: no"),
+        (None, "chat_template is not set"),
+    ],
 )
 def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, template, words):
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -91,6 +97,32 @@ def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, templat
         render_chat(tokenizer, [USER])
     with pytest.raises(ConfigError, match=f"p.jsonl:1: column prompt: .*{words}"):
         read_prompts([write({"prompt": [USER]})], "prompt", tokenizer, 100)
+
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+class Own(PreTrainedTokenizerFast):
+    def __call__(self, text, **options):
+        return {}["input"]
+"""
+
+
+def test_an_error_of_a_models_own_tokenizer_names_its_line(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.Own"]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenization_own.py").write_text(OWN_TOKENIZER)
+    with pytest.raises(
+        ValueError, match=r"text that the tokenizer takes; found .*/tokenization_own.py:6: KeyError: 'input'$"
+    ):
+        prompt_tokens(read_tokenizer(folder, code=True), "text")
+    (folder / "tokenization_own.py").write_text("\n" + "missing\n")
+    with pytest.raises(ConfigError, match=r"found .*/tokenization_own.py:2: NameError: name 'missing'"):
+        read_tokenizer(folder, code=True)
 
 
 WRITE = """

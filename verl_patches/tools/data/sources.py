@@ -176,7 +176,7 @@ def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool
     """Return the tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run its own code."""
     from transformers import AutoTokenizer
 
-    with loading_errors(f"{place}: expected {expected}"):
+    with loading_errors(f"{place}: expected {expected}", str(place)):
         require_whole_folder(Path(place))
         return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
 
@@ -185,7 +185,8 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     """Return the tokens of a text, or of messages; raise ValueError for anything else."""
     text = prompt if isinstance(prompt, str) else render_chat(tokenizer, prompt)
     text.encode()  # raises UnicodeEncodeError for half a surrogate pair
-    tokens = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+    with loading_errors("expected text that the tokenizer takes", tokenizer.name_or_path):
+        tokens = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
     if not tokens:
         raise ValueError("expected text with at least one token, found none")
     return tokens
@@ -199,7 +200,5 @@ def render_chat(tokenizer: Any, messages: Any) -> str:
     for each in messages:
         if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
             raise ValueError("expected role and content in each message, both text")
-    try:
+    with loading_errors("expected messages that the chat template takes", tokenizer.name_or_path):
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
