@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import choices
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL_TEMPLATE, Handler, read_template
-from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
+from verl_patches.values import (
+    Count,
+    Seed,
+    Share,
+    Text,
+    expand_home,
+    field_types,
+    parse_yaml,
+    read_yaml,
+    unknown_key,
+    value_faults,
+)
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
 REASON_LIMITS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
@@ -74,11 +85,18 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
     faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
     if faults := faults + value_faults(types, values):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
-    settings = Settings(**values)
+    settings = Settings(**{key: _expand_path(key, value) for key, value in values.items()})
     if faults := list(_faults(settings)):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
     read_template(settings.prompt_type)
     return settings
+
+
+def _expand_path(key: str, value: Any) -> Any:
+    """Return the value of a key, with `~` expanded where the key names files, folders or a tokenizer."""
+    if key not in ("input", "output_prefix", "tokenizer_name_or_path") or value is None:
+        return value
+    return [expand_home(each) for each in value] if isinstance(value, list) else expand_home(value)
 
 
 def _faults(settings: Settings) -> Iterator[str]:
