@@ -20,6 +20,7 @@ from verl_patches.patching.switches import PATCHES_VAR, Switches
 from verl_patches.recipe import VLLM_DTYPES, Recipe
 from verl_patches.rules import RULES
 from verl_patches.run.compose import output_root, write_reward_models
+from verl_patches.run.record.loggers import require_loggers
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
@@ -91,6 +92,7 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
             )
         write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
+    require_loggers(config.trainer.logger, os.environ)
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
     checks = (check for rule in RULES.sizes if rule in RULES.launcherless for check in rule(run))
     faults = [*_npu_faults(run), *(check.detail for check in checks if not check.ok)]

@@ -77,20 +77,6 @@ def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def expand_home(given: str) -> str:
-    """Return a path with the folder of `~` or `~USER` at its beginning; ConfigError where the home is unknown."""
-    try:
-        return str(Path(given).expanduser()) if given[:1] == "~" else given
-    except RuntimeError:
-        todo = "write the whole path, or ./~ for a name that begins with ~"
-        raise ConfigError(f"{given}: expected ~ to stand for a home folder of this machine, found none; {todo}") from None
-
-
-def absolute_path(given: str) -> str:
-    """Return a local path of a configuration as an absolute one, with `~` expanded; an address with :// as it is."""
-    return given if "://" in given else str(Path(expand_home(given)).absolute())
-
-
 def size_text(size_bytes: float) -> str:
     """Return a size with its unit: MB, GB or TB."""
     if size_bytes >= 1e12:

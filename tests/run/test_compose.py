@@ -41,7 +41,12 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     files = "data.train_files=[a/1.parquet,/b/2.parquet,s3://c/3.parquet,'~/4.parquet']"
     config = compose_config(TINY, [*own, files, *(f"{key}=a/b" for key in PATH_KEYS)])
     assert [OmegaConf.select(config, key) for key in PATH_KEYS] == [str(tmp_path / "a/b")] * len(PATH_KEYS)
-    assert config.data.train_files == [f"{tmp_path}/a/1.parquet", "/b/2.parquet", "s3://c/3.parquet", "/home/me/4.parquet"]
+    assert config.data.train_files == [
+        f"{tmp_path}/a/1.parquet",
+        "/b/2.parquet",
+        "s3://c/3.parquet",
+        "/home/me/4.parquet",
+    ]
     assert "=a/b" not in OmegaConf.to_yaml(config).replace(": ", "=")  # also in verl's keys
     rewards = "[{name: python, path: a.py, function: f}, {name: reward_model, path: b}, {name: maths}]"
     config = compose_config(TINY, [f"recipe.line={line}", f"recipe.rewards={rewards}"])

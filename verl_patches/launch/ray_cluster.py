@@ -118,19 +118,17 @@ def require_nodes(run: RunSpec) -> None:
 
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
-    """Refuse `nodes` unless trainer.nnodes of them have what their workers need, and this one what the controller needs.
+    """Refuse `nodes` without the devices and CPUs of the workers, or the CPU and the memory of the controller.
 
-    verl reserves a device and a CPU for each worker and would wait for them without end, as Ray does for the CPU of the
-    controller. The controller puts each step's batch into the object store of its node.
+    verl reserves a device and a CPU for each worker and waits for them without end, as Ray does for the controller's
+    CPU. The controller puts the batch of each step into the object store of its node, the one that is `here`.
     """
     resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
-    counts = sorted(
-        (node["address"], *(int(node["resources"].get(name, 0)) for name in (resource, "CPU"))) for node in nodes
-    )
+    counts = sorted((n["address"], *(n["resources"].get(key, 0) for key in (resource, "CPU"))) for n in nodes)
     left_out = run.recipe.restart.exclude_nodes
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < run.verl.trainer.nnodes:
-        found = ", ".join(f"{address}: {devices} {resource}, {cpus} CPU" for address, devices, cpus in counts[:20])
+        found = ", ".join(f"{name}: {devices:g} {resource}, {cpus:g} CPU" for name, devices, cpus in counts[:20])
         found = found or "no node"
         found += f", without {', '.join(left_out)}" if left_out else ""
         raise ConfigError(
@@ -139,28 +137,22 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
             f"{len(enough)} such node(s) of {len(nodes)} ({found}). Start the missing ones (--dry-run prints the ray "
             "commands) or correct the config (ray_init.num_cpus where the run starts Ray itself)"
         )
-    need = recorded_bytes(run)
-    for node in nodes:
-        has, address = node["resources"], node["address"]
-        if node["here"] and has.get("CPU", 0) < 1:
-            raise ConfigError(f"{address}: expected 1 CPU in Ray for the controller, found 0; start Ray with --num-cpus")
-        if node["here"] and has["object_store_memory"] < need:
-            raise ConfigError(
-                f"{address}: expected {size_text(need)} or more in Ray's object store for a step's batch "
-                f"(data.train_batch_size x rollout.n responses), found {size_text(has['object_store_memory'])}; start "
-                f"Ray there with --object-store-memory={2 * need}, or lower the batch or its lengths"
-            )
+    need, own = recorded_bytes(run), next((node["resources"] for node in nodes if node["here"]), None)
+    if own and own.get("CPU", 0) < 1:
+        raise ConfigError("Ray has 0 CPU on this node, expected 1 for the controller; start Ray here with --num-cpus=1")
+    if own and own["object_store_memory"] < need:
+        raise ConfigError(
+            f"Ray's object store on this node has {size_text(own['object_store_memory'])}, expected {size_text(need)} "
+            "or more for the batch of a step (data.train_batch_size x rollout.n responses); start Ray here with "
+            f"--object-store-memory={2 * need}, or lower the batch or its lengths"
+        )
 
 
 def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the nodes of list_nodes() that have trainer.n_gpus_per_node devices, and CPUs for their processes."""
+    """Return the nodes of list_nodes() with trainer.n_gpus_per_node devices, and CPUs for the run's processes there."""
     resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
-
-    def holds_workers(node: Mapping[str, Any]) -> bool:
-        has = node["resources"]
-        return has.get(resource, 0) >= wanted and has.get("CPU", 0) >= wanted + node["here"]
-
-    return [node for node in nodes if holds_workers(node)]
+    found = [node for node in nodes if node["resources"].get(resource, 0) >= wanted]
+    return [node for node in found if node["resources"].get("CPU", 0) >= wanted + node["here"]]
 
 
 def reserve_left_out_nodes(run: RunSpec) -> None:

@@ -29,11 +29,12 @@ from verl_patches.run.engine_options import write_engine_options
 from verl_patches.run.resolve import CONFIGS_DIR, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
 from verl_patches.run.verl_values import check_recipe, check_verl_values
+from verl_patches.shared_files import absolute_path, expand_home
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import GIT_LINE, VERL_CONFIG, add_platform_trees, verl_config_dir
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import key_refusal
-from verl_patches.values import absolute_path, expand_home, is_secret, leaves, read_yaml, unknown_key
+from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
 RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
 HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice

@@ -143,17 +143,9 @@ def living_nodes() -> list[dict[str, Any]]:
     """
     import ray
 
-    own = ray.get_runtime_context().get_node_id()
-    return [
-        {
-            "id": node["NodeID"],
-            "address": node["NodeManagerAddress"],
-            "resources": node["Resources"],
-            "here": node["NodeID"] == own,
-        }
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    own, keys = ray.get_runtime_context().get_node_id(), ("NodeManagerAddress", "Resources")
+    alive = [(node["NodeID"], *(node[key] for key in keys)) for node in ray.nodes() if node["Alive"]]
+    return [{"id": id, "address": place, "resources": has, "here": id == own} for id, place, has in alive]
 
 
 def start_on_node(kind: type, node: str) -> Any:

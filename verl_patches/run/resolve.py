@@ -21,8 +21,8 @@ from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import rewrite_engine_options
 from verl_patches.run.features import feature_states, needed_rows
 from verl_patches.run.verl_values import trains_critic
+from verl_patches.shared_files import expand_home
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.values import expand_home
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 TRAIN_LAYOUT, ROLLOUT_LAYOUT = "train layout", "rollout layout"

@@ -146,7 +146,8 @@ def test_a_job_takes_values_from_its_env_file(tmp_path, monkeypatch):
     assert job.env == {"HF_HOME": "/models/hub"} and job.env_file == str(tmp_path / "values.env")
     assert job.volumes == {"/models": "/models", "/o": "/c/outputs"} and job.uploads[0].to == "s3://b/r1"
     assert job.uploads[0].source == "outputs/r1" and "w4 #ndb" not in job.model_dump_json()
-    (tmp_path / "job.yaml").write_text(SEED.replace("checkout: /c", "checkout: ~/c").replace('"${MODELS_ROOT}/hub"', '"~"'))
+    homes = SEED.replace("checkout: /c", "checkout: ~/c").replace('"${MODELS_ROOT}/hub"', '"~"')
+    (tmp_path / "job.yaml").write_text(homes)
     monkeypatch.setenv("HOME", "/home/me")
     other = load_job(tmp_path / "job.yaml", {"RUN": "r2", "image": "mine"})
     assert (other.checkout, other.env) == ("/home/me/c", {"HF_HOME": "~"})

@@ -13,7 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from verl_patches.errors import ConfigError
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
-from verl_patches.values import Count, Port, expand_home, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
+from verl_patches.shared_files import expand_home
+from verl_patches.values import Count, Port, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
 # a name for Kubernetes, and so also for containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
@@ -216,7 +217,7 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
 
 
 def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Expand ${NAME} and a leading `~`, and rename replica_count to nodes; return the environment with that of env_file.
+    """Expand ${NAME} and ~, and rename replica_count to nodes; return the environment with that of env_file.
 
     A variable of `environ` takes precedence over env_file. Raise ConfigError where one is unset or a secret.
     """

@@ -5,39 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import choices
+from verl_patches.shared_files import expand_home
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL_TEMPLATE, Handler, read_template
-from verl_patches.values import (
-    Count,
-    Seed,
-    Share,
-    Text,
-    expand_home,
-    field_types,
-    parse_yaml,
-    read_yaml,
-    unknown_key,
-    value_faults,
-)
+from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
 REASON_LIMITS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
+PathText = Annotated[Text, AfterValidator(expand_home)]
 
 
 class Settings(BaseModel):
     """Hold all keys; those without a default are required."""
 
     model_config = ConfigDict(frozen=True)
-    input: Text | Annotated[list[Text], Field(min_length=1)]
+    input: PathText | Annotated[list[PathText], Field(min_length=1)]
     handler_name: Annotated[str, choices(*HANDLERS)]
-    output_prefix: Text
+    output_prefix: PathText
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
-    tokenizer_name_or_path: Text | None = None
+    tokenizer_name_or_path: PathText | None = None
     seq_length: Count | None = None
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     log_interval: Count = 1000
@@ -85,18 +76,11 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
     faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
     if faults := faults + value_faults(types, values):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
-    settings = Settings(**{key: _expand_path(key, value) for key, value in values.items()})
+    settings = Settings(**values)
     if faults := list(_faults(settings)):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
     read_template(settings.prompt_type)
     return settings
-
-
-def _expand_path(key: str, value: Any) -> Any:
-    """Return the value of a key, with `~` expanded where the key names files, folders or a tokenizer."""
-    if key not in ("input", "output_prefix", "tokenizer_name_or_path") or value is None:
-        return value
-    return [expand_home(each) for each in value] if isinstance(value, list) else expand_home(value)
 
 
 def _faults(settings: Settings) -> Iterator[str]:
