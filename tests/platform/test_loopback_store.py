@@ -14,7 +14,8 @@ with loopback_store() if sys.argv[3] == "ours" else contextlib.nullcontext():
     dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
 listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
-print(*{place.ip for place in listening if place.port == int(sys.argv[2])}, "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
+found = {place.ip for place in listening if place.port == int(sys.argv[2])}
+print(*found, "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
 """
 
 
