@@ -61,10 +61,11 @@ def disk_errors(path: Path, todo: str) -> Iterator[None]:
 
 def expand_home(given: str) -> str:
     """Return a path with the folder of `~` or `~USER` at its beginning; ConfigError where the home is unknown."""
-    if given[:1] != "~" or (found := os.path.expanduser(given)) != given:
-        return found if given[:1] == "~" else given
-    todo = "write the whole path, or ./~ for a name that begins with ~"
-    raise ConfigError(f"{given}: expected ~ to stand for a home folder of this machine, found none; {todo}")
+    found = os.path.expanduser(given)
+    if found[:1] == "~":
+        todo = "write the whole path, or ./~ for a name that begins with ~"
+        raise ConfigError(f"{given}: expected ~ to stand for a home folder of this machine, found none; {todo}")
+    return found
 
 
 def absolute_path(given: str) -> str:
@@ -73,10 +74,7 @@ def absolute_path(given: str) -> str:
 
 
 def can_write_below(path: str) -> bool:
-    """Return whether this user can make a folder, or write in it if it exists; nothing is written.
-
-    A `~` at its beginning is expanded; a home that is unknown is not writable.
-    """
+    """Return whether this user could write in a folder, which is not made; false for a home that is not known."""
     folder = Path(os.path.expanduser(path))
     place = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     return str(folder)[:1] != "~" and place.is_dir() and os.access(place, os.W_OK)

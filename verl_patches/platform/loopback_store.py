@@ -1,8 +1,7 @@
 """Let the store of torch.distributed listen on the loopback alone, where all ranks are on one machine.
 
-torch's rank 0 makes a TCPStore that listens on all interfaces (torch.distributed.rendezvous._create_c10d_store), to
-which any machine of the network could write. With a variable of torchrun, all ranks only connect to a store that is
-there.
+torch's rank 0 makes a store that listens on all interfaces (torch.distributed.rendezvous._create_c10d_store), to which
+any machine could write. With a variable of torchrun's, all ranks only connect to a store that is there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from verl_patches.current import Current
 
-_CONNECT_ONLY = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+_CONNECT_ONLY = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # torch 2.5 reads both
 held_stores: Current[list[Any]] = Current([])  # a store listens as long as its object exists
 
 

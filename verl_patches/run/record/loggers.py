@@ -18,10 +18,10 @@ _KEYLESS_MODES = ("offline", "local", "disabled")
 
 
 class Logger(NamedTuple):
-    """Describe a logger of verl's.
+    """Describe a logger: the package that verl imports, and what says where it writes and with which key.
 
-    package: what verl imports. folder: (variable, form of its value, where {} is the run's folder). key: the variable
-    with its key; mode: the variable whose _KEYLESS_MODES need no key; login: the file of the home with keys.
+    folder: (variable, its value, with {} for the run's folder). key: the variable with the key; mode: the variable
+    whose _KEYLESS_MODES need none; login: the file of the home folder that may have one.
     """
 
     package: str
