@@ -61,7 +61,7 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
         **options,
         "address": "local",  # without it Ray would join a running one whose address file it finds
         **devices,
-        "num_cpus": _own_cpus(run),
+        "num_cpus": run.verl.ray_init.num_cpus or workers + 4,
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",  # all of Ray's listeners are on the loopback
         "_temp_dir": os.environ.get("RAY_TMPDIR"),
@@ -73,11 +73,6 @@ def object_store_bytes(run: RunSpec) -> int:
     if run.recipe.ray_address is None and run.recipe.platform in NO_DEVICE:
         return max(_OBJECT_STORE_BYTES, 2 * recorded_bytes(run))
     return min(_STORE_MAX_BYTES, int(_STORE_SHARE * psutil.virtual_memory().total))
-
-
-def _own_cpus(run: RunSpec) -> int:
-    """Return the CPUs of a Ray that the run starts itself."""
-    return run.verl.ray_init.num_cpus or run.verl.trainer.n_gpus_per_node + 4
 
 
 def list_nodes(address: str) -> list[dict[str, Any]]:
@@ -112,9 +107,13 @@ def require_nodes(run: RunSpec) -> None:
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
     else:
-        own: dict[str, Any] = {_device_resource(run): run.verl.trainer.n_gpus_per_node, "CPU": _own_cpus(run)}
-        own["object_store_memory"] = object_store_bytes(run)
-        check_nodes(run, [{"id": "", "address": "this machine", "resources": own, "here": True}])
+        cpus, workers = run.verl.ray_init.num_cpus, run.verl.trainer.n_gpus_per_node
+        if cpus is not None and cpus <= workers:
+            raise ConfigError(
+                f"ray_init.num_cpus is {cpus}; expected {workers + 1} or more, one for each worker and one for the "
+                "controller, as Ray would wait for them without end; these need not be cores. Raise it, or set null"
+            )
+        _require_object_store(run, object_store_bytes(run))
 
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
@@ -135,15 +134,20 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
             f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} and {wanted} CPU each "
             "(trainer.nnodes, trainer.n_gpus_per_node), and one CPU more here, for the controller; Ray has "
             f"{len(enough)} such node(s) of {len(nodes)} ({found}). Start the missing ones (--dry-run prints the ray "
-            "commands) or correct the config (ray_init.num_cpus where the run starts Ray itself)"
+            "commands; --num-cpus sets a node's CPUs) or correct the config"
         )
-    need, own = recorded_bytes(run), next((node["resources"] for node in nodes if node["here"]), None)
-    if own and own.get("CPU", 0) < 1:
-        raise ConfigError("Ray has 0 CPU on this node, expected 1 for the controller; start Ray here with --num-cpus=1")
-    if own and own["object_store_memory"] < need:
+    for own in (node["resources"] for node in nodes if node["here"]):
+        if own.get("CPU", 0) < 1:
+            raise ConfigError("Ray has 0 CPU on this node, expected 1 for the controller; start it with --num-cpus=1")
+        _require_object_store(run, own["object_store_memory"])
+
+
+def _require_object_store(run: RunSpec, size: float) -> None:
+    """Refuse an object store of the controller's node that cannot hold the batch of a step."""
+    if size < (need := recorded_bytes(run)):
         raise ConfigError(
-            f"Ray's object store on this node has {size_text(own['object_store_memory'])}, expected {size_text(need)} "
-            "or more for the batch of a step (data.train_batch_size x rollout.n responses); start Ray here with "
+            f"Ray's object store on this node has {size_text(size)}, expected {size_text(need)} or more for the batch "
+            "of a step (data.train_batch_size x rollout.n responses); start Ray here with "
             f"--object-store-memory={2 * need}, or lower the batch or its lengths"
         )
 
