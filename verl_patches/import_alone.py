@@ -52,6 +52,7 @@ def recipe_by_default(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.get(RUN) is None:
+            require_loggers(config.trainer.logger, os.environ)
             self.held_locks = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
             run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.held_locks)
             write_run(config, run.text())
@@ -92,7 +93,6 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
             )
         write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
-    require_loggers(config.trainer.logger, os.environ)
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
     checks = (check for rule in RULES.sizes if rule in RULES.launcherless for check in rule(run))
     faults = [*_npu_faults(run), *(check.detail for check in checks if not check.ok)]
