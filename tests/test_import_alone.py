@@ -37,6 +37,7 @@ def bare_config(rollout_dtype="bfloat16", **recipe):
     found.actor_rollout_ref.rollout.dtype = rollout_dtype
     found.actor_rollout_ref.model.path = str(MODEL)
     found.algorithm.adv_estimator = "grpo"  # verl's default, gae, is refused
+    found.trainer.logger = ["console"]  # of the defaults, wandb may not be installed
     if recipe:
         found.recipe = recipe
     OmegaConf.resolve(found)

@@ -20,6 +20,7 @@ from verl_patches.patching.switches import PATCHES_VAR, Switches
 from verl_patches.recipe import VLLM_DTYPES, Recipe
 from verl_patches.rules import RULES
 from verl_patches.run.compose import output_root, write_reward_models
+from verl_patches.run.record.loggers import require_loggers
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
@@ -52,6 +53,7 @@ def recipe_by_default(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.get(RUN) is None:
+            require_loggers(config.trainer.logger, os.environ)
             self.held_locks = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
             run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.held_locks)
             write_run(config, run.text())

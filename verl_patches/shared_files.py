@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 LOCK = ".lock"  # name of a folder's lock file
@@ -88,6 +88,27 @@ def disk_errors(path: Path, todo: str) -> Iterator[None]:
         if error.errno in _DISK_FULL_ERRNOS:
             text += f"; its disk has {free_bytes(path) / 2**20:.1f} MiB left. {todo}"
         raise RecipeError(text) from error
+
+
+def expand_home(given: str) -> str:
+    """Return a path with the folder of `~` or `~USER` at its beginning; ConfigError where the home is unknown."""
+    found = os.path.expanduser(given)
+    if found[:1] == "~":
+        todo = "write the whole path, or ./~ for a name that begins with ~"
+        raise ConfigError(f"{given}: expected ~ to stand for a home folder of this machine, found none; {todo}")
+    return found
+
+
+def absolute_path(given: str) -> str:
+    """Return a local path of a configuration as an absolute one, with `~` expanded; an address with :// as it is."""
+    return given if "://" in given else str(Path(expand_home(given)).absolute())
+
+
+def can_write_below(path: str) -> bool:
+    """Return whether this user could write in a folder, which is not made; false for a home that is not known."""
+    folder = Path(os.path.expanduser(path))
+    place = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    return str(folder)[:1] != "~" and place.is_dir() and os.access(place, os.W_OK)
 
 
 def disk_folder(path: Path) -> Path:

@@ -12,7 +12,8 @@ from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options
 from verl_patches.run import ray_nodes
 from verl_patches.run.resolve import changed_run
 
-NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
+STORE = {"object_store_memory": 1e11}
+NPU16 = {"resources": {"NPU": 16.0, "CPU": 16.0, **STORE}, "here": False}
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +33,28 @@ def test_enough_nodes_pass_and_missing_ones_are_counted(run):
     check_nodes(run, nodes)
     # nodes with the same address are counted separately
     check_nodes(run, [{**node, "address": "10.0.0.1"} for node in nodes])
-    with pytest.raises(ConfigError, match=r"16 node\(s\) with 16 NPU each.*Ray has 15 such node\(s\) of 15"):
+    with pytest.raises(ConfigError, match=r"16 node\(s\) with 16 NPU and 16 CPU each.*Ray has 15 such node\(s\) of 15"):
         check_nodes(run, nodes[1:])
-    nodes[3] = {"id": "3", "address": "10.0.0.3", "resources": {"NPU": 8.0}}
-    with pytest.raises(ConfigError, match=r"15 such node\(s\) of 16 .*10\.0\.0\.3: 8"):
+    nodes[3] = {**nodes[3], "resources": {"NPU": 8.0, "CPU": 640.0, **STORE}}
+    with pytest.raises(ConfigError, match=r"15 such node\(s\) of 16 .*10\.0\.0\.3: 8 NPU, 640 CPU"):
         check_nodes(run, nodes)
+
+
+def test_too_few_cpus_and_a_small_object_store_are_refused(run):
+    """Check this because Ray and verl would wait for CPUs without end, and a batch would go to the disk each step."""
+    nodes = [{"id": str(n), "address": f"10.0.0.{n}", **NPU16} for n in range(16)]
+    head = {"id": "h", "address": "10.0.1.0", "resources": {"CPU": 1.0, **STORE}, "here": True}
+    check_nodes(run, [head, *nodes])
+    with pytest.raises(ConfigError, match=r"and one CPU more here.*15 such node\(s\) of 16.*10.0.0.0: 16 NPU, 16 CPU"):
+        check_nodes(run, [{**nodes[0], "here": True}, *nodes[1:]])
+    with pytest.raises(ConfigError, match="0 CPU on this node, expected 1 for the controller"):
+        check_nodes(run, [{**head, "resources": STORE}, *nodes])
+    with pytest.raises(ConfigError, match="object store on this node has 1.0 GB, expected"):
+        check_nodes(run, [{**head, "resources": {"CPU": 1.0, "object_store_memory": 1e9}}, *nodes])
+    own = composed("deepseekv3_tiny_cpu", ["layout=pypi/tp2ep2"])
+    require_nodes(changed_run(own, {"ray_init.num_cpus": own.world_size + 1}))
+    with pytest.raises(ConfigError, match="ray_init.num_cpus is 4; expected 5 or more"):
+        require_nodes(changed_run(own, {"ray_init.num_cpus": own.world_size}))
 
 
 def test_several_nodes_need_a_ray_that_runs(run):

@@ -135,7 +135,8 @@ def joined(tmp_path, monkeypatch):
     folder = make_start(tmp_path / "r")
 
     def make(*addresses, left_out=(), action="stop", times=1):
-        nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": 2.0}} for a in addresses]
+        each = {"resources": {"GPU": 2.0, "CPU": 3.0}, "here": False}
+        nodes = [{"id": f"id-{address}", "address": address, **each} for address in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (folder / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
         recipe = {"restart.max_restarts": times, "restart.exclude_nodes": list(left_out), "ray_address": "auto"}

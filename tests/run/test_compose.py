@@ -34,19 +34,31 @@ PATH_KEYS += ["recipe.rollout.replay", "critic.model.path"]
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch, line):
-    """Check this because workers of a joined Ray are in other folders; addresses, absolute paths and ~ stay."""
+    """Check this because workers of a joined Ray are in other folders; addresses and absolute paths stay."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
     own = [f"recipe.line={line}", "algo=ppo", "data.custom_cls.name=Data", "recipe.rewards=null"]
     files = "data.train_files=[a/1.parquet,/b/2.parquet,s3://c/3.parquet,'~/4.parquet']"
     config = compose_config(TINY, [*own, files, *(f"{key}=a/b" for key in PATH_KEYS)])
     assert [OmegaConf.select(config, key) for key in PATH_KEYS] == [str(tmp_path / "a/b")] * len(PATH_KEYS)
-    assert config.data.train_files == [f"{tmp_path}/a/1.parquet", "/b/2.parquet", "s3://c/3.parquet", "~/4.parquet"]
+    assert config.data.train_files == [
+        f"{tmp_path}/a/1.parquet",
+        "/b/2.parquet",
+        "s3://c/3.parquet",
+        "/home/me/4.parquet",
+    ]
     assert "=a/b" not in OmegaConf.to_yaml(config).replace(": ", "=")  # also in verl's keys
     rewards = "[{name: python, path: a.py, function: f}, {name: reward_model, path: b}, {name: maths}]"
     config = compose_config(TINY, [f"recipe.line={line}", f"recipe.rewards={rewards}"])
     assert [entry.get("path") for entry in config.recipe.rewards] == [f"{tmp_path}/a.py", f"{tmp_path}/b", None]
     config = compose_config(TINY, [f"recipe.line={line}"])
     assert config.recipe.rollout.replay is None and config.data.custom_cls.path is None
+    homes = ["recipe.output_root=~/o", "trainer.default_local_dir=~/c", "trainer.resume_from_path=~/r"]
+    config = compose_config(TINY, [f"recipe.line={line}", *homes])
+    found = config.recipe.output_root, config.trainer.default_local_dir, config.trainer.resume_from_path
+    assert found == ("/home/me/o", "/home/me/c", "/home/me/r")
+    with pytest.raises(ConfigError, match="~nobody-here/c: expected ~ to stand for a home folder"):
+        compose_config(TINY, ["trainer.default_local_dir=~nobody-here/c"])
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,11 @@ def misplaced(line, roots, read=symbol_source):
 
 def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
     roots = {name: installed_root(name) for name in "verl megatron vllm ray torch huggingface_hub".split()}
-    assert misplaced("pypi", roots) == (17, [])
+    assert misplaced("pypi", roots) == (21, [])
     # controls: a module that names TENSORBOARD_DIR alone, and symbols that are not there
     other = symbol_source("verl.utils.tracking", roots["verl"])
-    assert len(misplaced("pypi", roots, lambda symbol, root: other)[1]) == 16
-    assert len(misplaced("pypi", roots, lambda symbol, root: symbol_source(f"{symbol}.absent", root))[1]) == 17
+    assert len(misplaced("pypi", roots, lambda symbol, root: other)[1]) == 18
+    assert len(misplaced("pypi", roots, lambda symbol, root: symbol_source(f"{symbol}.absent", root))[1]) == 21
 
 
 @pytest.mark.upstream
@@ -103,6 +103,17 @@ def test_variables_of_workers_and_of_the_driver():
     assert found["VERL_PATCHES"] == run.process_switches.text() and found["RAY_TMPDIR"] == "/x/ray"
     joined = process_environment(environment_variables(composed_run(LARGE), "/x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
+
+
+def test_caches_are_in_the_runs_temporary_folder_where_the_home_folder_is_not_writable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for home, caches in ((tmp_path / "new", None), (tmp_path / "file" / "home", "/x/cache")):
+        monkeypatch.setenv("HOME", str(home))
+        found = {v.name: v.value for v in environment_variables(composed_run(TINY), "/x")}
+        assert found.get("XDG_CACHE_HOME") == caches and not home.exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/own")
+    assert "XDG_CACHE_HOME" not in {v.name for v in environment_variables(composed_run(TINY), "/x")}
 
 
 def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, monkeypatch):

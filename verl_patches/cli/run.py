@@ -34,6 +34,7 @@ from verl_patches.rules import RULES
 from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
 from verl_patches.run.files import disk_checks, with_required_files
+from verl_patches.run.record.loggers import require_loggers
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
@@ -165,6 +166,7 @@ def _require_startable(run: RunSpec) -> str:
     The sentence names those that are switched off.
     """
     require_trees(run)
+    require_loggers(run.verl.trainer.logger, None if run.recipe.ray_address else os.environ)
     run_folder.require_start(run)
     require_checks(RULES.checks(run))
     _refuse_planned_keys(run)

@@ -15,12 +15,14 @@ from verl_patches.platform import NO_DEVICE
 from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
 from verl_patches.run.environment import worker_environment
+from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import A3, RUN, RunSpec
 from verl_patches.trainer.ray_start import HOOK
+from verl_patches.values import size_text
 
 log = logging.getLogger(__name__)
 ANSWER_S = 60
-_OBJECT_STORE_BYTES = 256 << 20  # on a CPU, for batches of a tiny model
+_OBJECT_STORE_BYTES = 256 << 20  # least size on a CPU
 _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in ray/_private/ray_constants.py
 
 
@@ -54,7 +56,7 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
     npu = run.verl.trainer.device == "npu"
     devices: dict[str, Any] = {"resources": {"NPU": workers}} if npu else {"num_gpus": workers}
     if recipe.platform in NO_DEVICE:
-        devices["object_store_memory"] = _OBJECT_STORE_BYTES
+        devices["object_store_memory"] = object_store_bytes(run)
     return {
         **options,
         "address": "local",  # without it Ray would join a running one whose address file it finds
@@ -69,12 +71,12 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
 def object_store_bytes(run: RunSpec) -> int:
     """Return the most bytes of Ray's object store on this node, in /dev/shm: the run's, or `ray start`'s default."""
     if run.recipe.ray_address is None and run.recipe.platform in NO_DEVICE:
-        return _OBJECT_STORE_BYTES
+        return max(_OBJECT_STORE_BYTES, 2 * recorded_bytes(run))
     return min(_STORE_MAX_BYTES, int(_STORE_SHARE * psutil.virtual_memory().total))
 
 
 def list_nodes(address: str) -> list[dict[str, Any]]:
-    """Return [{id, address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers."""
+    """Return `living_nodes` of the Ray at `address`; ConfigError if none answers."""
     return ask_nodes({"address": address}, ANSWER_S)["nodes"]
 
 
@@ -89,7 +91,7 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 def require_nodes(run: RunSpec) -> None:
     """Refuse a run whose Ray could not be joined or started.
 
-    Either no Ray answers, or too few of its nodes have the devices, or recipe.ray_port is taken on this machine.
+    Either no Ray answers, or its nodes lack resources, or recipe.ray_port is taken on this machine.
     """
     port = run.recipe.ray_port
     if port is not None and (holder := port_holder(port, ("127.0.0.1", ""))):
@@ -104,28 +106,57 @@ def require_nodes(run: RunSpec) -> None:
             f"trainer.nnodes is {run.verl.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
+    else:
+        cpus, workers = run.verl.ray_init.num_cpus, run.verl.trainer.n_gpus_per_node
+        if cpus is not None and cpus <= workers:
+            raise ConfigError(
+                f"ray_init.num_cpus is {cpus}; expected {workers + 1} or more, one for each worker and one for the "
+                "controller, as Ray would wait for them without end; these need not be cores. Raise it, or set null"
+            )
+        _require_object_store(run, object_store_bytes(run))
 
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
-    """Refuse `nodes` unless trainer.nnodes of them have trainer.n_gpus_per_node devices each."""
+    """Refuse `nodes` without the devices and CPUs of the workers, or the CPU and the memory of the controller.
+
+    verl reserves a device and a CPU for each worker and waits for them without end, as Ray does for the controller's
+    CPU. The controller puts the batch of each step into the object store of its node, the one that is `here`.
+    """
     resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
-    device_counts = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
+    counts = sorted((n["address"], *(n["resources"].get(key, 0) for key in (resource, "CPU"))) for n in nodes)
     left_out = run.recipe.restart.exclude_nodes
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < run.verl.trainer.nnodes:
-        found = ", ".join(f"{address}: {count}" for address, count in device_counts[:20]) or "no node"
+        found = ", ".join(f"{name}: {devices:g} {resource}, {cpus:g} CPU" for name, devices, cpus in counts[:20])
+        found = found or "no node"
         found += f", without {', '.join(left_out)}" if left_out else ""
         raise ConfigError(
-            f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} each "
-            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(nodes)} ({found}). "
-            "Start the missing ones (--dry-run prints the ray commands) or correct the config"
+            f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} and {wanted} CPU each "
+            "(trainer.nnodes, trainer.n_gpus_per_node), and one CPU more here, for the controller; Ray has "
+            f"{len(enough)} such node(s) of {len(nodes)} ({found}). Start the missing ones (--dry-run prints the ray "
+            "commands; --num-cpus sets a node's CPUs) or correct the config"
+        )
+    for own in (node["resources"] for node in nodes if node["here"]):
+        if own.get("CPU", 0) < 1:
+            raise ConfigError("Ray has 0 CPU on this node, expected 1 for the controller; start it with --num-cpus=1")
+        _require_object_store(run, own["object_store_memory"])
+
+
+def _require_object_store(run: RunSpec, size: float) -> None:
+    """Refuse an object store of the controller's node that cannot hold the batch of a step."""
+    if size < (need := recorded_bytes(run)):
+        raise ConfigError(
+            f"Ray's object store on this node has {size_text(size)}, expected {size_text(need)} or more for the batch "
+            "of a step (data.train_batch_size x rollout.n responses); start Ray here with "
+            f"--object-store-memory={2 * need}, or lower the batch or its lengths"
         )
 
 
 def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the nodes of list_nodes() that have trainer.n_gpus_per_node devices."""
+    """Return the nodes of list_nodes() with trainer.n_gpus_per_node devices, and CPUs for the run's processes there."""
     resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
-    return [node for node in nodes if int(node["resources"].get(resource, 0)) >= wanted]
+    found = [node for node in nodes if node["resources"].get(resource, 0) >= wanted]
+    return [node for node in found if node["resources"].get("CPU", 0) >= wanted + node["here"]]
 
 
 def reserve_left_out_nodes(run: RunSpec) -> None:

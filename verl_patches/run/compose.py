@@ -29,6 +29,7 @@ from verl_patches.run.engine_options import write_engine_options
 from verl_patches.run.resolve import CONFIGS_DIR, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
 from verl_patches.run.verl_values import check_recipe, check_verl_values
+from verl_patches.shared_files import absolute_path, expand_home
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import GIT_LINE, VERL_CONFIG, add_platform_trees, verl_config_dir
 from verl_patches.upstream.pins import load_pins
@@ -40,9 +41,11 @@ HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of confi
 SCHEMA_NAME = "recipe_schema"
 LAYERS_KEY = "recipe.num_hidden_layers"
 _EXPORT_HINT = "remove it, and export the secret as a variable of the shell, which the run inherits"
-_PATH_KEYS = (  # keys of files and folders that a run reads, some of them in workers
+_PATH_KEYS = (  # keys of files and folders, some of them read in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
-    "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
+    "data.train_files data.val_files data.tokenizer data.custom_cls.path custom_reward_function.path "
+    "recipe.rollout.replay trainer.resume_from_path trainer.rollout_data_dir trainer.validation_data_dir "
+    "ray_init.timeline_json_file"
 ).split()
 _LAYER_COUNT_KEYS = (  # keys that training reads, and vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
@@ -86,6 +89,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
             "file of a run has `algo: NAME` at the end of its defaults"
         )
     _check_overrides(overrides)
+    overrides = [_quote_home(override) for override in overrides]
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA_NAME, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
@@ -107,7 +111,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     _write_layer_count(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
-    config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
+    config.trainer.default_local_dir = str(folder / expand_home(config.trainer.default_local_dir))
     _check_verl_keys(config, base, name)
     check_dtype(config)
     _make_paths_absolute(config)
@@ -119,19 +123,17 @@ def _make_paths_absolute(config: DictConfig) -> None:
     """Make the paths of `_PATH_KEYS` absolute, because workers have other current folders."""
     for above, _, name in (key.rpartition(".") for key in _PATH_KEYS):
         section = OmegaConf.select(config, above)
-        if found := section.get(name):
-            section[name] = list(map(_absolute_path, found)) if isinstance(found, ListConfig) else _absolute_path(found)
-
-
-def _absolute_path(path: str) -> str:
-    return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
+        if isinstance(found := section.get(name), ListConfig):
+            section[name] = list(map(absolute_path, found))
+        elif found and isinstance(found, str):
+            section[name] = absolute_path(found)
 
 
 def write_reward_models(config: DictConfig) -> None:
     """Write the reward models of recipe.rewards into verl's section for them; their paths become absolute."""
     for entry in config.recipe.rewards or ():
         if entry.get("path"):
-            entry.path = _absolute_path(entry.path)
+            entry.path = absolute_path(entry.path)
     if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
@@ -158,6 +160,11 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
 
 
+def _quote_home(override: str) -> str:
+    """Return an override with quotes around values such as ~/a, which Hydra's grammar has no place for."""
+    return override if re.search("['\"]", override) else re.sub(r"(?<=[=\[,])~[^\s,\[\]{}()]*", r"'\g<0>'", override)
+
+
 def check_choice(group: str, name: str, folder: Path) -> None:
     """Raise ConfigError, with the known names, where `folder` of a Hydra group has no `name`.yaml."""
     names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
@@ -177,7 +184,7 @@ def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
 
 def output_root(given: str | None = None) -> Path:
     """Return the absolute folder of all runs: `given` (may be relative), or outputs/ of this repository."""
-    return CONFIGS_DIR.parent / "outputs" if given is None else Path(given).absolute()
+    return CONFIGS_DIR.parent / "outputs" if given is None else Path(absolute_path(given))
 
 
 @functools.cache

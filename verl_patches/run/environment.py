@@ -18,6 +18,8 @@ from verl_patches.patching.switches import PATCHES_VAR
 from verl_patches.platform.npu import INTERFACE_VARIABLES
 from verl_patches.platform.npu.machine import ld_preload
 from verl_patches.run import hccl
+from verl_patches.run.record.loggers import LOGGERS, chosen_loggers
+from verl_patches.shared_files import can_write_below
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import shell_findings
@@ -56,7 +58,6 @@ def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Var
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
         "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),
         "VLLM_LOGGING_LEVEL": ("WARNING", "one engine for each rank: INFO lines hide the step table"),
-        "TENSORBOARD_DIR": (str(run.folder / "tensorboard"), "events in the run's folder"),
         "RAY_USAGE_STATS_ENABLED": ("0", "nothing leaves the machine"),
         "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
     }
@@ -68,6 +69,11 @@ def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Var
         variables |= _npu_variables(run)
     if run.recipe.platform == "npu_emulated":
         variables |= _emulated_variables(run)
+    variables |= {
+        logger.folder[0]: (logger.folder[1].format(run.folder), f"{name} writes into the run's folder")
+        for name, logger in {"tensorboard": LOGGERS["tensorboard"], **chosen_loggers(run.verl.trainer.logger)}.items()
+        if logger.folder and not (name == "mlflow" and os.environ.get(logger.folder[0]))  # a server of the user's
+    }
     variables |= _driver_variables(run, temp_dir)
     pins, line = load_pins(), run.recipe.line
     made = (Variable(name, *entry) for name, entry in variables.items())
@@ -167,6 +173,8 @@ def _driver_variables(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str
         variables["RAY_ADDRESS"] = (joined or recipe.ray_address, "recipe.ray_address, or where it is auto the shell's")
     else:
         variables["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
+    if not os.environ.get("XDG_CACHE_HOME") and not can_write_below("~/.cache"):
+        variables["XDG_CACHE_HOME"] = (f"{temp}/cache", "caches of datasets and torch; the home folder is not writable")
     if recipe.platform == "npu" and (libraries := ld_preload(os.environ)):
         variables["LD_PRELOAD"] = (libraries, "jemalloc, which gives host memory back to the system")
     if recipe.ray_port is not None:

@@ -14,7 +14,7 @@ join Ray: Ray ends a process that has joined it when the head goes away. JSON is
                                 environment of its raylet, which is that of the run's workers; then run each of
                                 `probes` on all of them together: {name: settings of platform/all_reduce_probe.py}
 
-The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is
+The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, here, answer, clock}], probes}. `answer` is
 {code, output, error} of the command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}:
 how far the node's clock is ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or
 {error}}.
@@ -137,14 +137,15 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Return [{id, address, resources}] of the living nodes of the Ray that this process has joined."""
+    """Return [{id, address, resources, here}] of the living nodes of the Ray that this process has joined.
+
+    here: whether it is the node of this process.
+    """
     import ray
 
-    return [
-        {"id": node["NodeID"], "address": node["NodeManagerAddress"], "resources": node["Resources"]}
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    own, keys = ray.get_runtime_context().get_node_id(), ("NodeManagerAddress", "Resources")
+    alive = [(node["NodeID"], *(node[key] for key in keys)) for node in ray.nodes() if node["Alive"]]
+    return [{"id": id, "address": place, "resources": has, "here": id == own} for id, place, has in alive]
 
 
 def start_on_node(kind: type, node: str) -> Any:

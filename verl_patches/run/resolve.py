@@ -21,6 +21,7 @@ from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import rewrite_engine_options
 from verl_patches.run.features import feature_states, needed_rows
 from verl_patches.run.verl_values import trains_critic
+from verl_patches.shared_files import expand_home
 from verl_patches.spec import RunSpec, Trees
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -135,7 +136,7 @@ def _config_facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[
 
 def model_shape_file(recipe: Recipe) -> Path:
     """Return the HF config.json that recipe.model_shape names; raise ConfigError where it does not exist."""
-    path = CONFIGS_DIR / recipe.model_shape
+    path = CONFIGS_DIR / expand_home(recipe.model_shape)
     if not path.is_file():
         raise ConfigError(
             f"recipe.model_shape is {recipe.model_shape}: no such file in {CONFIGS_DIR}; give an HF config.json"

@@ -42,6 +42,7 @@ from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, load_emulation
+from verl_patches.platform.loopback_store import loopback_store
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_from_config
@@ -79,7 +80,7 @@ class RecipeWorker(TrainingWorker):
         if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
-        with counters.time_phase("start/groups"), heartbeat.current_heartbeat().in_call(START):
+        with counters.time_phase("start/groups"), heartbeat.current_heartbeat().in_call(START), loopback_store():
             if is_on("update.engine_start"):
                 from verl_patches.model.mindspeed import start
 

@@ -46,7 +46,8 @@ def make_answer(probes=PROBED, found="fine there", **changes):
     for number in range(3):
         rows = [Finding("disk", "fine", found=found if number == 1 else "fine there"), Finding("gloo", "fine")]
         report = {"rows": list(map(asdict, rows)), "nodes": [{"address": "host", "interface": "eth0"}]}
-        node = {"id": str(number), "address": f"10.0.0.{number}", "resources": {"GPU": 1, "NPU": 16}}
+        node = {"id": str(number), "address": f"10.0.0.{number}", "here": number == 0}
+        node["resources"] = {"GPU": 1, "NPU": 16, "CPU": 64, "object_store_memory": 2e11}
         node["clock"] = {"ahead_s": 0.0, "within_s": 0.001}
         node["answer"] = {"code": 0, "output": json.dumps(report), "error": ""}
         nodes.append(node | (changes if number == 1 else {}))

@@ -137,7 +137,7 @@ uploads: [{from: "outputs/${RUN}", to: "s3://b/${RUN}"}]
 """
 
 
-def test_a_job_takes_values_from_its_env_file(tmp_path):
+def test_a_job_takes_values_from_its_env_file(tmp_path, monkeypatch):
     """Check that the file beside the job is read, the caller's environment wins, and a command keeps its own ${...}."""
     (tmp_path / "values.env").write_text(ENV_FILE)
     (tmp_path / "job.yaml").write_text(SEED)
@@ -146,7 +146,11 @@ def test_a_job_takes_values_from_its_env_file(tmp_path):
     assert job.env == {"HF_HOME": "/models/hub"} and job.env_file == str(tmp_path / "values.env")
     assert job.volumes == {"/models": "/models", "/o": "/c/outputs"} and job.uploads[0].to == "s3://b/r1"
     assert job.uploads[0].source == "outputs/r1" and "w4 #ndb" not in job.model_dump_json()
+    homes = SEED.replace("checkout: /c", "checkout: ~/c").replace('"${MODELS_ROOT}/hub"', '"~"')
+    (tmp_path / "job.yaml").write_text(homes)
+    monkeypatch.setenv("HOME", "/home/me")
     other = load_job(tmp_path / "job.yaml", {"RUN": "r2", "image": "mine"})
+    assert (other.checkout, other.env) == ("/home/me/c", {"HF_HOME": "~"})
     assert other.image == "mine" and other.digest != job.digest
 
 

@@ -251,6 +251,13 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
     assert make_settings(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
 
 
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    found = make_settings(tmp_path, "input=[~/a.json, b.json]", output_prefix="~/out", tokenizer_name_or_path="~")
+    names = [*found.inputs, found.output_prefix, found.tokenizer_name_or_path]
+    assert names == ["/home/me/a.json", "b.json", "/home/me/out", "/home/me"]
+
+
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
     ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected one of maths, gsm8k"),

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from verl_patches.errors import ConfigError
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
+from verl_patches.shared_files import expand_home
 from verl_patches.values import Count, Port, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
 # a name for Kubernetes, and so also for containers and Slurm jobs
@@ -216,7 +217,7 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
 
 
 def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Expand ${NAME}, and rename replica_count to nodes; return the environment with that of env_file.
+    """Expand ${NAME} and ~, and rename replica_count to nodes; return the environment with that of env_file.
 
     A variable of `environ` takes precedence over env_file. Raise ConfigError where one is unset or a secret.
     """
@@ -230,7 +231,10 @@ def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str,
             return {expand(key, where): expand(value, f"{where}.{key}") for key, value in node.items()}
         if isinstance(node, list):
             return [expand(value, where) for value in node]
-        return _REFERENCE.sub(lambda match: variable_value(match[1], where), node) if isinstance(node, str) else node
+        if not isinstance(node, str):
+            return node
+        text = _REFERENCE.sub(lambda match: variable_value(match[1], where), node)
+        return text if where.startswith("env.") else expand_home(text)
 
     def variable_value(name: str, where: str) -> str:
         value = environ.get(name, "")

@@ -7,26 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import choices
+from verl_patches.shared_files import expand_home
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL_TEMPLATE, Handler, read_template
 from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
 REASON_LIMITS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
+PathText = Annotated[Text, AfterValidator(expand_home)]
 
 
 class Settings(BaseModel):
     """Hold all keys; those without a default are required."""
 
     model_config = ConfigDict(frozen=True)
-    input: Text | Annotated[list[Text], Field(min_length=1)]
+    input: PathText | Annotated[list[PathText], Field(min_length=1)]
     handler_name: Annotated[str, choices(*HANDLERS)]
-    output_prefix: Text
+    output_prefix: PathText
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
-    tokenizer_name_or_path: Text | None = None
+    tokenizer_name_or_path: PathText | None = None
     seq_length: Count | None = None
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     log_interval: Count = 1000

@@ -24,6 +24,7 @@ from verl_patches.recipe import VLLM_DTYPES
 from verl_patches.run.compose import RowProvider, check_dtype, compose_config, override_keys
 from verl_patches.run.engine_options import ROLLOUT_KEY, check_engine_options, rewrite_engine_options
 from verl_patches.run.environment import CONFIG_FILE, environment_variables, process_environment
+from verl_patches.run.record.loggers import LOGGERS
 from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import VALUE_OBJECTIVES, RunSpec, Trees
@@ -143,7 +144,8 @@ def restart_in_environment(run: RunSpec) -> None:
 
     Python and torch read some of them only when they start.
     """
-    variables = [v for v in environment_variables(run) if v.name != "TENSORBOARD_DIR"]
+    records = {logger.folder[0] for logger in LOGGERS.values() if logger.folder}
+    variables = [v for v in environment_variables(run) if v.name not in records]
     wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
     if any(os.environ.get(variable.name) != variable.value for variable in wanted):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))

@@ -23,6 +23,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import short_temp_dir
 from verl_patches.launch.ray_cluster import ray_options, require_nodes, reserve_left_out_nodes
+from verl_patches.platform.loopback_store import loopback_store
 from verl_patches.run.environment import RAY_FOLDER
 from verl_patches.run.ray_nodes import error_line
 from verl_patches.spec import RunSpec
@@ -38,7 +39,8 @@ class EngineWorker(Worker):
 
     def build(self, folder: Path, run: RunSpec, length: int) -> None:
         """Build the engine; collective over all ranks of the instance."""
-        dist.init_process_group("gloo")
+        with loopback_store():
+            dist.init_process_group("gloo")
         layout = run.rollout
         parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
         parallel["enable_expert_parallel"] = run.recipe.rollout.enable_expert_parallel

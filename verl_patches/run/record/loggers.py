@@ -1,0 +1,76 @@
+"""Check the loggers of trainer.logger before a run starts, and say where each one writes.
+
+verl makes them after the workers have loaded their models (verl.utils.tracking.Tracking.__init__).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from verl_patches.errors import ConfigError
+
+_KEYLESS_MODES = ("offline", "local", "disabled")
+
+
+class Logger(NamedTuple):
+    """Describe a logger: the package that verl imports, and what says where it writes and with which key.
+
+    folder: (variable, its value, with {} for the run's folder). key: the variable with the key; mode: the variable
+    whose _KEYLESS_MODES need none; login: the file of the home folder that may have one.
+    """
+
+    package: str
+    folder: tuple[str, str] | None = None
+    key: str = ""
+    mode: str = ""
+    login: str = ""
+
+
+LOGGERS = {
+    "tensorboard": Logger("tensorboard", ("TENSORBOARD_DIR", "{}/tensorboard")),
+    "wandb": Logger("wandb", ("WANDB_DIR", "{}"), "WANDB_API_KEY", "WANDB_MODE", ".netrc"),
+    "swanlab": Logger(
+        "swanlab", ("SWANLAB_LOG_DIR", "{}/swanlog"), "SWANLAB_API_KEY", "SWANLAB_MODE", ".swanlab/.netrc"
+    ),
+    "mlflow": Logger("mlflow", ("MLFLOW_TRACKING_URI", "sqlite:///{}/mlflow.db")),
+    "clearml": Logger("clearml", key="CLEARML_API_ACCESS_KEY", login="clearml.conf"),
+    "vemlp_wandb": Logger("volcengine_ml_platform", key="VOLC_ACCESS_KEY_ID"),
+}
+
+
+def chosen_loggers(given: str | Iterable[str]) -> dict[str, Logger]:
+    """Return the loggers of a trainer.logger, by name, without `console`, which needs nothing."""
+    names = [given] if isinstance(given, str) else given
+    return {name: LOGGERS[name] for name in names if name in LOGGERS}
+
+
+def require_loggers(given: str | Iterable[str], environ: Mapping[str, str] | None) -> None:
+    """Raise ConfigError where a process with the variables `environ` lacks the package or the key of a logger.
+
+    With environ None, the variables are those of another process, and only packages are looked for.
+    """
+    for name, logger in chosen_loggers(given).items():
+        if importlib.util.find_spec(logger.package) is None:
+            expected, todo = f"the package {logger.package} in this Python", "install it"
+        elif environ is None or _has_key(logger, environ):
+            continue
+        else:
+            expected = f"{logger.key} or ~/{logger.login}" if logger.login else logger.key
+            todo = f"export {logger.key}" + (f" or {logger.mode}=offline" if logger.mode else "")
+        raise ConfigError(f"trainer.logger has {name}: expected {expected}, found none; {todo}, or remove {name}")
+
+
+def _has_key(logger: Logger, environ: Mapping[str, str]) -> bool:
+    """Return whether a logger needs no key, or finds one in `environ` or in its login file."""
+    if not logger.key or environ.get(logger.key) or environ.get(logger.mode) in _KEYLESS_MODES:
+        return True
+    login = Path(os.path.expanduser(f"~/{logger.login}"))
+    if logger.login != ".netrc" or not login.is_file():
+        return login.is_file()
+    server = urlsplit(environ.get("WANDB_BASE_URL", "")).hostname or logger.package
+    return server in login.read_text(errors="replace")  # it may have the passwords of other servers alone
