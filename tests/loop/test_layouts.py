@@ -6,6 +6,7 @@ test_emulated_npu.py tests the layouts of line a3.
 import re
 
 import pytest
+import torch
 from loop_runs import ACTOR, REF, TP2EP2, VERIFY, assert_weights_arrive, hook, read_metrics, resume_overrides
 from safetensors.torch import load_file
 
@@ -29,6 +30,8 @@ def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, ar
     assert_weights_arrive(run, verified=True)
     assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-3)
     assert run.steps[0]["reward"] == other.steps[0]["reward"]
+    recorded, expected = (load_file(each.folder / "rollouts" / "step_1.safetensors") for each in (run, other))
+    assert all(torch.equal(recorded[name], expected[name]) for name in ("prompts", "responses"))  # seeds have no rank
 
 
 def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):

@@ -48,6 +48,7 @@ def assert_bytes_are_modelled(run):
         n = samples // len({bytes(uid.tolist()) for uid in scores["uid"]})
         tokens = int(prompts[::n].sum()), int(responses.sum())
         stages = trainer_bytes(samples // n, samples, *tokens, send_back=False, per_token=False)
+        stages["generate"]["seeds"] = 8 * samples // n
         modelled += [(stage, sum(columns.values())) for stage, columns in stages.items() if columns]
     assert per_step == modelled and len(run.steps) > 1
 

@@ -7,10 +7,8 @@ import gc
 
 import pytest
 from transformers import PretrainedConfig
-from vllm import SamplingParams
 
 from verl_patches.rollout.engine import engine_arguments
-from verl_patches.worker.rollout_engine import with_prompt_seeds
 
 
 def test_image_arguments_go_only_without_a_limit():
@@ -19,17 +17,6 @@ def test_image_arguments_go_only_without_a_limit():
     of_text = {**plain, "limit_mm_per_prompt": None, "disable_mm_preprocessor_cache": True}
     of_images = {**of_text, "limit_mm_per_prompt": {"image": 1}}
     assert engine_arguments(of_text) == plain and engine_arguments(of_images) == of_images
-
-
-def test_requests_of_one_prompt_have_seeds_of_their_own():
-    """Check validation with val_kwargs.n > 1, over all engines; a training batch has n responses in one request."""
-    twice = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])]
-    params = SamplingParams(seed=7, temperature=0.5)
-    apart = with_prompt_seeds(twice, params, lambda: 0)
-    assert [each.seed for each in apart] == [7, 8, 9] and params.seed == 7 and {e.temperature for e in apart} == {0.5}
-    assert [each.seed for each in with_prompt_seeds(twice, params, lambda: 2)] == [13, 14, 15]
-    for given in (apart, SamplingParams(seed=7, n=2), SamplingParams(seed=7, temperature=0.0), SamplingParams()):
-        assert with_prompt_seeds(twice, given, lambda: 0) is given
 
 
 @pytest.mark.parametrize("overrides", [None, {"n_group": 1}, lambda config: config.update({"n_group": 1}) or config])

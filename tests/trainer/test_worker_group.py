@@ -23,6 +23,7 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.heartbeat import read_beat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.run.resolve import changed_run
+from verl_patches.step.batches.sample_seeds import SEEDS
 from verl_patches.step.log_probs import logprob_check
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.replay.recording import find_recording
@@ -84,8 +85,9 @@ class Workers:
         return "metrics"
 
 
-def make_group(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
-    config, tokenizer = trainer_config(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
+def make_group(record_to=None, calls=None, actor=None, profile_to=None, seed=None, **recipe):
+    run = changed_run(run_with(**recipe), {"actor_rollout_ref.rollout.seed": seed})
+    config, tokenizer = trainer_config(run), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=0, train_dataloader=[])
     workers, names = Workers(), [] if calls is None else calls
     return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor, profile_to), workers
@@ -212,6 +214,22 @@ def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, pla
         heartbeat.current_heartbeat().stop()
     assert workers.generated == [meta] and group.step == 0 and not (tmp_path / "rollouts").exists()
     assert group.sampled_check.report is None and (beat.place, beat.step) == place
+
+
+def test_prompts_have_seeds_only_with_the_engines_seed():
+    """Check a step with two batches and its validation; greedy baselines need none."""
+    group, workers = group_of()
+    sent, generate_sequences = [], workers.generate_sequences
+    workers.generate_sequences = lambda batch: sent.append(batch.batch.get(SEEDS)) or generate_sequences(batch)
+    generate(group, prompts())
+    assert sent == [None]  # seed null, as on 256 dies
+    group, workers = group_of(seed=3)
+    workers.generate_sequences = lambda batch: sent.append(batch.batch.get(SEEDS)) or generate_sequences(batch)
+    generate(group, prompts())
+    group._generate(prompts())
+    for meta in ({"validate": True}, {"do_sample": False}):
+        group.generate_sequences(prompts(**meta))
+    assert sent.pop() is None and len({int(seed) for batch in sent[1:] for seed in batch}) == 6
 
 
 def test_every_nth_step_from_the_first_on_is_checked():

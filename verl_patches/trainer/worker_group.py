@@ -34,6 +34,7 @@ from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
 from verl_patches.step.batches.filter_groups import FilterGroupsLoader
+from verl_patches.step.batches.sample_seeds import SampleSeeds
 from verl_patches.step.log_probs.logprob_check import unchecked_reason
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
@@ -145,6 +146,8 @@ class RecipeWorkerGroup:
         self._fixed_data, self._trains_actor = None if run.samples else recipe.objective.name, run.trains_actor
         self._rewards: dict[str, Any] = dict.fromkeys(("rewards", "slowest_sample"))  # facts of this step's rewards
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
+        seed = trainer.config.actor_rollout_ref.rollout.get("seed")
+        self._seeds = None if seed is None else SampleSeeds(seed)
         self._rollout_log_probs: torch.Tensor | None = None  # by sample, from the rollout to the update
         self.cache: CachedStep | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
@@ -169,7 +172,7 @@ class RecipeWorkerGroup:
         """Return the responses of this step; pass validation and ReMax's greedy baseline to verl's own call."""
         if prompts.meta_info.get("validate"):
             heartbeat.current_heartbeat().set_controller_step(self._trainer.global_steps, VALIDATE)
-            return self._calls.generate_sequences(prompts)
+            return self._calls.generate_sequences(self._seeded(prompts, self._trainer.global_steps))
         if not prompts.meta_info.get("do_sample", True):
             return self._calls.generate_sequences(prompts)
         self._step = self._trainer.global_steps
@@ -211,7 +214,11 @@ class RecipeWorkerGroup:
             self.sampled_check.compare(checked, self._calls.compute_log_prob)
         return output
 
+    def _seeded(self, prompts: DataProto, step: int) -> DataProto:
+        return prompts if self._seeds is None else self._seeds.seeded(prompts, step)
+
     def _generate(self, prompts: DataProto) -> DataProto:
+        prompts = self._seeded(prompts, self.step)
         if self.cache is None:
             return self._calls.generate_sequences(prompts)
         answers = self._calls.generate_cached(self.cache.begin(prompts))

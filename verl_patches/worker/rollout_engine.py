@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
 import wrapt
 
 from verl_patches.current import Current
@@ -20,6 +19,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
+from verl_patches.step.batches.sample_seeds import seeded_params
 from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import device_type, free_memory_device, rollout_groups
@@ -32,8 +32,11 @@ class RolloutEngine(Upstream):
     """Override methods of vLLM's LLM (row rollout.engine).
 
     Phases begin here, and not in verl's worker, because verl 0.4.0 and 54c9b736 wake and sleep the engine at different
-    places (0.4.0: megatron_workers.py, generate_sequences; 54c9b736: megatron_vllm.py, __enter__).
+    places (0.4.0: megatron_workers.py, generate_sequences; 54c9b736: megatron_vllm.py, __enter__). The next call of
+    `generate` takes `sample_seeds`, one of each prompt.
     """
+
+    sample_seeds: Sequence[int] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if is_on("rollout.llm_arguments"):
@@ -73,7 +76,8 @@ class RolloutEngine(Upstream):
     def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Generate in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        params = with_prompt_seeds(prompts, sampling_params, self._replica_number)
+        seeds, self.sample_seeds = self.sample_seeds, None
+        params = sampling_params if seeds is None else seeded_params(sampling_params, seeds)
         with garbage_collection_off(is_on("rollout.no_collector")):
             outputs = super().generate(prompts, params, *args, **kwargs)
         context().raise_peak()
@@ -91,10 +95,6 @@ class RolloutEngine(Upstream):
                 if here.scheduler is None:  # at the start, and in verl's own order
                     device.empty_cache()
         here.trace(None)
-
-    def _replica_number(self) -> int:
-        """Return the number of this engine's replica, whose tensor-parallel ranks must sample the same tokens."""
-        return dist.get_rank() // self.llm_engine.vllm_config.parallel_config.tensor_parallel_size
 
     def _sleep(self, level: int) -> None:
         super().sleep(level)
@@ -127,20 +127,6 @@ def garbage_collection_off(wanted: bool) -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def with_prompt_seeds(prompts: Any, params: Any, replica: Callable[[], int]) -> Any:
-    """Return `params`, or one copy with its own seed for each prompt, if each prompt is one sampled request.
-
-    verl repeats the prompts of a validation (rollout.val_kwargs.n) as separate requests, over all engines: with one
-    rollout.seed for all of them the responses of a prompt would be equal. `replica` returns the engine's number.
-    """
-    if getattr(params, "seed", None) is None or not isinstance(prompts, list) or params.n > 1 or not params.temperature:
-        return params
-    each, first = [params.clone() for _ in prompts], replica() * len(prompts)
-    for number, own in enumerate(each, first):
-        own.seed += number
-    return each
 
 
 def _refuse_unready(sleep_mode: SleepMode, add_request: Callable) -> Callable:

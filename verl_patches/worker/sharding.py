@@ -11,6 +11,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.step.batches.cached_batch import cached_batch
+from verl_patches.step.batches.sample_seeds import SEEDS
 from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 
@@ -98,6 +99,13 @@ class RecipeShardingManager(Upstream):
         self.keeps_awake = False
         if self.awake:
             self.__exit__(None, None, None)
+
+    def preprocess_data(self, data: Any) -> Any:
+        """Gather the prompts of this replica with verl, then give their seeds to the engine."""
+        gathered = super().preprocess_data(data)
+        if SEEDS in gathered.batch.keys():
+            self.inference_engine.sample_seeds = gathered.batch.pop(SEEDS).tolist()
+        return gathered
 
     def postprocess_data(self, data: Any) -> Any:
         """Postprocess with verl, then store this rank's responses in the tensor cache, if it is generating."""

@@ -17,6 +17,7 @@ from verl_patches.step.batches.cached_step import CachedStep
 from verl_patches.step.batches.checks import micro_batch_checks
 from verl_patches.step.batches.exchange import RaggedTensor, packed_ids, to_padded, unpacked_ids, value_mask
 from verl_patches.step.batches.payloads import Advantages, LogProbs, Placement, ResponseIds
+from verl_patches.step.batches.sample_seeds import SEEDS, SampleSeeds
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -151,6 +152,13 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
     assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]  # each rank has its own prompt
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
+
+
+def test_seeds_of_samples_go_with_their_prompts_to_a_rank():
+    seeded = SampleSeeds(7).seeded(prompts(), 1)
+    sent = CachedStep(0, WIDTH, True, False).begin(seeded)
+    found = [padded_prompts(sent, rank, 2).batch[SEEDS].tolist() for rank in (0, 1)]
+    assert [[each] for each in seeded.batch[SEEDS].tolist()] == found and found[0] != found[1]
 
 
 @pytest.mark.parametrize("ids", [[], [0], [0, 1, 255, 256, 65_535, 65_536, 129_279, (1 << 24) - 1]])

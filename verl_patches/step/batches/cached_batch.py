@@ -41,6 +41,7 @@ from verl_patches.step.batches.exchange import (
 )
 from verl_patches.step.batches.limits import token_budget
 from verl_patches.step.batches.micro_batches import PlannedSplits, plan_stage_splits
+from verl_patches.step.batches.sample_seeds import SEEDS
 
 _ROLLOUT_LOG_PROBS = "rollout_log_probs"
 _LOG_PROB_COLUMNS = ("old_log_probs", "ref_log_prob", _ROLLOUT_LOG_PROBS)
@@ -194,12 +195,14 @@ def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataPr
             f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
             "change data.train_batch_size"
         )
-    ids = np.split(prompts.ids, np.cumsum(lengths)[:-1])[rank * count : (rank + 1) * count]
+    own = slice(rank * count, (rank + 1) * count)
+    ids = np.split(prompts.ids, np.cumsum(lengths)[:-1])[own]
     ragged = RaggedTensor(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
     raw: Any = np.empty(count, dtype=object)
     raw[:] = [part.tolist() for part in ids]
+    seeds = {} if prompts.seeds is None else {SEEDS: torch.tensor(prompts.seeds[own])}
     return DataProto.from_dict(
-        tensors=prompt_inputs(ragged, prompts.width, prompts.pad_id),
+        tensors=prompt_inputs(ragged, prompts.width, prompts.pad_id) | seeds,
         non_tensors={"raw_prompt_ids": raw},
         meta_info=dict(prompts.meta),
     )

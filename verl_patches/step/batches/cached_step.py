@@ -19,6 +19,7 @@ from verl import DataProto
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.exchange import RaggedTensor, from_padded, model_inputs, to_padded, unpacked_ids
+from verl_patches.step.batches.sample_seeds import SEEDS
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
 # columns of prompts; tools_kwargs matters only with multi_turn, which is refused
@@ -66,7 +67,8 @@ class CachedStep:
                     "gives them: use that dataset, or set recipe.tensor_cache.enabled=false"
                 )
         lengths, meta = np.array(ids.lengths, np.int32), dict(prompts.meta_info)
-        return payloads.PromptIds(ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)
+        seeds = prompts.batch[SEEDS].numpy() if SEEDS in prompts.batch.keys() else None
+        return payloads.PromptIds(ids.values.numpy(), lengths, seeds, padded.shape[1], self.pad_id, meta)
 
     def responses(
         self, prompts: DataProto, answers: Sequence[payloads.ResponseIds]

@@ -34,8 +34,8 @@ def trainer_bytes(
     """Return {stage: {"column dtype": bytes}} of what the trainer receives, or sends, counted once for all workers.
 
     Arguments are of one step. `prompt_tokens`: each prompt once; `response_tokens`: of all samples. `send_back`: KL in
-    the reward. `per_token`: advantages differ within a sample. Not counted: meta_info, one number by rank, and the
-    overhead of Ray and pickle.
+    the reward. `per_token`: advantages differ within a sample. Not counted: meta_info, one number by rank, the 8 bytes
+    of each prompt's seed with rollout.seed, and the overhead of Ray and pickle.
     """
     values = {"values float32": 4 * round(response_tokens)} if send_back else {}
     return {

@@ -18,12 +18,13 @@ import numpy as np
 class PromptIds:
     """Hold the prompts of all ranks, in order of ranks.
 
-    ids: int32 [T], concatenated without padding; lengths: int32 [P]; width, pad_id: of the padded prompts; meta: verl's
-    meta_info.
+    ids: int32 [T], concatenated without padding; lengths: int32 [P]; seeds: int64 [P], or None without rollout.seed;
+    width, pad_id: of the padded prompts; meta: verl's meta_info.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
+    seeds: np.ndarray | None
     width: int
     pad_id: int
     meta: Mapping[str, Any]
