@@ -29,7 +29,7 @@ def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, ar
     run, other = smoke(*arguments), smoke()
     assert_weights_arrive(run, verified=True)
     assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-3)
-    assert run.steps[0]["reward"] == other.steps[0]["reward"]
+    assert run.steps[0]["reward"] == pytest.approx(other.steps[0]["reward"], rel=1e-6)  # summed in another order
     recorded, expected = (load_file(each.folder / "rollouts" / "step_1.safetensors") for each in (run, other))
     assert all(torch.equal(recorded[name], expected[name]) for name in ("prompts", "responses"))  # seeds have no rank
 

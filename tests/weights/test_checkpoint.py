@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import random
+import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from tests.layout.native_parameters import STORAGES, pack
 from tests.reshard.test_train_tensors import INVENTORY
+from tests.runs import tiny
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
@@ -43,6 +46,8 @@ from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import complete_folder, write_bytes
 from verl_patches.worker import checkpoint as worker_checkpoint
 from verl_patches.worker.checkpoint import WorkerCheckpoint, generator_states, set_generator_states
+from verl_patches.worker.recipe_worker import RecipeWorker
+from verl_patches.worker.value_worker import RecipeCriticWorker
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
@@ -291,6 +296,31 @@ def arrivals_at_collectives(folder):
 def test_ranks_of_slow_disks_are_not_waited_for_in_a_collective(ranks4):
     """Check this because HCCL would end the collective: its limit is independent of recipe.timeouts.load_s."""
     assert ranks4.run(arrivals_at_collectives, "/c/global_step_3") == [[4]] * 4
+
+
+class UpdatedByVerl:
+    """Stand in for verl's workers, whose updates change the tensors that a checkpoint has copied or still reads."""
+
+    def update_critic(self, data):
+        data.append("updated")
+        self.begun.set()
+        return SimpleNamespace(meta_info={"metrics": {}})
+
+    update_actor = update_critic
+
+
+@pytest.mark.parametrize(("ours", "update"), [(RecipeCriticWorker, "update_critic"), (RecipeWorker, "update_actor")])
+def test_no_update_begins_while_this_ranks_part_is_being_written(ours, update):
+    """Hold the writing thread until the update begins; it goes on by itself if the update waits, as it should."""
+    order, worker = [], object.__new__(type(ours.__name__, (ours, UpdatedByVerl), {}))
+    worker.begun, worker.step_guard, worker.config = threading.Event(), None, OmegaConf.create({"actor": {}})
+    worker.run, worker.recipe = tiny(), tiny().recipe
+    worker.checkpoint = WorkerCheckpoint(worker)
+    worker.checkpoint._writing = worker.checkpoint._threads.submit(
+        lambda: worker.begun.wait(1) or order.append("written")
+    )
+    getattr(worker, update)(order)
+    assert order == ["written", "updated"]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])
