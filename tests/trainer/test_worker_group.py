@@ -23,10 +23,10 @@ from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.heartbeat import read_beat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.run.resolve import changed_run
-from verl_patches.step.batches.sample_seeds import SEEDS
 from verl_patches.step.log_probs import logprob_check
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.replay.recording import find_recording
+from verl_patches.step.replay.sample_seeds import SEEDS
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.weights.run_folders import take_start
 

@@ -34,12 +34,12 @@ from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
 from verl_patches.step.batches.filter_groups import FilterGroupsLoader
-from verl_patches.step.batches.sample_seeds import SampleSeeds
 from verl_patches.step.log_probs.logprob_check import unchecked_reason
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
 from verl_patches.step.objectives.advantages import dataset_responses
 from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
+from verl_patches.step.replay.sample_seeds import SampleSeeds
 
 T = TypeVar("T")
 _ROLLOUT_LOG_PROBS = "rollout_log_probs"

@@ -19,7 +19,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
-from verl_patches.step.batches.sample_seeds import seeded_params
+from verl_patches.step.replay.sample_seeds import seeded_params
 from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import device_type, free_memory_device, rollout_groups

@@ -11,7 +11,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.step.batches.cached_batch import cached_batch
-from verl_patches.step.batches.sample_seeds import SEEDS
+from verl_patches.step.replay.sample_seeds import SEEDS
 from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
 

@@ -17,7 +17,7 @@ from verl_patches.step.batches.cached_step import CachedStep
 from verl_patches.step.batches.checks import micro_batch_checks
 from verl_patches.step.batches.exchange import RaggedTensor, packed_ids, to_padded, unpacked_ids, value_mask
 from verl_patches.step.batches.payloads import Advantages, LogProbs, Placement, ResponseIds
-from verl_patches.step.batches.sample_seeds import SEEDS, SampleSeeds
+from verl_patches.step.replay.sample_seeds import SEEDS, SampleSeeds
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

@@ -41,7 +41,7 @@ from verl_patches.step.batches.exchange import (
 )
 from verl_patches.step.batches.limits import token_budget
 from verl_patches.step.batches.micro_batches import PlannedSplits, plan_stage_splits
-from verl_patches.step.batches.sample_seeds import SEEDS
+from verl_patches.step.replay.sample_seeds import SEEDS
 
 _ROLLOUT_LOG_PROBS = "rollout_log_probs"
 _LOG_PROB_COLUMNS = ("old_log_probs", "ref_log_prob", _ROLLOUT_LOG_PROBS)

@@ -19,7 +19,7 @@ from verl import DataProto
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.exchange import RaggedTensor, from_padded, model_inputs, to_padded, unpacked_ids
-from verl_patches.step.batches.sample_seeds import SEEDS
+from verl_patches.step.replay.sample_seeds import SEEDS
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
 # columns of prompts; tools_kwargs matters only with multi_turn, which is refused

@@ -1,1 +1,1 @@
-"""Record and replay responses of a rollout and experts that routers chose, and measure expert load."""
+"""Record and replay responses of a rollout, seed them, replay experts that routers chose, measure expert load."""

@@ -5,7 +5,7 @@ import torch
 from verl import DataProto
 from vllm import SamplingParams
 
-from verl_patches.step.batches.sample_seeds import SEEDS, SampleSeeds, seeded_params
+from verl_patches.step.replay.sample_seeds import SEEDS, SampleSeeds, seeded_params
 
 
 def prompts(count=4, **meta):
