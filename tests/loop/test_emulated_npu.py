@@ -94,8 +94,10 @@ def assert_buffers_as_planned(run):
 
 
 def responses(run, step):
-    """Return the responses of a step as lists of tokens, without order."""
-    return sorted(load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")["responses"].tolist())
+    """Return a step's responses as lists of tokens, without order; 0 behind an end token, where the cache pads."""
+    recorded = load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")
+    found = recorded["responses"]
+    return sorted((found * recorded["attention_mask"][:, -found.shape[1] :]).tolist())
 
 
 def assert_equal_steps(run, first):
