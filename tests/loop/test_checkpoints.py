@@ -134,7 +134,7 @@ def test_a_run_that_has_reached_its_total_ends_before_anything_starts(smoke, run
 
 @pytest.mark.slow
 def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
-    """Train on the responses of the uninterrupted run, as another layout samples others; the log lists differences."""
+    """Train on the responses of the uninterrupted run, as rounding may change samples; the log lists differences."""
     whole = smoke()
     layout = ("layout=tp2ep2", "rollout=tp2", "--replay-rollout", str(whole.folder))
     resumed = smoke("--steps", "3", *layout, *resume_overrides(runs[1], 2))

@@ -22,7 +22,7 @@ EP2PP2 = ("layout=ep2pp2", "rollout=tp2dp2", "--steps", "2", VERIFY)
 
 @pytest.mark.parametrize("arguments", [TP2EP2, EP2PP2], ids=["tp2ep2", "ep2pp2"])
 def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, arguments):
-    """Test row reshard.direct; in fp32 all layouts sample the same first responses: rollout DP splits prompts alike.
+    """Test row reshard.direct; in fp32 all layouts sample the same first responses, whichever ranks have a prompt.
 
     tp2ep2 has small buckets, and everything is offloaded.
     """
