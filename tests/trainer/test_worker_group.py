@@ -218,12 +218,12 @@ def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, pla
 
 def test_prompts_have_seeds_only_with_the_engines_seed():
     """Check a step with two batches and its validation; greedy baselines need none."""
-    group, workers = group_of()
+    group, workers = make_group()
     sent, generate_sequences = [], workers.generate_sequences
     workers.generate_sequences = lambda batch: sent.append(batch.batch.get(SEEDS)) or generate_sequences(batch)
     generate(group, prompts())
     assert sent == [None]  # seed null, as on 256 dies
-    group, workers = group_of(seed=3)
+    group, workers = make_group(seed=3)
     workers.generate_sequences = lambda batch: sent.append(batch.batch.get(SEEDS)) or generate_sequences(batch)
     generate(group, prompts())
     group._generate(prompts())
