@@ -323,6 +323,11 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          "verl_patches.import_alone:recipe_by_default",
          "verl's own entry point composes no `recipe:`, which rows of controller and workers read.",
          processes=_CONTROLLER),
+    _row("data.checked_rows", "wrap", "verl.utils.dataset.rl_dataset:RLHFDataset._read_files_and_tokenize",
+         "verl_patches.step.rows:check_rl_rows",
+         "verl meets a null extra_info or content in the middle of a run, writes images into the text of a model that "
+         "has none, drops prompts over the limit without a word, and trains on gold answers that no reward can give.",
+         exit="verl checks all rows before workers start", processes=_CONTROLLER),
     _row("update.fit_as_run", "wrap", f"{_TRAINER}:RayPPOTrainer.fit", "verl_patches.trainer.run:fit_as_run",
          "Worker handshake before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",
          processes=_CONTROLLER, needs=("update.recipe_worker",)),

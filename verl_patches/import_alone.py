@@ -23,8 +23,9 @@ from verl_patches.run.compose import output_root, write_reward_models
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
-from verl_patches.spec import RUN, RunSpec, write_run
+from verl_patches.spec import RUN, RunSpec, run_from_config, write_run
 from verl_patches.trainer.ray_start import unless_start_fails
+from verl_patches.trainer.record import Progress
 from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
 
@@ -61,8 +62,17 @@ def recipe_by_default(original: Callable) -> Callable:
             send_settings(**worker_settings(run))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
+        _show_row_reports(self)
 
     return __init__
+
+
+def _show_row_reports(trainer: Any) -> None:
+    """Show which rows of the data were left out or not checked (step/rows.py), before workers start."""
+    run = run_from_config(trainer.config)
+    for dataset in (trainer.train_dataset, trainer.val_dataset):
+        if report := getattr(dataset, "row_report", ""):
+            Progress(run.folder if run.start.name else None).say(f"| {report}")
 
 
 def _record_text(run: RunSpec) -> str:

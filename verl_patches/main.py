@@ -11,10 +11,12 @@ from verl_patches import prelude_patch  # noqa: F401  (must precede upstream imp
 import contextlib
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.launch.supervise.stall import WAIT_SHARE, Bounds
 from verl_patches.launch.supervise.watcher import Watcher
@@ -114,4 +116,8 @@ def run_task_runner(config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError:  # also of the controller: Ray's error is a kind of its cause
+        traceback.print_exc()
+        sys.exit(2)

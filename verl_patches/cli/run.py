@@ -421,7 +421,8 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
         typer.echo(printable(text, keep="\n\t"), err=True)
         for line in _resume_advice(run, outcome.folder):
             typer.echo(printable(f"  {line}", keep="\n\t"), err=True)
-    raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
+    # 2: the driver met wrong input; > 128: it ended by a signal
+    raise typer.Exit(outcome.code if outcome.code == 2 or outcome.code > 128 else min(outcome.code, 1))
 
 
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:

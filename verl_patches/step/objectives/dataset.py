@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from pyarrow import parquet
-from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
 from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns
+from verl_patches.step.rows import RowCheck
 
 _TRUNCATIONS = ("error", "left", "right")
-_LOG_INTERVAL_S = 10.0  # seconds between the log's counts of checked rows
 _VALUE_TESTS: dict[str, Callable[[Any], bool]] = {
     "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
     "text": lambda value: isinstance(value, str) and value != "",
@@ -52,31 +51,26 @@ class FixedDataset(RLHFDataset):
         super().__init__(data_files, tokenizer, config, processor)
 
     def _read_files_and_tokenize(self) -> None:
-        found = [self._check_file(str(file)) for file in self.data_files]
+        found = [self._columns(str(file)) for file in self.data_files]
         if any(columns != found[0] for columns in found):
             raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {found}")
-        if "prompt" not in found[0]:
-            self.filter_overlong_prompts = False  # the prompt is the first token
-        super()._read_files_and_tokenize()
+        check = RowCheck(self, lambda row: self._value_fault(row, found[0]) or self._row_fault(row), [*found[0]])
+        check.read(super()._read_files_and_tokenize)
 
-    def _check_file(self, file: str) -> dict[str, str]:
-        """Check all rows of the file; return the {column: kind} that it is read by."""
-        opened = parquet.ParquetFile(file)
-        names = opened.schema_arrow.names
+    def _columns(self, file: str) -> dict[str, str]:
+        """Return the {column: kind} that a file is read by."""
+        names = parquet.read_schema(file).names
         columns = file_columns(self.objective, names)
         if not columns.keys() <= set(names):
             column_sets = " or ".join(", ".join(columns) for columns in COLUMNS[self.objective])
             raise ConfigError(f"{file}: {self.objective} needs the columns {column_sets}; found {', '.join(names)}")
-        rows = chain.from_iterable(batch.to_pylist() for batch in opened.iter_batches(columns=[*columns]))
-        progress = {"desc": f"check {file}", "unit": "row", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
-        for number, row in enumerate(tqdm(rows, total=opened.metadata.num_rows, **progress)):
-            for name, kind in columns.items():
-                if not _VALUE_TESTS[kind](row[name]):
-                    text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KIND_TEXTS[kind]}, not empty"
-                    raise ConfigError(text)
-            if fault := self._row_fault(row):
-                raise ConfigError(f"{file}, row {number}: {fault}")
         return columns
+
+    def _value_fault(self, row: dict[str, Any], columns: dict[str, str]) -> str | None:
+        for name, kind in columns.items():
+            if not _VALUE_TESTS[kind](row[name]):
+                return f"{name} is {row[name]!r:.80}; expected {KIND_TEXTS[kind]}, not empty"
+        return None
 
     def _row_fault(self, row: dict[str, Any]) -> str | None:
         longest = max(map(len, self._row_tokens(row)["responses"])) if self.truncation == "error" else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.step.rows import render
 from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
@@ -181,17 +182,3 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
         raise ValueError("expected a text with tokens, found none")
     return tokens
-
-
-def render(tokenizer: Any, messages: Any) -> str:
-    """Return messages as the chat template writes them for an answer, as in verl's RLHFDataset, or raise ValueError."""
-    if not isinstance(messages, list) or not messages:
-        found = "none" if messages is None else type(messages).__name__
-        raise ValueError(f"expected text or a list of messages, found {found}")
-    for each in messages:
-        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
-            raise ValueError("expected role and content, both text, in each message")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
