@@ -19,31 +19,33 @@ Score = Callable[..., Any]
 _FORMS = {r"\boxed{}": r"\boxed{{{}}}", "Answer:": "Answer: {}", "####": "#### {}"}  # what a prompt names: the answer
 _ASKS = r"(?:form|format|line|after|begins?|starts?|ends?)\b[^\n]{0,60}?" + "[\"'`*]*"
 _ASKED = {r"\boxed{}": r"\\boxed", "Answer:": rf"{_ASKS}Answer:", "####": rf"{_ASKS}####"}
-_WITH_BUILD = "make the data with `data build` (docs/data.md), "
-# what no model writes, or none as the only right answer: (pattern, its name, what to do)
-_UNUSABLE = (
-    (r"####", "a line `#### ANSWER`", f"{_WITH_BUILD}handler gsm8k"),
-    (r"^\[\s*\"", "a JSON list", f"{_WITH_BUILD}handler maths, map_keys={{response: reward_model.ground_truth}}"),
-    (r"</\w+>", "text with tags", f"{_WITH_BUILD}with a column of the answer alone (map_keys)"),
-    (r"\n", "several lines", f"{_WITH_BUILD}with a column of the answer alone (map_keys)"),
+_UNUSABLE = (  # what no model writes as its answer, and its name
+    (r"####", "a line `#### ANSWER`"),
+    (r"^\[\s*\"", "a JSON list"),
+    (r"</\w+>", "text with tags"),
+    (r"\n", "several lines"),
+)
+_REMEDY = (
+    "make the data with `data build` (docs/data.md): handler gsm8k reads `####` lines, maths a list of one answer, and "
+    "map_keys={response: COLUMN} names the column of the answer alone"
 )
 # names of verl.utils.reward_score that compare maths answers; others may run code, and are not called here
 _VERLS_MATHS = re.compile(r"openai/gsm8k|(lighteval|DigitalLearningGmbH)/MATH.*|math_dapo|aime.*|numina_.*")
 
 
 def gold_fault(gold: Any) -> str | None:
-    """Return why a gold answer is none that a model can write, and what to do; None if it can be one."""
+    """Return why a gold answer is none that a model can write; None if it can be one."""
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         return f"is {gold!r:.60}; expected a text or a number"
     text = str(gold).strip()
     if not 0 < len(text) <= maths.MAX_ANSWER_CHARS:
         return f"has {len(text)} characters; expected 1 to {maths.MAX_ANSWER_CHARS}"
-    for pattern, kind, remedy in _UNUSABLE:
+    for pattern, kind in _UNUSABLE:
         if re.search(pattern, text):
-            return f"is {text!r:.60}, {kind}; expected the answer alone: {remedy}"
+            return f"is {text!r:.60}, {kind}; expected the answer alone"
     digits = [char for char in text if char.isdecimal() and not unicodedata.normalize("NFKC", char).isascii()]
     if digits:
-        return f"is {text!r:.60}, with digits such as {digits[0]}; expected 0 to 9, which models write: replace them"
+        return f"is {text!r:.60}, with digits such as {digits[0]}; expected 0 to 9, which models write"
     return None
 
 
@@ -76,7 +78,7 @@ class GoldCheck:
             if not _VERLS_MATHS.fullmatch(source):
                 return None
         if fault := gold_fault(gold):
-            return f"{part}: the gold answer (reward_model.ground_truth) {fault}"
+            return f"{part}: the gold answer (reward_model.ground_truth) {fault}: {_REMEDY}"
         text = str(gold).strip()
         text = maths.last_box(text) or text
         asked = [form for form, pattern in _ASKED.items() if re.search(pattern, prompt)]

@@ -94,9 +94,10 @@ class RowCheck:
         key, least = "data.train_files" if trains else "data.val_files", 1
         if trains:
             least = self.config.get("gen_batch_size") or self.config.train_batch_size
-        self.dataset.row_report = report = self._report(key, int(kept.sum()))
+        left, details = f"{key}: {kept.sum()} of {self.rows} rows are used", self._details()
         if kept.sum() < least:
-            raise ConfigError(f"{report or key}: {kept.sum()} rows are left; expected at least {least}, a batch")
+            raise ConfigError(f"{left}; expected at least {least}, a batch" + (f". {details}" if details else ""))
+        self.dataset.row_report = f"{left}; {details}" if details else ""
         self.dataset.filter_overlong_prompts = False  # done here
         read()
         if not kept.all():
@@ -152,15 +153,14 @@ class RowCheck:
         self.over += tokens > limit
         return tokens <= limit or not self.filters
 
-    def _report(self, key: str, kept: int) -> str:
-        """Return what was left out, cut or not checked as a sentence; empty without any of these."""
-        parts = [f"{self.bad} bad rows are dropped, the first is {self.first_bad}"] if self.bad else []
+    def _details(self) -> str:
+        """Return what was left out, cut or not checked; empty without any of these."""
+        parts = [f"bad and dropped: {self.bad}, the first is {self.first_bad}"] if self.bad else []
         if self.over:
             done = "left out" if self.filters else f"cut (data.truncation={self.dataset.truncation})"
-            text = f"{self.over} prompts over data.max_prompt_length, {self.dataset.max_prompt_length}, are {done}"
-            parts.append(f"{text}; the longest has {self.most_tokens} tokens ({self.longest})")
-        parts += [self.unchecked] if self.unchecked else []
-        return f"{key}: {kept} of {self.rows} rows are used. {'; '.join(parts)}" if parts else ""
+            text = f"prompts over data.max_prompt_length, {self.dataset.max_prompt_length}, {done}: {self.over}"
+            parts.append(f"{text}, the longest has {self.most_tokens} tokens ({self.longest})")
+        return "; ".join([*parts, self.unchecked] if self.unchecked else parts)
 
 
 def _root(section: Any) -> DictConfig:
@@ -174,15 +174,15 @@ def _require_same_types(files: list[str]) -> None:
     from datasets import Features, Value
     from pyarrow import parquet
 
-    first = dict[str, tuple[str, Any]]()
-    schemas = {file: Features.from_arrow_schema(parquet.read_schema(file)) for file in files}
-    for file, features in schemas.items():
-        for name, kind in features.items():
+    schemas = {file: parquet.read_schema(file) for file in files}
+    first = dict[str, tuple[str, Any]]()  # column: the first file that has it, and its type there
+    for file, schema in schemas.items():
+        for name, kind in Features.from_arrow_schema(schema).items():
             where, known = first.setdefault(name, (file, kind)) if kind != Value("null") else (file, kind)
             if kind != known:
-                text = f"{file}: column {name} is {kind!r:.200}; expected {known!r:.200}, as in {where}"
-                raise ConfigError(f"{text}: {_REMEDY}")
-        if "extra_info" not in features and any("extra_info" in others for others in schemas.values()):
+                types = f"{schema.field(name).type}; expected {schemas[where].field(name).type}, as in {where}"
+                raise ConfigError(f"{file}: column {name} is {types}: {_REMEDY}")
+        if "extra_info" not in schema.names and any("extra_info" in other.names for other in schemas.values()):
             raise ConfigError(f"{file} has no column extra_info, which other files of the run have: {_REMEDY}")
 
 

@@ -80,6 +80,20 @@ def test_map_keys_and_additional_keys(tmp_path):
     assert code == 1 and "gone (dataset_additional_keys), found a, level" in next(iter(report["bad"]["shown"]))
 
 
+def test_map_keys_reaches_nested_columns_and_an_answer_in_a_list(tmp_path):
+    """Rebuild the schemas of published files of verl: the gold answer is nested, and in one of them a JSON list."""
+    records = [{"prompt": [say(n)], "reward_model": {"ground_truth": f'["{n}"]'}, "ex.tra": n} for n in range(4)]
+    make(tmp_path, records, "maths", map_keys={"response": "reward_model.ground_truth"}, shuffle=False, test_size=1)
+    assert [row["reward_model"]["ground_truth"] for row in read(tmp_path / "out")] == ["1", "2", "3"]
+    make(tmp_path, records, "maths", map_keys={"response": "ex.tra"}, shuffle=False, test_size=1, out="b")
+    assert read(tmp_path / "b")[0]["reward_model"]["ground_truth"] == "1"
+    code, report = make(tmp_path, records, "maths", map_keys={"response": "reward_model.answer.text"}, out="c")
+    assert code == 1 and report["bad"]["rows"] == 4
+    records = [{"prompt": [say(n)], "answer": '["1", "2"]'} for n in range(4)]
+    code, report = make(tmp_path, records, "maths", out="d")
+    assert code == 1 and "a JSON list; expected the answer alone" in next(iter(report["bad"]["shown"]))
+
+
 def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
     records = [{"q": f"{n}?", "a": "2", "messages": talk} for n in range(4)]
@@ -90,7 +104,7 @@ def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
 
 @pytest.mark.parametrize(("handler", "record", "message"), [
     ("maths", {"problem": "p", "answer": True}, "the answer to be text, found True"),
-    ("maths", {"problem": "p", "answer": "9" * 513}, "at most 512 characters, found 513"),
+    ("maths", {"problem": "p", "answer": "9" * 513}, "513 characters; expected 1 to 512"),
     ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
     ("instruction", {"messages": [HI]}, "messages to end with a message of assistant, found user"),

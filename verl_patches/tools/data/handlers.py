@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.maths import MAX_ANSWER_CHARS
+from verl_patches.rewards.gold import gold_fault
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.values import read_yaml, unknown_key
 
@@ -45,7 +46,7 @@ class Record:
     def get(self, field: str, needed: bool = True) -> Any:
         """Return the value of a field; None if it is not needed and missing."""
         columns = self.columns.get(field, ())
-        found = next((self.values[name] for name in columns if self.values.get(name) is not None), None)
+        found = next((value for name in columns if (value := _column(self.values, name)) is not None), None)
         if found is None and needed:
             another = f"map_keys={{{field}: COLUMN}} names another"
             raise ValueError(f"expected {field} in {' or '.join(columns)}, found {self.there}; {another}")
@@ -60,6 +61,14 @@ class Record:
         """Return a field's text, or the last one of its messages, which must be the assistant's."""
         value = self.get(field)
         return text_of(value, field) if isinstance(value, str) else _talk(value, field)[-1]["content"]
+
+
+def _column(values: Any, name: str) -> Any:
+    """Return the value of a column, or of a nested one such as reward_model.ground_truth; None without it."""
+    if not isinstance(values, dict) or name in values or "." not in name:
+        return values.get(name) if isinstance(values, dict) else None
+    outer, _, inner = name.partition(".")
+    return _column(values.get(outer), inner)
 
 
 class Template:
@@ -112,11 +121,17 @@ def text_of(value: Any, field: str, may_be_empty: bool = False) -> str:
 
 
 def _answer(value: Any) -> str:
+    """Return a gold answer as text: of a number, a text, or a list of one of them, also where it is JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
         value = str(value)  # raises ValueError for an integer of more than 4300 digits
     answer = text_of(value, "the answer").strip()
-    if len(answer) > MAX_ANSWER_CHARS:
-        raise ValueError(f"expected an answer of at most {MAX_ANSWER_CHARS} characters, found {len(answer)}")
+    if fault := gold_fault(answer):
+        raise ValueError(f"the answer {fault}")
     return answer
 
 
