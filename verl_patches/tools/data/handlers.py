@@ -122,11 +122,12 @@ def text_of(value: Any, field: str, may_be_empty: bool = False) -> str:
 
 def _answer(value: Any) -> str:
     """Return a gold answer as text: of a number, a text, or a list of one of them, also where it is JSON text."""
+    listed = value
     if isinstance(value, str) and value.lstrip().startswith('["'):
         with suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+            listed = json.loads(value)
+    if isinstance(listed, list) and len(listed) == 1:
+        value = listed[0]
     if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
         value = str(value)  # raises ValueError for an integer of more than 4300 digits
     answer = text_of(value, "the answer").strip()
