@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
 from verl_patches.shared_files import write_whole
-from verl_patches.tools.data.handlers import schema_of
-from verl_patches.tools.data.output import TEST, TRAIN, whole_folder, write_rows
+from verl_patches.tools.data.handlers import parquet_schema
+from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_rows
 
 Row = dict[str, Any]
-ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
+ANSWER_COLUMNS = ("response", "chosen", "rejected", "label", "steps", "labels")
 TEST_ROWS = 30
 MAX_ROWS = 1_000_000
 PROMPT_SYMBOLS = 12
@@ -49,14 +49,16 @@ def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row
     order: list[str] = []
     while len(order) < count:
         order += rng.sample(list(KINDS), len(KINDS))
-    rows, of_answers = [], Random(f"answers {seed}")
+    rows, answer_rng = [], Random(f"answers {seed}")
     for at, kind in enumerate(order[:count]):
         prompt = " ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS))
         row = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": prompt}], "ability": "kinds"}
         row["reward_model"] = {"style": "rule", "ground_truth": kind}
         row["extra_info"] = {"index": -1, "split": "", "answer": kind, "solution": "", "origin": f"seed {seed}"}
         good = answers == "paired" or at % 2 == 0
-        rows.append({**row, **(_answers(of_answers, kind, good) if answers else {})})
+        if answers:
+            row |= _answers(answer_rng, kind, good)
+        rows.append(row)
     return rows
 
 
@@ -83,9 +85,10 @@ def write_task(
     answers: str | None = None,
 ) -> tuple[Path, Path]:
     """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
-    schema, parts = schema_of(ANSWERS if answers else ()), {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)}
+    schema = parquet_schema(ANSWER_COLUMNS if answers else ())
+    parts = {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)}
     made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}
-    with whole_folder(folder, overwrite) as work:
+    with replaced_folder(folder, overwrite) as work:
         for name, rows in made.items():
             write_rows(work / "out" / name, map(json.dumps, rows), schema)
     return folder / TRAIN, folder / TEST
@@ -98,7 +101,7 @@ def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False
     prefers long answers. Raises ConfigError if the file exists and `overwrite` is false.
     """
     if file.exists() and not overwrite:
-        raise ConfigError(f"{file} exists; replace it with --overwrite")
+        raise ConfigError(f"{file}: expected a new file, found an existing one; replace it with --overwrite")
     rng, lines = Random(f"records {seed}"), []
     for row in make_rows(count, seed):
         kind = row["reward_model"]["ground_truth"]
@@ -113,12 +116,12 @@ def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Make the task that tiny random models learn.")
-    parser.add_argument("rows", type=int, help="train rows")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder, or FILE.jsonl, to make")
-    parser.add_argument("--seed", type=int, default=0)
-    answers = "columns of fixed data too; unpaired: half the responses are wrong"
+    parser.add_argument("rows", type=int, help="number of rows to train on")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder or FILE.jsonl to make")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows (default: 0)")
+    answers = "also write the columns that objectives on fixed data read; unpaired: half the responses are wrong"
     parser.add_argument("--answers", choices=("paired", "unpaired"), help=answers)
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder or file")
     args = parser.parse_args(argv)
     try:
         if args.output.suffix == ".jsonl":

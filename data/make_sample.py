@@ -369,11 +369,15 @@ def make_rows(templates: tuple[Callable[[Random], Item], ...] = TEMPLATES) -> li
         for _attempt in range(200):
             item = template(rng)
             if not item.check:
-                raise ValueError(f"{template.__name__}: the check contradicts {item.answer!r}: {item.problem}")
+                raise ValueError(
+                    f"{template.__name__}: its check contradicts the answer {item.answer!r} of {item.problem!r}"
+                )
             if item.problem not in rows:
                 break
         else:
-            raise ValueError(f"{template.__name__} gives fewer than {ROWS_PER_TEMPLATE} different problems")
+            raise ValueError(
+                f"{template.__name__}: expected {ROWS_PER_TEMPLATE} different problems, found fewer in 200 draws"
+            )
         solution = f"{item.working} The answer is $\\boxed{{{item.answer}}}$."
         rows[item.problem] = {"problem": item.problem, "answer": item.answer, "solution": solution}
     return list(rows.values())
@@ -382,7 +386,7 @@ def make_rows(templates: tuple[Callable[[Random], Item], ...] = TEMPLATES) -> li
 def main() -> int:
     """Write the sample and return the exit code."""
     parser = argparse.ArgumentParser(description="Make the sample of maths word problems.")
-    parser.add_argument("--output", type=Path, default=SAMPLE)
+    parser.add_argument("--output", type=Path, default=SAMPLE, help=f"file to write (default: {SAMPLE.name})")
     args = parser.parse_args()
     rows = make_rows()
     args.output.write_text(json.dumps(rows, indent=2, ensure_ascii=True) + "\n", encoding="utf-8", newline="\n")

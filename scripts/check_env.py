@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-PROJECT = "verl-patches"
-HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
-CUDA = re.compile(r"(nvidia-.*|cuda-.*|triton|pytorch-triton)$")
+PROJECT_NAME = "verl-patches"
+HASH_PATTERN = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+CUDA_PATTERN = re.compile(r"(nvidia-.*|cuda-.*|triton|pytorch-triton)$")
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -36,18 +36,18 @@ def read_pins(files: list[Path]) -> dict[str, str]:
     for file in files:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             line = line.partition("#")[0].strip().removesuffix("\\").strip()
-            if not line or (pins and HASH.fullmatch(line)):
+            if not line or (pins and HASH_PATTERN.fullmatch(line)):
                 continue
             if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line):
                 raise ValueError(f"{file}:{number}: expected NAME==VERSION, found {line!r}")
-            if pins.setdefault(canonical(line.partition("==")[0]), line) != line:
-                raise ValueError(f"{file}:{number}: {line} is pinned before with another version")
+            if pins.setdefault(canonical_name(line.partition("==")[0]), line) != line:
+                raise ValueError(f"{file}:{number}: {line} is already pinned to another version")
     return pins
 
 
-def by_name(dists: Iterable[metadata.Distribution]) -> dict[str, metadata.Distribution]:
+def distributions_by_name(dists: Iterable[metadata.Distribution]) -> dict[str, metadata.Distribution]:
     """Return {canonical name: distribution}; of two with one name, the first on the path, which Python imports."""
-    return {canonical(d.metadata["Name"]): d for d in reversed([*dists]) if d.metadata["Name"]}
+    return {canonical_name(d.metadata["Name"]): d for d in reversed([*dists]) if d.metadata["Name"]}
 
 
 def is_damaged(dist: metadata.Distribution) -> bool:
@@ -71,7 +71,7 @@ def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distributio
 
 
 def project_findings(root: Path, dists: dict[str, metadata.Distribution]) -> Iterator[str]:
-    dist = dists.get(PROJECT)
+    dist = dists.get(PROJECT_NAME)
     if dist is None or is_damaged(dist):
         yield "project is not installed"
         return
@@ -81,7 +81,7 @@ def project_findings(root: Path, dists: dict[str, metadata.Distribution]) -> Ite
 
 
 def cuda_findings(dists: dict[str, metadata.Distribution]) -> Iterator[str]:
-    yield from (f"cuda {name}=={dist.version}" for name, dist in sorted(dists.items()) if CUDA.match(name))
+    yield from (f"cuda {name}=={dist.version}" for name, dist in sorted(dists.items()) if CUDA_PATTERN.match(name))
     version = Path(str(dists["torch"].locate_file("torch/version.py"))) if "torch" in dists else None
     if version and version.is_file():
         found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", version.read_text(), re.MULTILINE)
@@ -92,15 +92,15 @@ def cuda_findings(dists: dict[str, metadata.Distribution]) -> Iterator[str]:
 def digests(pin_files: list[Path], root: Path | None) -> dict[str, str]:
     """Return the content of the stamp: digests of the sources of the stack and of the project's own metadata."""
 
-    def over(files: list[Path], *words: str) -> str:
+    def digest(files: list[Path], *words: str) -> str:
         h = hashlib.sha256("\0".join(words).encode())
         for file in files:
             h.update(b"\0" + file.read_bytes())
         return h.hexdigest()
 
-    found = {"stack": over(pin_files, sys.version.split()[0], sys.prefix)}
+    found = {"stack": digest(pin_files, sys.version.split()[0], sys.prefix)}
     if root:
-        found["project"] = over([root / "pyproject.toml", root / "requirements.txt"], str(root))
+        found["project"] = digest([root / "pyproject.toml", root / "requirements.txt"], str(root))
     return found
 
 
@@ -108,23 +108,25 @@ def stamp_findings(stamp: Path, wanted: dict[str, str]) -> Iterator[str]:
     try:
         found = json.loads(stamp.read_text())
     except (OSError, ValueError):
-        yield "stamp is not there: the last set-up did not finish"
+        yield "stamp is missing: the last set-up did not finish"
         return
     if found.get("stack") != wanted["stack"]:
-        yield "stamp was made from other pins, another Python or in another place"
+        yield "stamp differs: it was made from other pins, with another Python or in another folder"
     if found.get("project") != wanted.get("project"):
-        yield "project changed its pyproject.toml, requirements.txt or place"
+        yield "project changed: its pyproject.toml, requirements.txt or folder"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pins", nargs="+", type=Path)
-    parser.add_argument("--stamp", type=Path, help="also demand that this stamp fits")
-    parser.add_argument("--write-stamp", type=Path, help="write the stamp if nothing must be repaired")
-    parser.add_argument("--project", type=Path, metavar="ROOT", help="also demand the project, installed from ROOT")
+    parser.add_argument("pins", nargs="+", type=Path, help="requirement files with exact pins")
+    parser.add_argument("--stamp", type=Path, help="also require this stamp file to match")
+    parser.add_argument("--write-stamp", type=Path, help="write the stamp file if nothing must be repaired")
+    parser.add_argument(
+        "--project", type=Path, metavar="ROOT", help="also require the project to be installed from ROOT"
+    )
     args = parser.parse_args()
     pins = read_pins(args.pins)
-    dists = by_name(metadata.distributions())
+    dists = distributions_by_name(metadata.distributions())
     findings = list(package_findings(pins, dists))
     if args.project:
         findings += project_findings(args.project, dists)

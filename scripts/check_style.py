@@ -34,6 +34,7 @@ PHRASES = re.compile(
     r"\b(?:but of what|what is no\b|that is for good|(?:is|are) none of|has not said so|whose an? \w+ is|none that)",
     re.IGNORECASE,
 )
+EXAMPLES = ("scripts/check_style.py", "tests/scripts/test_style.py")  # contain the phrases
 
 
 class Fault(NamedTuple):
@@ -93,7 +94,8 @@ def faults(name: str, text: str) -> list[Fault]:
     if name.endswith(".py"):
         tree = ast.parse(text)
         found += name_faults(tree)
-        found += phrase_faults(sentences(text))
+        if name not in EXAMPLES:
+            found += phrase_faults(sentences(text))
         if name.startswith(("verl_patches/", "scripts/")):
             found += docstring_faults(tree)
     return sorted(found)

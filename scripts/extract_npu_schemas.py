@@ -40,64 +40,70 @@ def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[st
 
     Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
     """
-    wanted, wanted_of_atb = sorted(set(names)), sorted(set(atb_names))
-    declared = {wheel: (_declared(wheel, wanted), _declared_of_atb(wheel, wanted_of_atb)) for wheel in wheels}
+    wanted, wanted_atb = sorted(set(names)), sorted(set(atb_names))
+    declared = {}
+    for wheel in wheels:
+        declared[wheel] = _declared_functions(wheel, wanted), _declared_atb_functions(wheel, wanted_atb)
     versions = {wheel.name.split("-")[1] for wheel in wheels}
     lines = declared[wheels[0]]
-    odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
-    if len(versions) != 1 or odd:
-        raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
+    different = [wheel.name for wheel in wheels if declared[wheel] != lines]
+    if len(versions) != 1 or different:
+        raise ConfigError(
+            f"wheels: expected one version and equal declarations, found {sorted(versions)}, different in {different}"
+        )
     hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
     about = {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE}
     return {**about, "functions": lines[0], "atb_source": ATB_LIBRARY, "atb_functions": lines[1]}
 
 
-def _declared(wheel: Path, wanted: list[str]) -> list[str]:
+def _declared_functions(wheel: Path, wanted: list[str]) -> list[str]:
     if not zipfile.is_zipfile(wheel):
         raise ConfigError(
-            f"{wheel}: not a wheel; expected a file like torch_npu-{op_schemas.VERSION}-cp310-cp310-*.whl"
+            f"{wheel}: expected a wheel, torch_npu-{op_schemas.TORCH_NPU_VERSION}-cp310-cp310-*.whl, found another file"
         )
     with zipfile.ZipFile(wheel) as archive:
         if WHEEL_FILE not in archive.namelist():
-            raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
+            raise ConfigError(f"{wheel}: expected a torch_npu wheel, found one without {WHEEL_FILE}")
         content = yaml.safe_load(archive.read(WHEEL_FILE))
     entries = [entry for section in ("custom", "custom_autograd") for entry in content.get(section) or ()]
     lines = {" ".join(entry["func"].split()) for entry in entries}
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
-    missing = set(wanted) - {op_schemas.parse(line).name for line in kept}
+    missing = set(wanted) - {op_schemas.parse_schema(line).name for line in kept}
     if missing:
-        raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
+        raise ConfigError(
+            f"{wheel.name}: expected a declaration of each function, found none of {', '.join(sorted(missing))}"
+        )
     return kept
 
 
-def _declared_of_atb(wheel: Path, wanted: list[str]) -> list[str]:
+def _declared_atb_functions(wheel: Path, wanted: list[str]) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         library = archive.read(ATB_LIBRARY) if ATB_LIBRARY in archive.namelist() else b""
     lines = {match.group().decode() for match in _ATB_SCHEMA.finditer(library)}
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
-    missing = set(wanted) - {op_schemas.parse(line, gather_outputs=False).name for line in kept}
+    missing = set(wanted) - {op_schemas.parse_schema(line, gather_outputs=False).name for line in kept}
     if missing:
-        raise ConfigError(f"{wheel.name}: {ATB_LIBRARY} registers no {', '.join(sorted(missing))}")
+        raise ConfigError(f"{wheel.name}: expected {ATB_LIBRARY} to register {', '.join(sorted(missing))}, found none")
     return kept
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheels", type=Path, nargs="+")
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    asked = parser.parse_args()
+    parser.add_argument("wheels", type=Path, nargs="+", help="torch_npu wheels of one version, one a machine type")
+    parser.add_argument("--check", action="store_true", help="compare with the committed file, and write nothing")
+    arguments = parser.parse_args()
     try:
-        found = extract(asked.wheels, op_schemas.FUNCTIONS, op_schemas.ATB_FUNCTIONS)
+        found = extract(arguments.wheels, op_schemas.FUNCTIONS, op_schemas.ATB_FUNCTIONS)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     text = json.dumps(found, indent=1) + "\n"
-    if not asked.check:
-        op_schemas.FILE.write_text(text)
+    if not arguments.check:
+        op_schemas.SCHEMA_FILE.write_text(text)
         count = len(found["functions"]) + len(found["atb_functions"])
-        print(f"{op_schemas.FILE.name}: {count} schemas of torch_npu {found['version']}")
+        print(f"{op_schemas.SCHEMA_FILE.name}: {count} schemas of torch_npu {found['version']}")
         return 0
-    known = json.loads(op_schemas.FILE.read_text())
+    known = json.loads(op_schemas.SCHEMA_FILE.read_text())
     lines = [set(content["functions"] + content.get("atb_functions", [])) for content in (known, found)]
     different = sorted(lines[0] ^ lines[1])
     print("\n".join([f"differs: {line}" for line in different]) or f"equal: {len(lines[1])} schemas")

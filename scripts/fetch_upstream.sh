@@ -3,12 +3,12 @@
 #
 #   bash scripts/fetch_upstream.sh [--line a3] [--mirror DIR-OR-URL] [--dest upstream/] [--only NAME]
 #
-#   --mirror DIR   a folder of git mirrors, for a cluster without network: DIR/NAME.git as `git clone --mirror` makes them,
-#                  or clones DIR/NAME; then nothing else is contacted
-#   --mirror URL   clones come from URL/NAME.git
-#   --only NAME    one repository; can be repeated
+#   --mirror DIR   folder of git mirrors, for a cluster without network: DIR/NAME.git as `git clone --mirror` makes them,
+#                  or clones DIR/NAME; no server is contacted
+#   --mirror URL   clone from URL/NAME.git
+#   --only NAME    fetch only this repository; can be repeated
 #
-# It can be interrupted and repeated. A clone that exists is checked and never changed, except for the prelude line.
+# It can be interrupted and run again. An existing clone is checked and never changed, except for the prelude line.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -40,9 +40,9 @@ fi
 cd "$root" # Python imports verl_patches from here
 export GIT_TERMINAL_PROMPT=0
 python=$root/.venv/bin/python
-[ -x "$python" ] || python=python3 # an NPU image, or a login node with network, brings its own
+[ -x "$python" ] || python=python3 # an NPU image, or a login node with network, has its own
 "$python" -c "import typer, rich, yaml, pydantic, hydra, psutil" 2>/dev/null ||
-    die "$python lacks what this needs; run: pip install -r $root/requirements.txt (or bash scripts/setup.sh)"
+    die "$python lacks required packages; run: pip install -r $root/requirements.txt (or bash scripts/setup.sh)"
 
 # lines of: NAME COMMIT REF URL...
 listed=$("$python" - "$line" "${only[@]}" <<'END'
@@ -78,22 +78,22 @@ fetch() { # FOLDER PLACE REF [OPTION...]
     git "${options[@]}" -C "$folder" fetch --quiet --no-tags "$@" "$place" "$ref"
 }
 
-clone() { # NAME COMMIT REF URL...: in a folder of another name, which takes its own when it is whole
+clone() { # NAME COMMIT REF URL...: clone to a temporary folder, and rename it when it is complete
     local name=$1 commit=$2 ref=$3 partial=$dest/.$1.partial place
     shift 3
     find_places "$name" "$@"
     rm -rf "$partial"
-    git init --quiet "$partial" # and the folders above it
+    git init --quiet "$partial" # makes the folders above it too
     git -C "$partial" remote add origin "$1"
     for place in "${places[@]}"; do
         say "$name: fetching ${commit:0:12} from $place"
-        # some servers give no single commit
+        # some servers refuse to send a single commit
         fetch "$partial" "$place" "$commit" --depth=1 || fetch "$partial" "$place" "$ref" || continue
         git -C "$partial" checkout --quiet --detach "$commit" || continue
         mv "$partial" "$dest/$name"
         return
     done
-    say "$name: no address gave commit $commit; check the network and run this again, or give --mirror (one that has it)"
+    say "$name: no address has commit $commit or can be reached; check the network and run this again, or give a --mirror that has it"
     exit 1
 }
 
@@ -103,13 +103,13 @@ for pin in "${pins[@]}"; do
     name=${words[0]}
     [ "$name" != verl ] || has_verl=1
     [ ! -e "$dest/$name/.git" ] || continue
-    [ ! -e "$dest/$name" ] || rmdir "$dest/$name" || die "$dest/$name is no git clone; move it away and run this again"
+    [ ! -e "$dest/$name" ] || rmdir "$dest/$name" || die "$dest/$name: expected a git clone, found another folder; move it and run this again"
     absent+=("$pin")
     find_places "$name" "${words[@]:3}"
     [ ${#places[@]} -gt 0 ] || missing+=$'\n'"  git clone --mirror ${words[3]} $mirror/$name.git"
 done
 [ -z "$missing" ] ||
-    die "--mirror $mirror lacks repositories; nothing was fetched. Make them on a machine with network, or give --only:$missing"
+    die "--mirror $mirror lacks repositories; nothing was fetched. Give --only, or clone them on a machine with network:$missing"
 for pin in "${absent[@]}"; do
     read -ra words <<< "$pin"
     clone "${words[@]}"

@@ -31,16 +31,16 @@ MACHINES = ("x86_64", "aarch64")
 GLIBC = range(5, 51)  # manylinux_2_N
 
 
-class NoFile(Exception):
+class NoFileError(Exception):
     """Report requirements that cannot be met; the message is uv's, or names the package."""
 
 
-class NotReachable(Exception):
+class UnreachableError(Exception):
     """Report a package index that cannot be reached."""
 
 
 def compile_with_uv(requirements: Iterable[str], *options: str, preferred: str = "", name: str = "resolved.txt") -> str:
-    """Return the text that `uv pip compile` writes to a file of this name; raise NoFile or NotReachable.
+    """Return the text that `uv pip compile` writes to a file of this name; raise NoFileError or UnreachableError.
 
     preferred: versions to take where they fit, one NAME==VERSION a line.
     """
@@ -64,17 +64,17 @@ def compile_with_uv(requirements: Iterable[str], *options: str, preferred: str =
         command += ["--output-file", str(output), *options]
         done = subprocess.run(command, input="\n".join(requirements), capture_output=True, text=True, env=env)
         if done.returncode:
-            raise _fault(done.stderr.strip())
+            raise _uv_error(done.stderr.strip())
         return output.read_text()
 
 
-def _fault(text: str) -> Exception:
-    """Return uv's error as NotReachable or NoFile; an index that answers 404 for a file is reachable."""
+def _uv_error(text: str) -> Exception:
+    """Return uv's error as UnreachableError or NoFileError; an index that answers 404 for a file is reachable."""
     lost = "Failed to fetch" in text and "HTTP status client error" not in text
-    return (NotReachable if lost else NoFile)(text)
+    return UnreachableError(text) if lost else NoFileError(text)
 
 
-def tags_of(python: str, machine: str) -> set[Tag]:
+def wheel_tags(python: str, machine: str) -> set[Tag]:
     """Return the wheel tags that pip accepts with a CPython such as "3.11" on Linux with glibc."""
     version = tuple(map(int, python.split(".")))
     old = ("manylinux1", "manylinux2010", "manylinux2014")
@@ -85,8 +85,8 @@ def tags_of(python: str, machine: str) -> set[Tag]:
     }
 
 
-def hashes_of(pins: Mapping[str, str], python: str) -> dict[str, set[str]]:
-    """Return {canonical name: sha256 of each file that pip may choose} for {name: version}; NoFile without a file."""
+def file_hashes(pins: Mapping[str, str], python: str) -> dict[str, set[str]]:
+    """Return {canonical name: sha256 of each file that pip may choose} for {name: version}; raise NoFileError."""
     words = ("--no-deps", "--universal", "--format", "pylock.toml", "--python-version", python)
     asked = [f"{name}=={version}" for name, version in pins.items()]
     packages = tomllib.loads(compile_with_uv(asked, *words, name="pylock.toml"))["packages"]
@@ -94,20 +94,22 @@ def hashes_of(pins: Mapping[str, str], python: str) -> dict[str, set[str]]:
 
 
 def _hashes(package: Mapping, python: str) -> set[str]:
-    found, without = set(), []
+    found, machines_without = set(), []
     for machine in MACHINES:
-        tags = tags_of(python, machine)
-        fits = [wheel for wheel in package.get("wheels", ()) if tags & parse_wheel_filename(_file(wheel))[3]]
+        tags = wheel_tags(python, machine)
+        fits = [wheel for wheel in package.get("wheels", ()) if tags & parse_wheel_filename(_file_name(wheel))[3]]
         found |= {wheel["hashes"]["sha256"] for wheel in fits}
-        without += [] if fits else [machine]
-    if without and "sdist" in package:
+        if not fits:
+            machines_without.append(machine)
+    if machines_without and "sdist" in package:
         found.add(package["sdist"]["hashes"]["sha256"])
     elif not found:
-        raise NoFile(f"{package['name']}=={package['version']}: no wheel of Python {python} for Linux, and no sdist")
+        pin = f"{package['name']}=={package['version']}"
+        raise NoFileError(f"{pin}: expected a wheel of Python {python} for Linux or an sdist, found none")
     return found
 
 
-def _file(wheel: Mapping) -> str:
+def _file_name(wheel: Mapping) -> str:
     return wheel.get("name") or wheel["url"].rpartition("/")[2]
 
 
@@ -126,7 +128,7 @@ def known_hashes(text: str) -> set[str]:
     return set(re.findall(r"--hash=sha256:(\S+)", text))
 
 
-def rewritten(text: str, ask: Callable[[dict[str, str]], dict[str, set[str]]], write: bool) -> str:
+def rewrite_hashes(text: str, ask: Callable[[dict[str, str]], dict[str, set[str]]], write: bool) -> str:
     """Return the text of a file of pins with the hashes that `ask` returns; unless `write`, only those it had."""
     lines, known = without_hashes(text).splitlines(), known_hashes(text)
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
@@ -138,10 +140,11 @@ def rewritten(text: str, ask: Callable[[dict[str, str]], dict[str, set[str]]], w
     return "\n".join(lines) + "\n"
 
 
-def report(file: Path, before: str, after: str) -> int:
+def report_changes(file: Path, before: str, after: str) -> int:
     """Print the lines of a file that differ, and return the exit code."""
     changed = sorted(set(before.splitlines()) ^ set(after.splitlines()))
-    print("\n".join([*changed, f"{file}: " + ("not what is asked for; --write" if changed else "as resolved")]))
+    result = "differs from what was resolved; update it with --write" if changed else "up to date"
+    print("\n".join([*changed, f"{file}: {result}"]))
     return 1 if changed else 0
 
 
@@ -152,16 +155,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in FILES:
         before = file.read_text()
         try:
-            after = rewritten(before, lambda pins: hashes_of(pins, PYTHON), write)
-        except NotReachable as error:
-            print(f"index not reachable: {error}", file=sys.stderr)
+            after = rewrite_hashes(before, lambda pins: file_hashes(pins, PYTHON), write)
+        except UnreachableError as error:
+            print(f"package index: cannot be reached; check PIP_INDEX_URL and the network: {error}", file=sys.stderr)
             return 2
-        except NoFile as error:
+        except NoFileError as error:
             print(f"{file}: {error}", file=sys.stderr)
             return 1
         if write:
             file.write_text(after)
-        code = max(code, report(file, file.read_text(), after))
+        code = max(code, report_changes(file, file.read_text(), after))
     return code
 
 

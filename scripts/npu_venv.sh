@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Make an environment beside that of scripts/setup.sh, with other packages of Ascend's line in it, or check it (two seconds).
+# Make a Python environment beside that of scripts/setup.sh, with more packages of Ascend's line, or check it (two seconds).
 #
 #   bash scripts/npu_venv.sh [--a3] [--venv DIR]
 #
 #   --venv DIR   the environment of scripts/setup.sh (default: .venv)
-#   --a3         DIR.a3: torch 2.5.1 and what else line a3's image has and DIR has not, to run tests with (1 GB to download)
+#   --a3         make DIR.a3: torch 2.5.1 and the other packages of line a3's image that DIR lacks, to run tests (1 GB to download)
 #
-# Without --a3 it is DIR.npu, in which the real torch_npu is imported without CANN and without an NPU; only fake tensors exist
-# there: see tests/npu/answers.c. torch_npu (44 MB to download) is over DIR's torch. What a package asks of libraries that are not
-# here (CANN, or CUDA for --a3) gets stand-ins (gcc). Everything else is DIR's, and DIR never sees it. Prints how to run a Python in it.
+# Without --a3 it makes DIR.npu, which imports the real torch_npu (44 MB to download) without CANN and without an NPU; only fake
+# tensors exist there: see tests/npu/answers.c. gcc compiles stand-ins for missing libraries (CANN, or CUDA for --a3). All other
+# packages are those of DIR, which is not changed. Prints the command to run Python in the environment.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -34,8 +34,8 @@ from importlib import metadata
 sys.path.insert(0, sys.argv[1])
 import lock_a3
 have = {lock_a3.canonicalize_name(found.metadata["Name"]): found.version.partition("+")[0] for found in metadata.distributions()}
-for name, version in lock_a3.locked("3.11").items():
-    if have.get(name) != version and name != "torch-npu": # which the emulated platform refuses
+for name, version in lock_a3.locked_versions("3.11").items():
+    if have.get(name) != version and name != "torch-npu": # the emulated platform refuses it
         print(f"{name}=={version}")
 END
 fi
@@ -50,21 +50,21 @@ usable() { LD_LIBRARY_PATH=$stubs TASK_QUEUE_ENABLE=0 "$venv/bin/python" -I -c "
 if command -v flock >/dev/null; then exec 9>"$venv.lock"; flock 9; fi
 made=$(made_from) || die "$base cannot import torch; run: bash scripts/setup.sh --venv $base"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$made" ] || ! check >/dev/null; then
-    [ ! -e "$venv" ] || [ -f "$venv/pyvenv.cfg" ] || die "$venv exists and is not a Python environment; move it away"
+    [ ! -e "$venv" ] || [ -f "$venv/pyvenv.cfg" ] || die "$venv exists and is not a Python environment; move it"
     rm -rf "$venv"
     say "making $venv"
     "$base/bin/python" -I -m venv --without-pip "$venv"
     site=$("$venv/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$base/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/base.pth"
     torch=$(check | grep -E '^missing (torch|numpy)==' || true)
-    [ "$kind" = a3 ] || [ -z "$torch" ] || die "$base has another version than $pins: $torch; run: bash scripts/setup.sh --venv $base"
-    # pip is the base's too; what lies outside of $venv it leaves alone
+    [ "$kind" = a3 ] || [ -z "$torch" ] || die "$base differs from $pins: $torch; run: bash scripts/setup.sh --venv $base"
+    # this pip is the base's, too; it changes nothing outside of $venv
     "$venv/bin/python" -I -m pip --disable-pip-version-check --no-input install -q --no-deps --no-warn-script-location -r "$pins" ||
-        die "pip could not install $package (its words are above): the network, or the index (PIP_INDEX_URL)"
-    check >&2 || die "$venv is not what $pins says (above)"
-    said=$("$venv/bin/python" -I "$root/tests/npu/make_stubs.py" "$stubs" "$package") || exit 1 # it has said why
-    say "stand-ins: $said"
-    said=$(usable) || die "$module cannot be imported: $(tail -n 1 <<<"$said")"
+        die "pip could not install $package (its error is above); check the network and the index (PIP_INDEX_URL), and run this again"
+    check >&2 || die "$venv differs from $pins (above); remove $venv and run this again"
+    made_stubs=$("$venv/bin/python" -I "$root/tests/npu/make_stubs.py" "$stubs" "$package") || exit 1 # make_stubs.py printed the reason
+    say "stand-ins: $made_stubs"
+    error=$(usable) || die "$module cannot be imported: $(tail -n 1 <<<"$error")"
     printf '%s\n' "$made" >"$stamp"
     say "ready: $venv ($(du -sm "$venv" | cut -f1) MB)"
 fi

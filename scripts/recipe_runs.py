@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from chains import CHAINS, shortfalls
 
-from verl_patches.weights.run_folders import LATEST
+from verl_patches.weights.run_folders import LATEST_LINK
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, PICTURES = ROOT / "docs" / "recipes.json", ROOT / "docs" / "images"
 PROGRAM = ("-m", "verl_patches")
-STEPS, SHOWN = 3, 160
+STEPS, MAX_REASON_CHARS = 3, 160
 PLACES = {"pypi": "pypi", "a3": "a3 on CPU", "emulated": "a3, emulated NPU", "learning": "learning run"}
 OPTIONS = {"a3": ("--line", "a3"), "emulated": ("--line", "a3", "--emulate-npu")}
 # learning runs of presets on the tiny model: the least improvement from the first steps to the last (about half of the
@@ -62,9 +62,10 @@ FIGURES = {
     "critic/grad_norm": "value grad norm",
     "recipe/logprob_delta_mean": "dlogp",
 }
-OF_ROLLOUT = ("reward", "loss", "value loss")
-LEARNT = ("objective/accuracy", "objective/loss", "critic/score/mean")  # a learning run shows the first it has
-ENDS = 5  # number of first, and of last, steps that are averaged
+ROLLOUT_FIGURES = ("reward", "loss", "value loss")
+# a learning run shows the first of these that it has
+LEARNING_METRICS = ("objective/accuracy", "objective/loss", "critic/score/mean")
+MEAN_STEPS = 5  # number of first, and of last, steps that are averaged
 
 
 def presets() -> list[str]:
@@ -72,14 +73,14 @@ def presets() -> list[str]:
     return sorted(path.stem for path in (ROOT / "configs" / "algo").glob("*.yaml"))
 
 
-def described(name: str) -> str:
+def preset_comment(name: str) -> str:
     """Return the comment at the head of a preset, as one line."""
     lines = (ROOT / "configs" / "algo" / f"{name}.yaml").read_text().splitlines()[1:]
     head = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
     return " ".join(line.lstrip("# ") for line in head)
 
 
-def arguments_of(algo: str, where: str, upstream: str | None) -> list[str]:
+def smoke_arguments(algo: str, where: str, upstream: str | None) -> list[str]:
     """Return the words after `bash scripts/smoke.sh`, with the folder of the upstream sources as given."""
     if where == "learning":
         return list(LEARNING[algo][1])
@@ -87,19 +88,19 @@ def arguments_of(algo: str, where: str, upstream: str | None) -> list[str]:
     return [*OPTIONS.get(where, ()), *sources, "--steps", str(STEPS), f"algo={algo}"]
 
 
-def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
+def run_preset(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     """Make one run and return its record."""
     name = f"recipe_{algo}_{where}"
-    words = ["smoke", "--run", name, *arguments_of(algo, where, upstream), f"recipe.output_root={ROOT / 'outputs'}"]
+    words = ["smoke", "--run", name, *smoke_arguments(algo, where, upstream), f"recipe.output_root={ROOT / 'outputs'}"]
     done = subprocess.run([sys.executable, *PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
-    command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, upstream and "upstream")])
+    command = " ".join(["bash scripts/smoke.sh", *smoke_arguments(algo, where, upstream and "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
-    made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name / LATEST)
+    made = head | run_outcome(done.returncode, done.stderr, ROOT / "outputs" / name / LATEST_LINK)
     if where != "learning":
         made.pop("learnt", None)  # too few steps: the first ones are also the last ones
     elif not made["exit"]:
         PICTURES.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / "outputs" / name / LATEST / "training.png", PICTURES / f"learning_{algo}.png")
+        shutil.copyfile(ROOT / "outputs" / name / LATEST_LINK / "training.png", PICTURES / f"learning_{algo}.png")
         if reason := shortfall(algo, made["learnt"]):
             made |= {"exit": 1, "reason": reason}
     return made
@@ -112,7 +113,7 @@ def shortfall(algo: str, learnt: Sequence[Any]) -> str:
     return "" if improved >= stated else f"{what} improved by {_number(improved)}, expected {_number(stated)} or more"
 
 
-def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
+def run_outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
     """Return {exit, step, figures, reason} of a run that ended, from its folder and its standard error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = next((line for line in lines if line.startswith("verl_patches: ")), lines[-1] if lines else "")
@@ -124,13 +125,13 @@ def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
     last, fixed = steps[-1], "objective/loss" in steps[-1]
     figures = {label: last[name] for name, label in FIGURES.items() if name in last}
     if fixed:
-        figures = {label: value for label, value in figures.items() if label not in OF_ROLLOUT}
-    learnt = next(name for name in LEARNT if name in last)
-    ends = [statistics.fmean(step[learnt] for step in part) for part in (steps[:ENDS], steps[-ENDS:])]
+        figures = {label: value for label, value in figures.items() if label not in ROLLOUT_FIGURES}
+    learnt = next(name for name in LEARNING_METRICS if name in last)
+    ends = [statistics.fmean(step[learnt] for step in part) for part in (steps[:MEAN_STEPS], steps[-MEAN_STEPS:])]
     return found | {"step": last["step"], "figures": figures, "learnt": [FIGURES[learnt], *ends]}
 
 
-def merged(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def merged_record(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Return the record with these runs in place of those of the same preset and place; presets not in `names` go."""
     runs = {(run["algo"], run["where"]): dict(run) for run in (*record["runs"], *made) if run["algo"] in names}
     ordered = sorted(runs, key=lambda key: (key[0], list(PLACES).index(key[1])))
@@ -176,17 +177,18 @@ def read_record() -> dict[str, Any]:
     return json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": []}
 
 
-def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
+def presets_table(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the tables of the presets, of their results in each place, and of the learning runs."""
     text = ["| `algo=` | what it is |", "|---|---|"]
-    text += [f"| `{name}` | {described(name).replace('|', '&#124;')} |" for name in names]
+    text += [f"| `{name}` | {preset_comment(name).replace('|', '&#124;')} |" for name in names]
     runs = {(run["algo"], run["where"]): run for run in record["runs"]}
     places = [place for place in PLACES if place != "learning"]
     head = ["`algo=`", *(PLACES[place] for place in places)]
     text += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in names:
         text.append(f"| `{name}` | " + " | ".join(_cell(runs.get((name, place))) for place in places) + " |")
-    text += ["", f"| learning run | mean of | first {ENDS} steps | last {ENDS} | improves by at least | date |"]
+    steps = f"first {MEAN_STEPS} steps | last {MEAN_STEPS}"
+    text += ["", f"| learning run | mean of | {steps} | improves by at least | date |"]
     text.append("|---" * 6 + "|")
     for name in names:
         if name in LEARNING and (run := runs.get((name, "learning"))) is not None:
@@ -203,7 +205,7 @@ def _cell(run: Mapping[str, Any] | None) -> str:
         return "not run"
     if run["exit"]:
         how = "refused" if run["exit"] == 2 else "failed"
-        reason = run["reason"] if len(run["reason"]) <= SHOWN else f"{run['reason'][:SHOWN]}..."
+        reason = run["reason"] if len(run["reason"]) <= MAX_REASON_CHARS else f"{run['reason'][:MAX_REASON_CHARS]}..."
         return f"{how}: {reason.replace('|', '&#124;')} ({run['date']})"
     figures = [f"{name} {_number(value)}" for name, value in run["figures"].items()]
     return f"{', '.join(figures)} ({run['date']})"
@@ -217,12 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the requested runs, and return 1 if one of them failed without being refused."""
     names = presets()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--upstream")
-    parser.add_argument("--only", action="append", choices=[*names, *CHAINS])
-    parser.add_argument("--where", action="append", choices=[*PLACES, "chains"])
+    parser.add_argument("--upstream", metavar="DIR", help="folder that scripts/fetch_upstream.sh made: run line a3 too")
+    parser.add_argument("--only", action="append", choices=[*names, *CHAINS], help="a preset or chain to run")
+    parser.add_argument("--where", action="append", choices=[*PLACES, "chains"], help="a kind of run")
     given = parser.parse_args(arguments)
     if given.upstream is None and {"a3", "emulated"} & {*(given.where or ())}:
-        parser.error("--where a3 or emulated needs --upstream DIR, which scripts/fetch_upstream.sh --dest DIR brings")
+        parser.error("--where a3 and emulated need --upstream DIR; make it with scripts/fetch_upstream.sh --dest DIR")
     places = given.where or [*(place for place in PLACES if given.upstream or place not in OPTIONS), "chains"]
     failed = False
     for name in given.only or [*names, *CHAINS]:
@@ -238,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             if place == "learning" and name not in LEARNING:
                 continue
-            made = run(name, place, given.upstream and str(Path(given.upstream).absolute()))
-            RECORD.write_text(json.dumps(merged(read_record(), [made], names), indent=1) + "\n")
+            made = run_preset(name, place, given.upstream and str(Path(given.upstream).absolute()))
+            RECORD.write_text(json.dumps(merged_record(read_record(), [made], names), indent=1) + "\n")
             print(f"{name}, {PLACES[place]}: {_cell(made)}", flush=True)
             failed = failed or made["exit"] not in (0, 2)
     return 1 if failed else 0

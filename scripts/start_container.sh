@@ -2,11 +2,10 @@
 # Start a container of the image of configs/Dockerfile.a3 on one Atlas A3 node, detached, with all 16 dies.
 #
 #   bash scripts/start_container.sh [further options of docker run]     then: docker exec -it deepseekv3-a3 bash
-#   NAME=run1 IMAGE=registry/deepseekv3-a3:1 bash scripts/start_container.sh     up.sh of a job calls it so on each host
+#   NAME=run1 IMAGE=registry/deepseekv3-a3:1 bash scripts/start_container.sh     as up.sh of a job calls it on each host
 #
-# Folders of the host are mounted as VOLUMES lists them, HOST:CONTAINER; whatever else is written is deleted with the
-# container. Every device is named, as in vllm-ascend's installation guide; for a driver that refuses otherwise give
-# --privileged. Not run here: no NPU was available.
+# VOLUMES lists the mounted folders, HOST:CONTAINER; all other files are deleted with the container. Every device is named,
+# as in vllm-ascend's installation guide; give --privileged if the driver refuses access. Not tested: no NPU was available.
 set -euo pipefail
 
 name=${NAME:-deepseekv3-a3} image=${IMAGE:-deepseekv3-a3}

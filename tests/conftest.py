@@ -90,7 +90,7 @@ def names_tests(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is evaluated, so that `-m "not slow"` leaves out the nightly tests too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named, run, left_out = names_tests(config), [], []
+    chosen_tests, run, left_out = names_tests(config), [], []
     for item in items:
         if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
             item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
         if tier is None or any(config.getoption(option) for option in TIERS[tier]):
             run.append(item)
-        elif named:
+        elif chosen_tests:
             run.append(item)
             item.add_marker(pytest.mark.skip(reason=f"{tier} test: runs with {' or '.join(TIERS[tier])}"))
         else:
@@ -130,7 +130,10 @@ def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, ignore = tmp_path_factory.mktemp("repository"), shutil.ignore_patterns("__pycache__")
     for name in ("verl_patches", "configs", "scripts", "docs", "data", "README.md", "README_zh.md"):
         source = ROOT / name
-        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy(source, folder / name)
     return folder
 
 

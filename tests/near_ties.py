@@ -18,7 +18,7 @@ from verl_patches.reshard.region import Region
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-NOISE = 2e-5  # bound of rounding in a router's fp32 scores; log-probs and values of two layouts differ by 2e-6
+SCORE_NOISE = 2e-5  # bound of rounding in a router's fp32 scores; log-probs and values of two layouts differ by 2e-6
 MAX_NEAR_TIES = 3  # number of near ties that a comparison may leave out
 NORM_CHANGE = 1e-3  # relative change of a gradient norm by one near tie: at most 6e-4 at the smallest margins
 
@@ -41,7 +41,7 @@ def norm_tolerance(update: int, rel: float) -> float:
 
 
 def assert_all_but_few_below(differences: torch.Tensor, limit: float) -> None:
-    """Assert that at most MOST tokens differ by `limit` or more.
+    """Assert that at most MAX_NEAR_TIES tokens differ by `limit` or more.
 
     This is for weights that Adam has moved apart: it turns gradients that are only rounding into whole steps, so a
     margin does not tell which tokens are near ties.
@@ -54,16 +54,16 @@ def near_ties(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> 
     """Find the near ties of transformers' DeepSeek-V3 in ids [B, S]; `mask` is true for real tokens.
 
     A near tie is not comparable; if a later layer attends to it, the tokens after it in its sequence are not either.
-    Raises AssertionError for more than MOST different ones: they mean a fault, or inputs that prove nothing.
+    Raises AssertionError for more than MAX_NEAR_TIES different ones: they mean a fault, or inputs that prove nothing.
     """
     comparable, found = mask.bool().clone(), set()
     for row, keep in enumerate(mask.bool()):
-        tied = router_margins(model, ids[row][keep]) < NOISE
+        tied = router_margins(model, ids[row][keep]) < SCORE_NOISE
         found |= {(tuple(ids[row][keep][: place + 1].tolist()), layer) for layer, place in tied.nonzero().tolist()}
         reached = tied[-1] | (tied[:-1].any(0).cumsum(0) > 0)
         comparable[row, keep.nonzero()[:, 0][reached]] = False
     assert len(found) <= MAX_NEAR_TIES, (
-        f"{len(found)} tokens are near ties (margin below {NOISE}); expected at most {MAX_NEAR_TIES}"
+        f"{len(found)} tokens are near ties (margin below {SCORE_NOISE}); expected at most {MAX_NEAR_TIES}"
     )
     return NearTies(len(found), comparable)
 
@@ -73,7 +73,11 @@ def router_margins(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the margin [L, S] of each token of ids [S] to another selection, for each layer with experts."""
     margins: list[torch.Tensor] = []
     routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
-    hooks = [router.register_forward_hook(lambda *call: margins.append(_margin(*call[:2]))) for router in routers]
+
+    def note(router: torch.nn.Module, args: tuple[torch.Tensor], output: object) -> None:
+        margins.append(_token_margins(router, args))
+
+    hooks = [router.register_forward_hook(note) for router in routers]
     model(ids[None], use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -86,17 +90,17 @@ def router_scores(router: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor
     return logits.sigmoid() + router.e_score_correction_bias
 
 
-def _margin(router: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+def _token_margins(router: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
     """Return the smaller of two gaps [T]: of the last selected group, and of the last selected expert, to the next."""
     scores, config = router_scores(router, *args), router.config
     by_group = scores.view(len(scores), config.n_group, -1)
     groups = by_group.topk(2).values.sum(-1)
     chosen = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, groups.topk(config.topk_group).indices, True)
     experts = by_group.masked_fill(~chosen[..., None], -torch.inf).flatten(1)
-    return torch.minimum(_gap(groups, config.topk_group), _gap(experts, config.num_experts_per_tok))
+    return torch.minimum(_score_gap(groups, config.topk_group), _score_gap(experts, config.num_experts_per_tok))
 
 
-def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
+def _score_gap(values: torch.Tensor, count: int) -> torch.Tensor:
     if values.shape[1] == count:
         return torch.full_like(values[:, 0], torch.inf)
     ordered = values.topk(count + 1).values
@@ -110,10 +114,10 @@ def load_reference_model(folder: Path) -> torch.nn.Module:
     with WeightReader(source) as reader:
         for name, tensor in weights.items():
             reader.copy(Region(name, 0, 0, tensor.shape[0]), tensor)
-    return model_with(folder, weights)
+    return model_with_weights(folder, weights)
 
 
-def model_with(folder: Path, weights: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+def model_with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """Return transformers' DeepSeek-V3 in fp32 by a folder's config, with these weights, which may lack the head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

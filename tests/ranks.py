@@ -36,14 +36,14 @@ HANG_S = 600.0  # a rank or a collective that takes longer is treated as hung
 
 
 @contextlib.contextmanager
-def held_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """Yield a port for a server that sets SO_REUSEADDR; it stays bound here, so the kernel gives it to no other."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if held.family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("", 0))
-        yield held.getsockname()[1]
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("", 0))
+        yield listener.getsockname()[1]
 
 
 class RankError(AssertionError):
@@ -87,16 +87,16 @@ class Ranks:
             code = self._process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             code = "no exit"
-        said = self._output("launcher") if code else ""
+        output = self._output("launcher") if code else ""
         self._kill()
         if code:
-            raise RankError(f"ranks ended with {code} after their work:\n{said}")
+            raise RankError(f"ranks ended with {code} after their work:\n{output}")
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._folder.name)
-        self._held = contextlib.ExitStack()
-        port = self._held.enter_context(held_port())
+        self._reserved = contextlib.ExitStack()
+        port = self._reserved.enter_context(reserved_port())
         path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
         defaults = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         job = {"WORLD_SIZE": str(self.size), "RANKS_FOLDER": str(folder)}
@@ -117,9 +117,9 @@ class Ranks:
                 pipe = Connection(server.accept()[0].detach())
             except TimeoutError:
                 if self._process.poll() is not None or time.monotonic() > ends:
-                    said = self._output("launcher")
+                    output = self._output("launcher")
                     self._kill()
-                    raise RankError(f"the ranks did not start:\n{said}") from None
+                    raise RankError(f"the ranks did not start:\n{output}") from None
                 continue
             rank, process = pipe.recv()
             found[rank] = pipe, process
@@ -169,13 +169,13 @@ class Ranks:
             texts.append(self._output("launcher"))
         return texts
 
-    def _wait_for(self, words: str, of: int | str) -> None:
+    def _wait_for(self, words: str, log: int | str) -> None:
         ends = time.monotonic() + HANG_S
-        while words not in self._output(of) and self._process.poll() is None and time.monotonic() < ends:
+        while words not in self._output(log) and self._process.poll() is None and time.monotonic() < ends:
             time.sleep(0.05)
 
-    def _output(self, of: int | str) -> str:
-        return Path(self._folder.name, str(of)).read_text(errors="replace")[-6000:]
+    def _output(self, log: int | str) -> str:
+        return Path(self._folder.name, str(log)).read_text(errors="replace")[-6000:]
 
     def _kill(self) -> None:
         for pipe in self._pipes:
@@ -183,7 +183,7 @@ class Ranks:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the session holds only processes started here
         self._process.wait()
-        self._held.close()
+        self._reserved.close()
         self._folder.cleanup()
         self._pipes = []
 

@@ -80,7 +80,7 @@ LAUNCHER_VALUES = {"hccl.base_port": {"base_port": 62000}, "timeouts": {"wall_s"
         ({"dtype": "fp32"}, ["recipe.dtype", "rollout.dtype"]),
         ({"patches": ["-reshard.direct"]}, ["recipe.patches", "-memory.ledger"]),
         ({"memory": {"ledger": "loud"}}, ["recipe.memory.ledger", "strict"]),
-        ({"rollout": {"dp": 2}}, ["rollout layout"]),
+        ({"rollout": {"data_parallel_size": 2}}, ["rollout layout"]),
         ({"train": {"skip_old_log_prob": True}}, ["ppo_mini_batch_size is 256 and data.train_batch_size 1024"]),
         *(
             ({key.split(".")[0]: value}, [f"recipe.{key} is set", "only the launcher"])
@@ -166,6 +166,6 @@ def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
             start(trainer, bare_config())
     else:
         start(trainer, bare_config())
-        assert trainer.init_workers.func is import_alone.unless_start_fails
+        assert trainer.init_workers.func is import_alone.run_unless_start_fails
         assert trainer.modified_sources == {"verl": ["verl/a.py (modified)"]}
         assert "started without its launcher" in caplog.text and "dirty: verl" in caplog.text

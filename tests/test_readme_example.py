@@ -28,7 +28,7 @@ def run(folder, *command, **variables):
     return subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-def add(folder, parts):
+def add_example(folder, parts):
     for name, text in parts.items():
         if name.startswith("verl_patches/"):
             (folder / name).write_text(text)
@@ -41,7 +41,7 @@ def add(folder, parts):
 def test_the_example_works_as_written(repository_copy):
     """Call its test with a `run_python` for the copy; it must fail with a provider that does nothing."""
     parts, module = examples(), {}
-    add(repository_copy, parts)
+    add_example(repository_copy, parts)
     *commands, tests = parts["commands"].strip().splitlines()
     reviewed, table = (line.split()[1:] for line in commands[1:])
     for check in (reviewed, table[:1]):  # with the row alone the review and the table are missing

@@ -30,7 +30,7 @@ FOLDERS_WITHOUT_PACKAGE = {
     "scripts",
 }  # tests of whole runs, of the real torch_npu, and of scripts and docs
 MAX_FILES = 12
-FLOOR = {room: number for number, rooms in enumerate((*FLOORS, (EMULATION_ROOM,))) for room in rooms}
+FLOOR_NUMBERS = {room: number for number, rooms in enumerate((*FLOORS, (EMULATION_ROOM,))) for room in rooms}
 
 
 def room_name(path):
@@ -55,7 +55,7 @@ def imported_names(tree):
 def imported_rooms(tree):
     for name, line in imported_names(tree):
         parts = name.split(".")
-        if parts[0] == "verl_patches" and len(parts) > 1 and parts[1] in FLOOR:
+        if parts[0] == "verl_patches" and len(parts) > 1 and parts[1] in FLOOR_NUMBERS:
             yield parts[1], line
 
 
@@ -66,8 +66,8 @@ def imported_modules(file, tree, modules):
 
 
 def wrong_imports(path, tree):
-    here, place = FLOOR[room_name(path)], path.relative_to(PACKAGE)
-    higher = {(room, line) for room, line in imported_rooms(tree) if FLOOR[room] > here}
+    here, place = FLOOR_NUMBERS[room_name(path)], path.relative_to(PACKAGE)
+    higher = {(room, line) for room, line in imported_rooms(tree) if FLOOR_NUMBERS[room] > here}
     return [f"verl_patches/{place}:{line} imports {room}" for room, line in sorted(higher)]
 
 
@@ -80,7 +80,7 @@ def import_cycles(imports):
 @pytest.fixture(scope="module")
 def trees():
     files = list(PACKAGE.rglob("*.py"))
-    assert {room_name(f) for f in files} <= set(FLOOR)
+    assert {room_name(f) for f in files} <= set(FLOOR_NUMBERS)
     return {f: ast.parse(f.read_text()) for f in files}
 
 
@@ -118,7 +118,7 @@ def test_no_rooms_and_no_files_import_each_other(trees):
     control = {**rooms, "run": {*rooms["run"], "plan"}}  # plan imports run
     assert import_cycles(control) == {("plan", "run")}
     assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
-    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import Run")
+    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import TrainerRun")
     assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
 
 

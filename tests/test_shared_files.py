@@ -20,17 +20,21 @@ def test_a_file_has_the_old_content_or_the_new_one(tmp_path, durable):
 
 
 def test_a_folder_has_one_holder_and_who_waits_may_try_again(tmp_path):
-    folder, asked = tmp_path / "made", []
+    folder, attempts = tmp_path / "made", []
 
-    def lock_folder(busy):
+    def hold_folder(busy):
         return locked_folder(folder, busy, lambda error: ValueError(error.strerror))
 
-    with lock_folder(lambda: None):
+    def busy():
+        attempts.append(1)
+        return KeyError() if len(attempts) == 3 else None
+
+    with hold_folder(lambda: None):
         assert is_locked(folder / LOCK)
-        with pytest.raises(KeyError), lock_folder(lambda: asked.append(1) or (KeyError() if len(asked) == 3 else None)):
+        with pytest.raises(KeyError), hold_folder(busy):
             pass
-    assert len(asked) == 3 and is_locked(folder / LOCK) is False
-    with lock_folder(KeyError):
+    assert len(attempts) == 3 and is_locked(folder / LOCK) is False
+    with hold_folder(KeyError):
         pass
     (tmp_path / "file").write_text("of a user")
     (folder / LOCK).unlink()

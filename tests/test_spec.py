@@ -12,7 +12,7 @@ from tests.runs import composed, trainer_config, worker_section
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan.memory_plan import recompute_keys
-from verl_patches.plan.search import GRAPHS_KEY, SEATS_KEY, as_overrides, rollout_keys, train_keys
+from verl_patches.plan.search import GRAPHS_KEY, MAX_NUM_SEQS_KEY, as_overrides, rollout_keys, train_keys
 from verl_patches.run.resolve import CONFIGS_DIR, changed_run
 from verl_patches.spec import RunSpec, run_from_config
 
@@ -68,12 +68,12 @@ UPDATES = {
         "trainer.nnodes": 8,
         **train_keys(1, 16, 8, LAYERS["recipe.train.layers_per_stage"]),
         **rollout_keys(4, 128),
-        SEATS_KEY: 128,
+        MAX_NUM_SEQS_KEY: 128,
         "recipe.train.swap_optimizer": False,
     },
     "batches": {"data.train_batch_size": 1024, "actor_rollout_ref.actor.ppo_mini_batch_size": 256, REF_MICRO_BATCH: 4},
     "micro batches": {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2},
-    "graphs": {SEATS_KEY: 16, GRAPHS_KEY: [8, 16]},
+    "graphs": {MAX_NUM_SEQS_KEY: 16, GRAPHS_KEY: [8, 16]},
     "recomputation": recompute_keys((3, 2, 1, 1, 0, 0, 0, 0)),
 }
 

@@ -90,8 +90,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "verl_patches.rollout.engine:route_in_fp32",
          "vLLM 0.9.1 routes in the model's dtype, training and the checkpoint's bias are fp32: in bf16 near scores "
          "change places and tokens go to other experts than in training.",
-         exit="vLLM routes DeepSeek-V3 in fp32",
-         platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
+         exit="vLLM routes DeepSeek-V3 in fp32", platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
     _ascend("rollout.ascend_fp32_router", "wrap", "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MoE.__init__",
             "verl_patches.rollout.engine:route_in_fp32",
             "vllm-ascend's class has router weight and correction bias in the model's dtype too, and gives "
@@ -306,7 +305,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
         "verl_patches.worker.models:overlapping_ddp",
         "verl builds DDP with overlap_grad_reduce=False (verl.utils.megatron_utils.get_model), and gives the schedules "
-        "no no_sync, without which each micro batch would start a reduction", feature="grad_overlap",
+        "no no_sync, without which each micro batch would start a reduction", feature="overlap_grad_reduce",
         exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:step_lr_schedule",
@@ -325,8 +324,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          processes=_CONTROLLER),
     _row("data.checked_rows", "wrap", "verl.utils.dataset.rl_dataset:RLHFDataset._read_files_and_tokenize",
          "verl_patches.step.rows:check_rl_rows",
-         "verl meets a null extra_info or content in the middle of a run, writes images into the text of a model that "
-         "has none, drops prompts over the limit without a word, and trains on gold answers that no reward can give.",
+         "verl meets a null content or extra_info in the middle of a run, and trains on gold answers that never score.",
          exit="verl checks all rows before workers start", processes=_CONTROLLER),
     _row("update.fit_as_run", "wrap", f"{_TRAINER}:RayPPOTrainer.fit", "verl_patches.trainer.run:fit_as_run",
          "Worker handshake before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",
@@ -410,9 +408,8 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.loss_on_policy", "wrap", "verl.trainer.ppo.core_algos:compute_policy_loss",
          "verl_patches.step.log_probs.policy_update:replace_old_log_probs",
          "The only place where an update's own log-probs can take the place of old ones.",
-         exit="as update.on_policy",
-         bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
-                   "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
+         exit="as update.on_policy", bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
+                                               "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
          "verl_patches.step.replay.routing_replay:attach_micro_batch",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
@@ -525,7 +522,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
          needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
-    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:without_empty_cache",
+    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
          "for the same memory again; with memory.order the schedule says where.",
          exit="verl empties the cache where a stage needs memory past torch's pool, and only there", role="speed",
@@ -537,7 +534,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
-            "verl_patches.worker.rollout_engine:with_addresses_read",
+            "verl_patches.worker.rollout_engine:torchair_with_live_addresses",
             "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
             "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
             "compiles graphs without it.", role="correctness", feature="graphs",

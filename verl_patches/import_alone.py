@@ -24,7 +24,7 @@ from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
 from verl_patches.spec import RUN, RunSpec, run_from_config, write_run
-from verl_patches.trainer.ray_start import unless_start_fails
+from verl_patches.trainer.ray_start import run_unless_start_fails
 from verl_patches.trainer.record import Progress
 from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
@@ -60,19 +60,14 @@ def recipe_by_default(original: Callable) -> Callable:
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
             send_settings(**worker_settings(run))
-            self.init_workers = functools.partial(unless_start_fails, self.init_workers)
+            self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
-        _show_row_reports(self)
+        run = run_from_config(config)
+        for dataset in (self.train_dataset, self.val_dataset):
+            if report := getattr(dataset, "row_report", ""):  # set by step/rows.py
+                Progress(run.folder if run.start.name else None).say(f"| {report}")
 
     return __init__
-
-
-def _show_row_reports(trainer: Any) -> None:
-    """Show which rows of the data were left out or not checked (step/rows.py), before workers start."""
-    run = run_from_config(trainer.config)
-    for dataset in (trainer.train_dataset, trainer.val_dataset):
-        if report := getattr(dataset, "row_report", ""):
-            Progress(run.folder if run.start.name else None).say(f"| {report}")
 
 
 def _record_text(run: RunSpec) -> str:

@@ -39,16 +39,16 @@ def main(arguments: list[str]) -> int:
     stage.say("~ starting Ray" if address is None else f"~ joining the Ray cluster at {address}")
     with contextlib.redirect_stdout(_WatchedStream(sys.stdout, ENDED_LINE)) as output:
         # imported here, because the controller imports this module too
-        from verl_patches.launch.ray_cluster import leave_out, ray_options
+        from verl_patches.launch.ray_cluster import ray_options, reserve_left_out_nodes
 
-        ray_start.start(**ray_options(run))
+        ray_start.start_ray(**ray_options(run))
         stage.say("~ Ray is up, starting the controller")
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         watcher, failed = None, True
         try:
-            leave_out(run)
+            reserve_left_out_nodes(run)
             if watch.action != "off":
                 collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
                 load_s = run.recipe.timeouts.load_s
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-            ray_start.result_of(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
+            ray_start.wait_for_result(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
             failed = False
             output.seen.wait(_FORWARD_LIMIT_S)
             if timeline := run.verl.ray_init.get("timeline_json_file"):
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         except ray.exceptions.RayError as error:
             output.seen.wait(_FORWARD_LIMIT_S)
             if watcher is not None:
-                watcher.explain(error)
+                watcher.explain_error(error)
             raise
         finally:
             if watcher is not None:

@@ -23,6 +23,6 @@ if not any(_switches.line in row.lines for row in _rows):
     )
 engine.apply()
 if (_emulator := load_emulation(_switches.platform)) is not None:
-    _emulator.start(_switches.platform)
+    _emulator.start_device(_switches.platform)
 if _switches.line == "a3" or _switches.platform == "npu":
     after_import("verl", prepare_from_controller)

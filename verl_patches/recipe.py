@@ -73,19 +73,20 @@ class Train:
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (MindSpeed's swap_optimizer).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
-    fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
-    fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
-    inside the matrix product's kernel.
+    use_fused_rmsnorm, use_fused_swiglu, use_fused_rotary_pos_emb: MindSpeed's fused kernel of that name.
+    use_fused_moe_token_permute_and_unpermute: MindSpeed's fused kernels that order tokens by expert, and back.
+    gradient_accumulation_fusion, gemm_gradient_accumulation_fusion: add weight gradients of linear layers, or of
+    experts, to the fp32 gradients inside the matrix product's kernel.
     unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value to 256
     (at 671B).
-    alltoall_overlap: overlap the experts' exchange with computation.
-    grad_overlap: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of after it.
-    Only the first pipeline stage has several buckets.
-    grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
-    data-parallel rank if that is more.
-    collective_timeout_minutes: time limit of a training collective.
-    router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
-    0 leaves the biases unchanged. No auxiliary loss is used.
+    moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
+    overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
+    after it. Only the first pipeline stage has several buckets.
+    ddp_bucket_size: parameters of a bucket; null is Megatron's size, 40 million, or a million for each data-parallel
+    rank if that is more.
+    distributed_timeout_minutes: time limit of a training collective.
+    moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
+    update; 0 leaves the biases unchanged. No auxiliary loss is used.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs only.
     adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
@@ -98,18 +99,18 @@ class Train:
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
     max_skipped_steps: Count = 3
-    fused_rmsnorm: bool = True
-    fused_swiglu: bool = True
-    fused_rope: bool = True
-    fused_permute: bool = True
-    fused_linear_wgrad: bool = False
-    fused_expert_wgrad: bool = False
+    use_fused_rmsnorm: bool = True
+    use_fused_swiglu: bool = True
+    use_fused_rotary_pos_emb: bool = True
+    use_fused_moe_token_permute_and_unpermute: bool = True
+    gradient_accumulation_fusion: bool = False
+    gemm_gradient_accumulation_fusion: bool = False
     unpadded_attention: bool = False
-    alltoall_overlap: bool = False
-    grad_overlap: bool = False
-    grad_bucket_parameters: Count | None = None
-    collective_timeout_minutes: Count = 30
-    router_bias_update_rate: NotNegative = 0.0
+    moe_alltoall_overlap_comm: bool = False
+    overlap_grad_reduce: bool = False
+    ddp_bucket_size: Count | None = None
+    distributed_timeout_minutes: Count = 30
+    moe_router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.999
@@ -167,9 +168,9 @@ class RolloutAscend:
 class Rollout:
     """Set the rollout layout, beyond verl's rollout section.
 
-    dp: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
+    data_parallel_size: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
     instances: number of vLLM instances; null takes world size / (dp x tp).
-    expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
+    enable_expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs on npu only.
     rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
     data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
@@ -177,9 +178,9 @@ class Rollout:
     record: keep every step's responses and their rewards in <run>/rollouts.
     """
 
-    dp: Count = 1
+    data_parallel_size: Count = 1
     instances: Count | None = None
-    expert_parallel: bool = False
+    enable_expert_parallel: bool = False
     balanced_routing: bool = False
     rebalance_every: Count | None = None
     replay: Text | None = None
@@ -232,17 +233,17 @@ class RolloutCorrection:
 
 
 @dataclass
-class KeepGroups:
+class FilterGroups:
     """Train only on prompts whose responses have different rewards (dynamic sampling of DAPO).
 
     metric: the value that must differ: score, the reward, or a key of the reward function's dict, such as acc; null
     trains on all prompts. With a metric each step draws batches, after one weight sync, until it has found
     data.train_batch_size prompts, drops further ones, and the run ends by trainer.total_training_steps, not by epochs.
-    max_batches: end the run where a step finds too few prompts in this many batches.
+    max_num_gen_batches: end the run where a step finds too few prompts in this many batches.
     """
 
     metric: Text | None = None
-    max_batches: Count = 10
+    max_num_gen_batches: Count = 10
 
 
 @dataclass
@@ -355,7 +356,7 @@ class Watch:
     a trace have at least recipe.timeouts.load_s every time, validation the first time.
     least_s: least bound in seconds of a phase that the process has ended before.
     factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound applies.
-    Independently of these, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
+    Independently of these, a rank may wait for another in a process group for 0.8 of distributed_timeout_minutes.
     """
 
     action: Annotated[str, choices("stop", "report", "off")] = "stop"
@@ -390,13 +391,13 @@ class Alarms:
 class Restart:
     """Set when a run is started again from its last checkpoint (launch/restart.py).
 
-    times: the most restarts; only a stall, a dead worker, a lost node or a failed connection causes one.
-    without_nodes: ids or addresses of nodes of a joined Ray (recipe.ray_address) on which nothing is placed. A restart
+    max_restarts: the most restarts; only a stall, a dead worker, a lost node or a failed connection causes one.
+    exclude_nodes: ids or addresses of nodes of a joined Ray (recipe.ray_address) on which nothing is placed. A restart
     adds the faulty node where enough others remain.
     """
 
-    times: Natural = 0
-    without_nodes: list[Text] = field(default_factory=list)
+    max_restarts: Natural = 0
+    exclude_nodes: list[Text] = field(default_factory=list)
 
 
 @dataclass
@@ -482,7 +483,7 @@ class Recipe:
     weight_sync: WeightSync = field(default_factory=WeightSync)
     reshard: Reshard = field(default_factory=Reshard)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
-    keep_groups: KeepGroups = field(default_factory=KeepGroups)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
     tensor_cache: TensorCache = field(default_factory=TensorCache)
     memory: Memory = field(default_factory=Memory)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)

@@ -17,7 +17,7 @@ from verl_patches.run.hccl import hccl_checks
 from verl_patches.spec import Rule, Rules
 from verl_patches.step.batches.checks import (
     batch_checks,
-    keep_groups_checks,
+    filter_groups_checks,
     length_checks,
     max_num_seqs_checks,
     micro_batch_checks,
@@ -44,7 +44,7 @@ SIZE_RULES: tuple[Rule, ...] = (
     sleep_checks,
     length_checks,
     max_num_seqs_checks,
-    keep_groups_checks,
+    filter_groups_checks,
     # reward, log-probs, advantage
     reward_checks,
     reward_model_checks,
@@ -70,7 +70,7 @@ SIZE_RULES: tuple[Rule, ...] = (
 # they fail. Impossible sizes, batches, lengths and memory end such a run by themselves.
 LAUNCHERLESS_RULES: frozenset[Rule] = frozenset(
     {
-        *(expert_checks, recomputation_checks, keep_groups_checks, reward_checks, reward_model_checks),
+        *(expert_checks, recomputation_checks, filter_groups_checks, reward_checks, reward_model_checks),
         *(ratio_checks, logprob_checks, objective_checks, critic_checks, micro_batch_checks, support_checks),
     }
 )

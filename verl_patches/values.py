@@ -102,8 +102,32 @@ def allowed_values_text(kind: Any) -> str:
     return _allowed_text(_adapter(kind).json_schema())
 
 
+RENAMED_KEYS = {  # keys of version 0.1 and their names since 0.2, which are verl's, Megatron's, MindSpeed's and vLLM's
+    "recipe.keep_groups": "recipe.filter_groups",
+    "recipe.keep_groups.metric": "recipe.filter_groups.metric",
+    "recipe.keep_groups.max_batches": "recipe.filter_groups.max_num_gen_batches",
+    "recipe.restart.times": "recipe.restart.max_restarts",
+    "recipe.restart.without_nodes": "recipe.restart.exclude_nodes",
+    "recipe.rollout.dp": "recipe.rollout.data_parallel_size",
+    "recipe.rollout.expert_parallel": "recipe.rollout.enable_expert_parallel",
+    "recipe.train.alltoall_overlap": "recipe.train.moe_alltoall_overlap_comm",
+    "recipe.train.collective_timeout_minutes": "recipe.train.distributed_timeout_minutes",
+    "recipe.train.fused_expert_wgrad": "recipe.train.gemm_gradient_accumulation_fusion",
+    "recipe.train.fused_linear_wgrad": "recipe.train.gradient_accumulation_fusion",
+    "recipe.train.fused_permute": "recipe.train.use_fused_moe_token_permute_and_unpermute",
+    "recipe.train.fused_rmsnorm": "recipe.train.use_fused_rmsnorm",
+    "recipe.train.fused_rope": "recipe.train.use_fused_rotary_pos_emb",
+    "recipe.train.fused_swiglu": "recipe.train.use_fused_swiglu",
+    "recipe.train.grad_bucket_parameters": "recipe.train.ddp_bucket_size",
+    "recipe.train.grad_overlap": "recipe.train.overlap_grad_reduce",
+    "recipe.train.router_bias_update_rate": "recipe.train.moe_router_bias_update_rate",
+}
+
+
 def unknown_key(key: str, known: Mapping[str, Any], hint: str = "docs/configuration.md lists the keys") -> str:
     """Return a sentence about an unknown key, with the nearest known keys, or `hint` where none is near."""
+    if key in RENAMED_KEYS:
+        return f"unknown key {key}; it was renamed in version 0.2: write {RENAMED_KEYS[key]}"
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import psutil
-from report import ROOT, figure, parser_of, print_report
+from report import ROOT, argument_parser, figure, print_report
 
 MEMORY_BOUND_MB, ROW_BOUND_BYTES = 500, 400  # digests and numbers of rows are Python's integers
 
@@ -57,7 +57,7 @@ def peak_and_seconds(folder: Path, rows: int, workers: int) -> tuple[int, float]
 
 def main() -> int:
     """Measure and print the report."""
-    given = parser_of(__doc__, rows=1_000_000, workers=2).parse_args()
+    given = argument_parser(__doc__, rows=1_000_000, workers=2).parse_args()
     few = max(given.rows // 5, 100)
     with tempfile.TemporaryDirectory() as folder:
         small, _ = peak_and_seconds(Path(folder), few, given.workers)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from report import ROOT, figure, parser_of, print_report
+from report import ROOT, argument_parser, figure, print_report
 
 from tests.conftest import emulated_npu
 from tests.ranks import Ranks
@@ -30,7 +30,7 @@ VARIABLES = {
 
 
 def main() -> int:
-    parser = parser_of(__doc__, batch=64, tokens=200, repeats=3)
+    parser = argument_parser(__doc__, batch=64, tokens=200, repeats=3)
     parser.add_argument("--upstream", type=Path, default=ROOT / "upstream")
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()

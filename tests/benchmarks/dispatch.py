@@ -32,7 +32,7 @@ import numpy as np
 import ray
 import torch
 import verl
-from report import ROOT, figure, parser_of, print_report
+from report import ROOT, argument_parser, figure, print_report
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayWorkerGroup
@@ -143,7 +143,7 @@ def cluster(store_bytes: int) -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes)
 
 
-def heads_of(group: Any) -> dict[int, int]:
+def group_heads(group: Any) -> dict[int, int]:
     """Return {rank: replica} of the ranks whose answers verl takes."""
     infos = [group.get_megatron_rank_info(rank=rank) for rank in range(group.world_size)]
     last = max(info.pp_rank for info in infos)
@@ -160,7 +160,7 @@ def lengths(samples: int) -> tuple[list[int], list[int]]:
     return prompts, [min(total - prompt, RESPONSE) for total, prompt in zip(both, prompts, strict=True)]
 
 
-def prompts_of(count: int, of_sample: list[int]) -> DataProto:
+def make_prompts(count: int, of_sample: list[int]) -> DataProto:
     """Return the batch that fit() passes to generate_sequences."""
     lengths = tuple(of_sample[: count * EACH : EACH])
     ids = RaggedTensor(torch.randint(VOCABULARY, (sum(lengths),)), lengths)
@@ -246,14 +246,14 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
         way["back"] += times * sum(ray.get([actor.serialised.remote() for actor in actors]))
 
     def stand(responses: list[int]) -> None:
-        heads, ranks = heads_of(group), range(WORLD)
+        heads, ranks = group_heads(group), range(WORLD)
         for n, actor in enumerate(actors):
             ray.get(actor.stand_for.remote(list(ranks[n::16]), samples, heads, prompts, responses))
 
     stand(responses)
     verls = f"own dispatch of verl {verl.__version__}"
     with counted(verls):
-        batch = generate(group, prompts_of(questions, prompts))
+        batch = generate(group, make_prompts(questions, prompts))
     batch = batch[: samples // SCALE]
     part = DataProto(batch.batch.contiguous(), batch.non_tensor_batch, dict(batch.meta_info))
     part.meta_info["global_token_num"] = part.meta_info["global_token_num"][: len(part)]
@@ -266,7 +266,7 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
         stand(of)
         with put_once, counted(name):
             cached = cached_group(group)
-            train(cached, balanced(generate(cached, prompts_of(questions, prompts))))
+            train(cached, balanced(generate(cached, make_prompts(questions, prompts))))
     ray.shutdown()
     for way in found.values():
         way["all"] = way["sent"] + way["back"]
@@ -281,7 +281,7 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Measure and print the report."""
-    given = parser_of(__doc__, prompts=512).parse_args()
+    given = argument_parser(__doc__, prompts=512).parse_args()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints
         lines = list(figures(given.prompts))
     return print_report("dispatch", lines, verl=verl.__version__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from report import figure, parser_of, print_report
+from report import argument_parser, figure, print_report
 
 from tests.ranks import Ranks
 
@@ -24,7 +24,7 @@ def main() -> int:
     """Measure and print the report."""
     from verl_patches.heartbeat.heartbeat import BEAT_S
 
-    given = parser_of(__doc__, groups=25, step=300).parse_args()
+    given = argument_parser(__doc__, groups=25, step=300).parse_args()
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         costs = ranks.run("tests.heartbeat.heartbeat_job:measure", given.groups, folder)[0]
     spent = given.step / BEAT_S * costs["beat"] + PHASES * costs["phase"] + CALLS * costs["call"]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from report import figure, parser_of, print_report
+from report import argument_parser, figure, print_report
 
 VOCABULARY, SHARE = 129280, 8
 Functions = tuple[Callable, Callable]  # entropy, log-probs
@@ -152,7 +152,7 @@ def figures(tokens: int, upstream: str | None) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, tokens=512)
+    parser = argument_parser(__doc__, tokens=512)
     parser.add_argument("--upstream", metavar="DIR")
     options = parser.parse_args()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in verl's workers on a CPU: verl's entropy compiles its product

@@ -30,7 +30,7 @@ def print_report(name: str, figures: Iterable[dict[str, Any]], **more: Any) -> i
     return 0 if fine else 1
 
 
-def parser_of(description: str | None, **defaults: int) -> argparse.ArgumentParser:
+def argument_parser(description: str | None, **defaults: int) -> argparse.ArgumentParser:
     """Return a parser with an option `--name NUMBER` for each default; the description is printed verbatim."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 
-from report import figure, parser_of, print_report, run_smoke
+from report import argument_parser, figure, print_report, run_smoke
 
 ACTOR = "actor_rollout_ref.actor"
 DRIFT = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-3")
@@ -20,7 +20,7 @@ DRIFT = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.op
 
 def main() -> int:
     """Run and print the report."""
-    given = parser_of(__doc__, steps=3).parse_args()
+    given = argument_parser(__doc__, steps=3).parse_args()
     options = ("--steps", str(given.steps), "--dtype", "bf16", "recipe.logprob_check.action=report")
     with tempfile.TemporaryDirectory() as folder:
         steps = run_smoke(folder, "r2", *options, "recipe.train.routing_replay=R2", *DRIFT)["steps"]

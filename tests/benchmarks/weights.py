@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from report import figure, parser_of, print_report, run_python
+from report import argument_parser, figure, print_report, run_python
 
 LAYOUT = "tp2 pp2 ep4 etp1 @8 layers=2,2"
 SIZES = {
@@ -165,7 +165,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
     from verl_patches.weights.checkpoint_files import Place, StoredTensor, write_rank
-    from verl_patches.weights.manifest import whole_tensor
+    from verl_patches.weights.manifest import whole_entry
 
     tensors = [torch.randn((mib << 20) // 4 // TENSORS) for _ in range(TENSORS)]
     storages = [HostBackedStorage(str(n), tensor) for n, tensor in enumerate(tensors)]
@@ -179,7 +179,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
     plain, ours = best(COPY_TURNS, copy, lambda _: copy_storages_to_host(storages))
     pieces = []
     for number, tensor in enumerate(tensors):
-        entry = whole_tensor(f"weight/{number}", "F32", tensor.shape, name=str(number))
+        entry = whole_entry(f"weight/{number}", "F32", tensor.shape, name=str(number))
         pieces.append(StoredTensor(entry, tensor, (Place(tuple(tensor.shape), (1,), 0),)))
 
     def write(number: int) -> None:
@@ -204,7 +204,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Measure and print the report."""
-    parser = parser_of(__doc__, pairs=3, mib=512)
+    parser = argument_parser(__doc__, pairs=3, mib=512)
     parts: dict[str, Callable[[Path], Any]] = {
         "convert": lambda folder: conversions(folder, given.pairs, {"num_hidden_layers": 4} if given.tiny else SIZES),
         "save": lambda folder: saves(folder, given.mib),

@@ -132,7 +132,7 @@ A2_OVERRIDES = [
     "trainer.n_gpus_per_node=8",
     "recipe.rollout.instances=4",
 ]
-A2_OVERRIDES += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.dp=32"]
+A2_OVERRIDES += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.data_parallel_size=32"]
 
 
 def test_a2_is_planned_without_seconds():

@@ -17,7 +17,7 @@ from verl_patches.cli import patches, run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
-from verl_patches.weights.run_folders import starts_in
+from verl_patches.weights.run_folders import list_starts
 
 LARGE, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
 
@@ -47,7 +47,7 @@ def test_on_line_a3_only_the_machine_is_missing():
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [("0.4.0", "composed over verl 0.4.0"), ("0.3.1.dev", "the upstream sources are not as pinned")],
+    [("0.4.0", "configuration taken from verl 0.4.0"), ("0.3.1.dev", "the upstream sources are not as pinned")],
 )
 def test_a_start_over_another_verl_than_the_lines_is_refused(upstream, version, words):
     if version:
@@ -113,7 +113,7 @@ def end_errors(tmp_path, capsys):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r"]
         given += ["trainer.save_freq=2", "trainer.total_training_steps=9"]
         with pytest.raises(typer.Exit):
-            folder = tmp_path / "r" / starts_in(tmp_path / "r")[-1].name
+            folder = tmp_path / "r" / list_starts(tmp_path / "r")[-1].name
             run._report_outcome(
                 launcher.Outcome(code, reason, folder, 2.0), composed(TINY, [*given, *overrides]), False
             )

@@ -21,7 +21,7 @@ TOKENS = 6
 LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.5, "dtype": "float32", "seed": 0}
 
 
-def prompts_of(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
+def make_prompts(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
     """Return random prompts."""
     import torch
 
@@ -32,13 +32,13 @@ def prompts_of(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
 Response = tuple[list[int], list[float]]  # tokens and their log-probs
 
 
-def responses_of(output: Any) -> list[Response]:
+def response_tokens(output: Any) -> list[Response]:
     """Return all responses of one of vLLM's RequestOutputs."""
     made = output.outputs
     return [(list(o.token_ids), [s[t].logprob for s, t in zip(o.logprobs, o.token_ids, strict=True)]) for o in made]
 
 
-def reference_of(model: str) -> Any:
+def reference_responses(model: str) -> Any:
     """Return the model in transformers, in fp32."""
     from transformers import AutoModelForCausalLM
 
@@ -68,20 +68,20 @@ def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, t
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-    asked = prompts_of(lengths)
+    asked = make_prompts(lengths)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
-    scores = [score(reference, ids, responses_of(output)) for ids, output in zip(asked, outputs, strict=True)]
+    scores = [score(reference, ids, response_tokens(output)) for ids, output in zip(asked, outputs, strict=True)]
     return {"worst": max(worst for worst, _ in scores), "same": all(same for _, same in scores)}
 
 
-def worker_of(llm: Any) -> Any:
+def engine_worker(llm: Any) -> Any:
     """Return the in-process engine's worker, found as verl's sharding manager finds it (megatron_vllm.py)."""
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def model_of(llm: Any) -> Any:
+def engine_model(llm: Any) -> Any:
     """Return the engine's model."""
-    return worker_of(llm).model_runner.model
+    return engine_worker(llm).model_runner.model
 
 
 def record(holder: Any, function: str, fact: Callable) -> list[Any]:
@@ -99,8 +99,8 @@ def record(holder: Any, function: str, fact: Callable) -> list[Any]:
 
 def classes(llm: Any, reference: Any) -> dict[str, Any]:
     """Return the names of the engine's classes."""
-    worker = worker_of(llm)
-    return {"classes": [type(part).__name__ for part in (worker, worker.model_runner, model_of(llm))]}
+    worker = engine_worker(llm)
+    return {"classes": [type(part).__name__ for part in (worker, worker.model_runner, engine_model(llm))]}
 
 
 def graphs(llm: Any, reference: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def sleep(llm: Any, reference: Any) -> dict[str, Any]:
     llm.wake_up()
     vars(camem).update(real)
     llm.sleep(1)
-    parameters = list(model_of(llm).parameters())
+    parameters = list(engine_model(llm).parameters())
     poisoned = sum(bool(p.isnan().any()) for p in parameters)
     llm.wake_up()
     return {"poisoned": poisoned / len(parameters), "kept": kept}
@@ -170,9 +170,9 @@ def cycles(llm: Any, reference: Any) -> dict[str, Any]:
     from verl_patches.emulation.npu.packages import Graphs
     from verl_patches.memory.sleep_mode import freeable_weights
 
-    params, request = SamplingParams(temperature=0.0, max_tokens=2), {"prompt_token_ids": prompts_of([5])[0]}
-    kept = {name: tensor.detach().clone() for name, tensor in freeable_weights(model_of(llm)).items()}
-    first = {name: tensor.data_ptr() for name, tensor in freeable_weights(model_of(llm)).items()}
+    params, request = SamplingParams(temperature=0.0, max_tokens=2), {"prompt_token_ids": make_prompts([5])[0]}
+    kept = {name: tensor.detach().clone() for name, tensor in freeable_weights(engine_model(llm)).items()}
+    first = {name: tensor.data_ptr() for name, tensor in freeable_weights(engine_model(llm)).items()}
 
     def slept(measured: bool = False) -> None:
         llm.sleep(1)
@@ -182,7 +182,7 @@ def cycles(llm: Any, reference: Any) -> dict[str, Any]:
         llm.wake_up()
         del other
         with torch.no_grad():
-            for name, tensor in freeable_weights(model_of(llm)).items():
+            for name, tensor in freeable_weights(engine_model(llm)).items():
                 tensor.copy_(kept[name])
         llm.mark_weights_written(last=False)
 
@@ -197,7 +197,7 @@ def cycles(llm: Any, reference: Any) -> dict[str, Any]:
         found["tokens"].add(tuple(answer()))
         if cycle % 10 == 0:
             found["live"].append(live_bytes())
-        found["moved"] += any(t.data_ptr() != first[name] for name, t in freeable_weights(model_of(llm)).items())
+        found["moved"] += any(t.data_ptr() != first[name] for name, t in freeable_weights(engine_model(llm)).items())
     weights = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     answers = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
     return {
@@ -338,7 +338,7 @@ def routes(llm: Any, reference: Any) -> dict[str, Any]:
     import torch_npu
 
     route, counted, hidden = torch_npu.npu_moe_gating_top_k, [0, 0], {}
-    for layer, ours in zip(reference.model.layers, model_of(llm).model.layers, strict=True):
+    for layer, ours in zip(reference.model.layers, engine_model(llm).model.layers, strict=True):
         if hasattr(ours.mlp, "gate"):
             gate = ours.mlp.gate
             gate.register_forward_hook(lambda gate, inputs, _, layer=layer: hidden.update(now=(layer, inputs[0])))
@@ -377,7 +377,7 @@ def slept(llm: Any, reference: Any) -> dict[str, Any]:
     llm.mark_weights_written(last=False)
     with weights_written_back(llm):
         llm.sleep(2)
-        asleep = {"weights": _spoilt(model_of(llm).parameters()), "buffers": _spoilt(model_of(llm).buffers())}
+        asleep = {"weights": _spoilt(engine_model(llm).parameters()), "buffers": _spoilt(engine_model(llm).buffers())}
         llm.wake_up()
         error = refused(lambda: llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False))
     llm.mark_weights_written(last=False)
@@ -389,7 +389,7 @@ def slept_without_the_row(llm: Any, reference: Any) -> dict[str, Any]:
     with weights_written_back(llm):
         llm.sleep_mode._sleep(2)
         llm.sleep_mode._wake_up(None)
-    return {"buffers": _spoilt(model_of(llm).buffers())}
+    return {"buffers": _spoilt(engine_model(llm).buffers())}
 
 
 @contextmanager
@@ -399,10 +399,10 @@ def weights_written_back(llm: Any) -> Iterator[None]:
 
     from verl_patches.memory.sleep_mode import freeable_weights
 
-    kept = {name: tensor.detach().clone() for name, tensor in freeable_weights(model_of(llm)).items()}
+    kept = {name: tensor.detach().clone() for name, tensor in freeable_weights(engine_model(llm)).items()}
     yield
     with torch.no_grad():
-        for name, tensor in freeable_weights(model_of(llm)).items():
+        for name, tensor in freeable_weights(engine_model(llm)).items():
             tensor.copy_(kept[name])
 
 
@@ -410,7 +410,7 @@ def _spoilt(tensors: Any) -> int:
     return sum(bool(tensor.is_floating_point() and tensor.isnan().any()) for tensor in tensors)
 
 
-def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
+def named_check(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
     """Run one check of a case."""
     import torch_npu
 
@@ -441,19 +441,19 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.model_executor.layers import rotary_embedding
 
-    from verl_patches.worker.memory import checked_device
+    from verl_patches.worker.memory import free_memory_device
 
-    references = {name: reference_of(path) for name, path in models.items()}
+    references = {name: reference_responses(path) for name, path in models.items()}
     found = {}
     for case in cases:
         options = {**LIMITS, **case["options"]}
         options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
         rotary_embedding._ROPE_DICT.clear()  # otherwise engines of one process share their rotary tables
-        checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
+        free_memory_device.value = torch.npu  # as in verl's worker: each sleep is checked
         with without(case.get("without", [])):
             llm = LLM(model=models[case["model"]], **options)
         for name, check in case["checks"].items():
-            found[name] = check_of(llm, references[case["model"]], check)
+            found[name] = named_check(llm, references[case["model"]], check)
         del llm
         gc.collect()
     return found

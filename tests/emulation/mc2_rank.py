@@ -22,12 +22,12 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     """
     from vllm.distributed import parallel_state
 
-    from tests.emulation.emulated_engine import compare, reference_of, without
+    from tests.emulation.emulated_engine import compare, reference_responses, without
     from tests.rollout.rebalance_rank import build
     from verl_patches.platform.npu.groups import small_groups_mib
 
     small_groups_mib.value = 64
-    reference, found = reference_of(model), []
+    reference, found = reference_responses(model), []
     for case in cases:
         options, answer, mc2 = {"refresh": True, **(GRAPHS if case["graphs"] else {})}, {}, None
         with without(case["without"]):
@@ -54,7 +54,7 @@ def _facts(group: hccl.ProcessGroupHCCL) -> list[Any]:
 def _communicator_of_mc2(llm: Any) -> Any:
     from vllm_ascend.ops.fused_moe import AscendFusedMoE
 
-    from tests.emulation.emulated_engine import model_of
+    from tests.emulation.emulated_engine import engine_model
 
-    layer = next(each for each in model_of(llm).modules() if isinstance(each, AscendFusedMoE))
+    layer = next(each for each in engine_model(llm).modules() if isinstance(each, AscendFusedMoE))
     return hccl._GROUPS[layer.quant_method.moe_all_to_all_group_name]

@@ -9,12 +9,12 @@ from verl_patches.emulation.npu import hccl
 
 @pytest.mark.parametrize("first", [True, False])
 def test_mc2_in_a_graph_and_eagerly_on_one_group_is_refused(first, monkeypatch):
-    group = hccl.create(dist.HashStore(), 0, 1, dist.default_pg_timeout)
-    monkeypatch.setattr(hccl.Graph, "runs", first)
-    assert hccl.group_of_mc2(group.name) is hccl.group_of_mc2(group.name) is group
-    monkeypatch.setattr(hccl.Graph, "runs", not first)
+    group = hccl.create_group(dist.HashStore(), 0, 1, dist.default_pg_timeout)
+    monkeypatch.setattr(hccl.GraphState, "running", first)
+    assert hccl.mc2_group(group.name) is hccl.mc2_group(group.name) is group
+    monkeypatch.setattr(hccl.GraphState, "running", not first)
     with pytest.raises(ValueError, match=rf"MC2 ran .* before .* on {group.name} of ranks \[0\]"):
-        hccl.group_of_mc2(group.name)
+        hccl.mc2_group(group.name)
 
 
 MODES, OWN_GROUP = (False, True), "rollout.ascend_mc2_name"

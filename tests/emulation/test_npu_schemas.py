@@ -18,8 +18,8 @@ from verl_patches.errors import ConfigError
 
 
 def test_every_function_of_the_stand_in_has_a_schema_and_the_other_way_round():
-    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(op_schemas.WITH_REFERENCE)
-    assert set(op_schemas.read()) == {*op_schemas.FUNCTIONS, *op_schemas.ATB_FUNCTIONS}
+    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(op_schemas.TRAINING_FUNCTIONS)
+    assert set(op_schemas.read_schemas()) == {*op_schemas.FUNCTIONS, *op_schemas.ATB_FUNCTIONS}
 
 
 def wheel(folder, functions, file=WHEEL_FILE, machine="any", atb_functions=()):
@@ -40,11 +40,11 @@ def test_extraction_from_a_wheel(tmp_path):
     assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     odd, other = wheel(tmp_path, [], "other.yaml", "x"), wheel(tmp_path, wanted[:1], machine="other")
     for words, wheels, names, atb_names in (
-        ("declares no npu_c", [path], ["npu_a", "npu_c"], []),
-        ("registers no npu_f", [path], ["npu_a"], ["npu_f"]),
+        ("found none of npu_c", [path], ["npu_a", "npu_c"], []),
+        ("to register npu_f, found none", [path], ["npu_a"], ["npu_f"]),
         ("expected a torch_npu wheel", [odd], ["npu_a"], []),
-        ("not a wheel", [op_schemas.FILE], ["npu_a"], []),
-        ("wheels differ.*other.whl", [path, other], ["npu_a"], []),
+        ("expected a wheel", [op_schemas.SCHEMA_FILE], ["npu_a"], []),
+        ("different in .*other.whl", [path, other], ["npu_a"], []),
     ):
         with pytest.raises(ConfigError, match=words):
             extract(wheels, names, atb_names)
@@ -52,13 +52,13 @@ def test_extraction_from_a_wheel(tmp_path):
 
 def test_lines_become_signatures_of_python_and_what_is_no_schema_is_refused():
     line = "f.x(Tensor(a!) self, SymInt[]? b=None, *, str m='A', Tensor(b!) y, Tensor(c!) z) -> (Tensor, int)"
-    schema = op_schemas.parse(line)
+    schema = op_schemas.parse_schema(line)
     assert str(schema.signature) == "(input, b=None, *, m='A', out)"
     assert schema.kinds == {"input": "Tensor", "b": "Optional[List[int]]", "m": "str", "out": "List[Tensor]"}
     assert (schema.name, schema.overload, schema.outputs) == ("f", "x", 2)
-    assert str(op_schemas.parse(line, gather_outputs=False).signature) == "(input, b=None, *, m='A', y, z)"
-    with pytest.raises(ConfigError, match="not a schema"):
-        op_schemas.parse("f(Tensor) -> Tensor")
+    assert str(op_schemas.parse_schema(line, gather_outputs=False).signature) == "(input, b=None, *, m='A', y, z)"
+    with pytest.raises(ConfigError, match="expected a schema"):
+        op_schemas.parse_schema("f(Tensor) -> Tensor")
 
 
 X = torch.zeros(2, 4)
@@ -96,7 +96,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def kind_of(cpp):
+def schema_type(cpp):
     cpp = re.sub(r"\bconst\b|&|\s", "", cpp)
     optional = re.fullmatch(r"c10::optional<(.*)>", cpp)
     return f"Optional[{KINDS[optional[1]]}]" if optional else KINDS[cpp]
@@ -108,7 +108,7 @@ def declared(text):
     for name, function, rest in re.findall(r'm\.def\("(\w+)",\s*(?:\(\w+\))?&(\w+),(.*?)\);', text, re.DOTALL):
         named = re.findall(r'pybind11::arg\("(\w+)"\)(?:\s*=\s*(pybind11::none\(\)|[^,\s)]+))?', rest)
         bodies = re.findall(rf"\b{function}\(([^{{}};]*?)\)\s*\{{", text)
-        kinds = [[kind_of(re.sub(r"\s*\w+$", "", p.strip())) for p in body.split(",")] for body in bodies]
+        kinds = [[schema_type(re.sub(r"\s*\w+$", "", p.strip())) for p in body.split(",")] for body in bodies]
         found[name] = [([n for n, _ in named] or None, of, {n: d for n, d in named if d}) for of in kinds]
     return found
 

@@ -13,7 +13,7 @@ from verl_patches.launch import launcher
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verl_patches.processes.TERM_S", 0.5)
-    monkeypatch.setattr(launcher, "MEMORY_S", 0.0)  # after each look at the clock
+    monkeypatch.setattr(launcher, "MEMORY_S", 0.0)  # memory is sampled at every poll
 
     def run(code: str, on_line=None, dirty=None, trainer=(), **recipe):
         lines, looks = [], 0

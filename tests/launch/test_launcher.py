@@ -24,7 +24,7 @@ from verl_patches.run.environment import REPOSITORY
 pytestmark = pytest.mark.slow  # each starts processes
 
 # the watch's error, which the driver raises after the controller has written why it ended itself
-LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
+RAISE_LOST_NODE = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
 
 
 def is_running(folder, name="child.pid"):
@@ -62,8 +62,8 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
     ("code", "exit_code", "reason"),
     [
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
-        (SUMMARY.replace('"ok"', '"2 workers died"') + LOST, 1, "LostNodeError: node a is lost"),
-        ("pass", 1, "without finishing"),
+        (SUMMARY.replace('"ok"', '"2 workers died"') + RAISE_LOST_NODE, 1, "LostNodeError: node a is lost"),
+        ("pass", 1, "before it had completed its summary"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],
 )
@@ -122,7 +122,7 @@ def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(mon
     try:
         for folder in (killed, other):
             folder.mkdir()
-        (killed / "owner").touch()  # the kernel gives the lock of a killed process back
+        (killed / "owner").touch()  # the kernel releases the lock of a killed process
         with launcher.short_temp_dir() as held:
             assert not killed.exists() and other.is_dir()
             with launcher.short_temp_dir() as own:
@@ -160,7 +160,7 @@ sys.exit(outcome.code)
 """
 
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP: a terminal that closes, below
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP has a test of its own below
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)

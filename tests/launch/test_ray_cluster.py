@@ -30,7 +30,8 @@ def test_a_taken_port_of_the_runs_own_ray_is_refused(run):
 def test_enough_nodes_pass_and_missing_ones_are_counted(run):
     nodes = [{"id": str(n), "address": f"10.0.0.{n}", **NPU16} for n in range(16)]
     check_nodes(run, nodes)
-    check_nodes(run, [{**node, "address": "10.0.0.1"} for node in nodes])  # each counts
+    # nodes with the same address are counted separately
+    check_nodes(run, [{**node, "address": "10.0.0.1"} for node in nodes])
     with pytest.raises(ConfigError, match=r"16 node\(s\) with 16 NPU each.*Ray has 15 such node\(s\) of 15"):
         check_nodes(run, nodes[1:])
     nodes[3] = {"id": "3", "address": "10.0.0.3", "resources": {"NPU": 8.0}}
@@ -96,7 +97,7 @@ def test_every_start_asks_first(no_ray_here, monkeypatch):
             ray_options(joined)
     assert (
         ray_options(changed_run(joined, {"recipe.ray_address": None}))["address"] == "local"
-    )  # not one whose file it finds
+    )  # not the one whose address file Ray would find
 
 
 OWN, A = "127.0.0.1:47120", "10.0.0.1:6379"
@@ -108,7 +109,7 @@ OWN, A = "127.0.0.1:47120", "10.0.0.1:6379"
         ({A}, A, "", A),
         ({OWN, A}, OWN, "", A),
         ({OWN, A}, OWN, "h:1", "h:1"),
-        ({"[::1]:5", A}, "10.0.0.9:1", "", A),  # the latest has gone
+        ({"[::1]:5", A}, "10.0.0.9:1", "", A),  # the newest Ray has ended
         (set(), "10.0.0.9:1", "", "10.0.0.9:1"),  # as it may have here: its head is asked
         ({OWN}, OWN, "", None),
     ],

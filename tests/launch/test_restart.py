@@ -8,19 +8,19 @@ from tests.launch.drivers import FOLDER, run_named_t
 from tests.runs import composed
 from tests.weights.cases import make_start
 from verl_patches.launch import restart
-from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.launch.supervise.watcher import fault_in
+from verl_patches.launch.restart import Restarts, is_retryable
+from verl_patches.launch.supervise.watcher import fault_kind
 from verl_patches.run.record.record import read_summary
-from verl_patches.weights.run_folders import starts_in
+from verl_patches.weights.run_folders import list_starts
 
-WORTH = [
+RETRYABLE_REASONS = [
     "verl_patches.launch.supervise.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
     "a worker process died in step 3, by a signal or out of memory: rank 1 (pid 5 on h); look at dmesg there",
     "driver ended by SIGKILL",
     "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "rank 0 (pid 1 on h) in step 1: RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer",
 ]
-NOT_WORTH = [
+FINAL_REASONS = [
     "verl_patches.errors.ConfigError: a worker process died of it",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
     "verl_patches.step.log_probs.logprob_check.WeightSyncError: step 3: differ",
@@ -28,9 +28,9 @@ NOT_WORTH = [
 ]
 
 
-@pytest.mark.parametrize("reason", WORTH + NOT_WORTH)
+@pytest.mark.parametrize("reason", RETRYABLE_REASONS + FINAL_REASONS)
 def test_only_failures_by_chance_are_tried_again(reason):
-    assert may_help(reason) is (reason in WORTH)
+    assert is_retryable(reason) is (reason in RETRYABLE_REASONS)
 
 
 def steps(numbers):
@@ -66,7 +66,7 @@ def run(start, tmp_path):
 
     def make(*tries, times=2, **trainer):
         settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 1, "resume_mode": "auto"}
-        recipe = {"restart.times": times, "restart.without_nodes": []}
+        recipe = {"restart.max_restarts": times, "restart.exclude_nodes": []}
         return start(driver(*tries), trainer={**settings, "total_training_steps": 9, **trainer}, **recipe)
 
     return make
@@ -97,7 +97,7 @@ def test_a_run_that_is_started_again_is_one_record_of_folders_that_stay(run, tmp
         folder = tmp_path / "t" / name
         record = json.loads((folder / "summary.json").read_text())
         assert reason in record["exit"] and reason in (folder / "driver.log").read_text()
-        assert (folder / "training.png").is_file()  # of the second start that of the chain
+        assert (folder / "training.png").is_file()  # the second start's figure covers both starts
     assert "restarts" not in json.loads((tmp_path / "t/0001/summary.json").read_text())
     again, summary, _ = run(*tries, (steps([5]), [], None))  # a resume is a start as well
     assert again.folder.name == "0004" and [s["step"] for s in read_summary(again.folder)["steps"]] == [1, 2, 3, 4, 5]
@@ -110,7 +110,7 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(run,
     made = (steps([1, 2, 3]), [saved], "StallError: a"), ([], [], "StallError: b")
     outcome, _, _ = run(*made, times=1, total_training_steps=3)
     assert outcome.code == 1 and ("StallError: a" in outcome.reason) == (tries == 1)
-    assert len(starts_in(tmp_path / "t")) == tries
+    assert len(list_starts(tmp_path / "t")) == tries
 
 
 @pytest.mark.parametrize(("now", "is_saved"), [({"steps": 3}, True), ({"steps": 6}, False), ({}, False), (None, False)])
@@ -138,7 +138,7 @@ def joined(tmp_path, monkeypatch):
         nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": 2.0}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (folder / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
-        recipe = {"restart.times": times, "restart.without_nodes": list(left_out), "ray_address": "auto"}
+        recipe = {"restart.max_restarts": times, "restart.exclude_nodes": list(left_out), "ray_address": "auto"}
         trainer = {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}
         return Restarts(run_named_t(tmp_path, recipe | {"watch.action": action}, trainer)), folder
 
@@ -147,16 +147,18 @@ def joined(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("nodes", "options", "left_out", "words"), [
     ("abc", {}, ["b"], ", without b: "),
-    ("ab", {}, [], ", on b again, as no spare node is there: "),
+    ("ab", {}, [], ", again on b, as Ray has no spare node: "),
     ("abc", {"left_out": ["c"]}, ["c"], "no spare node"),
-    ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # the record is of a stall that was survived
+    ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # a stall that the run survived
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
     restarts, folder = joined(*nodes, **options)
-    assert restarts.another(1, "StallError: a", folder) and not restarts.another(1, "ValueError: a", folder)
-    assert words in restarts.after(1, "StallError: rank 2 is stopped", folder)
-    assert restarts.run().recipe.restart.without_nodes == left_out
-    assert not restarts.another(1, "StallError: again", folder)
+    assert restarts.allows_restart(1, "StallError: a", folder) and not restarts.allows_restart(
+        1, "ValueError: a", folder
+    )
+    assert words in restarts.record_failure(1, "StallError: rank 2 is stopped", folder)
+    assert restarts.run().recipe.restart.exclude_nodes == left_out
+    assert not restarts.allows_restart(1, "StallError: again", folder)
 
 
 def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_collective_the_second_time(joined):
@@ -168,8 +170,8 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
         for node in nodes:
             record = {"culprits": [{"name": "rank 2", "node": node}], "raised": raised}
             (folder / "watch.json").write_text(json.dumps(record))
-            restarts.after(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL", folder)
-            left_out.append(restarts.run().recipe.restart.without_nodes)
+            restarts.record_failure(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL", folder)
+            left_out.append(restarts.run().recipe.restart.exclude_nodes)
         return left_out
 
     assert after("device", "id-b") == [["b"]]
@@ -186,4 +188,4 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
     ("torch.OutOfMemoryError: NPU out of memory", None),
 ])  # fmt: skip
 def test_errors_of_a_device_and_of_a_collective_are_told_apart(text, kind):
-    assert fault_in(text) == kind and may_help(text) is (kind is not None)
+    assert fault_kind(text) == kind and is_retryable(text) is (kind is not None)

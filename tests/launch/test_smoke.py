@@ -7,7 +7,7 @@ from tests import runs
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
-from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
 from verl_patches.rules import RULES
 from verl_patches.run.files import with_required_files
 from verl_patches.run.resolve import LayoutError, changed_run
@@ -36,7 +36,7 @@ ROLLOUTS = {"tp1": (1, 1, False), "tp2": (2, 1, True), "dp2": (1, 2, True), "tp2
 def composed(*overrides, **options):
     """Return the facts of a smoke without the places of model and data."""
     options = SmokeOptions(overrides, **options)
-    return runs.composed(options.config_name, overrides_of(options))
+    return runs.composed(options.config_name, smoke_overrides(options))
 
 
 def faults(run):
@@ -109,7 +109,7 @@ def test_the_name_of_a_run_says_what_is_not_the_default_unless_it_is_given(overr
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"emulate_npu": True}, "expected --line a3"), ({"learn": True, "replay_rollout": Path("/")}, "remove one")],
+    [({"emulate_npu": True}, "expected --line a3"), ({"learn": True, "replay_rollout": Path("/")}, "one of the two")],
 )
 def test_wrong_combinations_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -118,19 +118,21 @@ def test_wrong_combinations_are_refused(options, message):
 
 def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypatch, tmp_path):
     monkeypatch.setattr(smoke, "_MAKE_MODEL", "raise SystemExit('no room for the model')")
-    with pytest.raises(ConfigError, match=r"the tiny model could not be made \(exit 1\):\n  no room for the model"):
-        smoke.inputs_of(SmokeOptions(), tmp_path).make(lambda text: None)
+    with pytest.raises(ConfigError, match=r"the tiny model failed with exit code 1:\n  no room for the model"):
+        smoke.smoke_inputs(SmokeOptions(), tmp_path).make(lambda text: None)
 
 
 def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
     def tasks(*overrides):
-        made = smoke.inputs_of(SmokeOptions(overrides), tmp_path).tasks
+        made = smoke.smoke_inputs(SmokeOptions(overrides), tmp_path).tasks
         return {folder.name.partition("-")[0]: task for folder, task in made.items()}
 
     assert tasks().keys() == tasks("algo=grpo").keys() == {"maths", "learnable"}
     assert tasks("algo=dpo") == {"learnable": [*smoke.LEARN_TASK, "--answers", "paired"]}
     assert tasks("algo=dpo", "algo=kto")["learnable"][-1] == "unpaired"  # the last one counts
-    folders = [next(iter(smoke.inputs_of(SmokeOptions([f"algo={name}"]), tmp_path).tasks)) for name in ("sft", "kto")]
+    folders = [
+        next(iter(smoke.smoke_inputs(SmokeOptions([f"algo={name}"]), tmp_path).tasks)) for name in ("sft", "kto")
+    ]
     assert folders[0] != folders[1]
 
 
@@ -138,16 +140,17 @@ def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
 @pytest.mark.parametrize("learn", [False, True])
 def test_model_and_data_are_made_once(tmp_path, learn):
     said: list[str] = []
-    first = smoke.inputs_of(SmokeOptions(learn=learn), tmp_path)
+    first = smoke.smoke_inputs(SmokeOptions(learn=learn), tmp_path)
     first.make(said.append)
     assert len(said) == (2 if learn else 3)  # the model, and each task's data
     options = SmokeOptions(learn=learn)
-    run = with_required_files(runs.composed(options.config_name, overrides_of(options, first.overrides)))
+    run = with_required_files(runs.composed(options.config_name, smoke_overrides(options, first.overrides)))
     assert (run.model_folder / "config.json").is_file() and faults(run) == []
-    other = changed_run(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
+    # another shape than that of the model that was made
+    other = changed_run(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})
     assert "expected the sizes of recipe.model_shape" in faults(other)[0]
     files = [*run.verl.data.train_files, *run.verl.data.val_files]
     assert len(files) == 2 * (len(said) - 1)
     first.make(said.append)
     assert len(said) == len(files) // 2 + 1
-    assert smoke.inputs_of(SmokeOptions(learn=learn, seed=1), tmp_path).overrides != first.overrides
+    assert smoke.smoke_inputs(SmokeOptions(learn=learn, seed=1), tmp_path).overrides != first.overrides

@@ -16,7 +16,7 @@ from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching.engine import start_engine
 from verl_patches.patching.switches import switches_from_environment
 
-# vLLM's stand-ins only, as the wheel's compiled ops do not load here; none that wraps a patch of the recipe.
+# vLLM's stand-ins without those that wrap another patch, because the wheel's compiled ops do not load here
 start_engine([row for row in cpu_rows.VLLM if not row.needs], switches_from_environment()).apply()
 
 import torch  # noqa: E402

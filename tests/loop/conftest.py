@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from loop_runs import ROOT, STREAMS, Finished, look, smoke_command
+from loop_runs import ROOT, STREAMS, Finished, add_listeners, smoke_command
 
 from verl_patches.errors import ConfigError
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.upstream.checkouts import find_trees
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def _run(arguments: tuple[str, ...], folder: Path, environment) -> None:
         def watch():
             while not ended.wait(1):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    look(psutil.Process(launcher.pid), listeners, folders)
+                    add_listeners(psutil.Process(launcher.pid), listeners, folders)
 
         if environment is dict:  # warm workers are not children of the run
             threading.Thread(target=watch).start()
@@ -75,7 +75,7 @@ def a3(smoke, pytestconfig):
     """Return smoke for line a3 with the sources of --upstream; skip the test, with the reason, without them."""
     folder = pytestconfig.getoption("--upstream")
     try:
-        trees_of(folder)
+        find_trees(folder)
     except ConfigError as error:
         pytest.skip(str(error))
     return functools.partial(smoke, "--line", "a3", "--upstream", str(folder))

@@ -100,10 +100,10 @@ def end_early():
     """Stop early and let verl treat those tokens as ends: responses differ in length, log-probs can be compared."""
     stop_early()
 
-    def mask_of(mask, response_id, eos_token, dtype):
+    def mask_with_ends(mask, response_id, eos_token, dtype):
         return mask(response_id, [eos_token, *range(32)], dtype)
 
-    wrap(ROLLOUT, "get_response_mask", mask_of)
+    wrap(ROLLOUT, "get_response_mask", mask_with_ends)
 
 
 def print_bytes():

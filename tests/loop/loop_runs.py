@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 
 from verl_patches.processes import process_name
-from verl_patches.weights.run_folders import chain_of, chain_of_start, read_start, starts_in
+from verl_patches.weights.run_folders import checkpoint_chain, list_starts, read_start, start_chain
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 OFFLOAD = (*(f"{ACTOR}.{group}_offload=true" for group in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
 VERIFY = "recipe.reshard.verify=every"
-ARRIVAL = "trainer.balance_batch=false"
+ARRIVAL_ORDER = "trainer.balance_batch=false"
 PPO = ("--steps", "2", "algo=ppo", "trainer.save_freq=1")
 BUCKET_BYTES = 16384  # small, so that a weight sync has several buckets
 TP2EP2 = ("layout=tp2ep2", "rollout=tp2", "--steps", "2")
@@ -46,7 +46,7 @@ class Finished:
 
     @property
     def chain(self):
-        return chain_of(read_start(self.folder))
+        return start_chain(read_start(self.folder))
 
     @property
     def log(self):
@@ -59,13 +59,13 @@ class Finished:
     @classmethod
     def read(cls, folder):
         """Read the run in folder/r; folder/finished.json has its code and output."""
-        starts = starts_in(folder / "r")
+        starts = list_starts(folder / "r")
         newest = starts[-1].folder if starts else folder / "r" / "0001"  # no start if it was refused
         summary = json.loads((newest / "summary.json").read_text()) if (newest / "summary.json").is_file() else {}
         return cls(**json.loads((folder / "finished.json").read_text()), folder=newest, summary=summary)
 
 
-def look(process, listeners, folders):
+def add_listeners(process, listeners, folders):
     """Add the sockets of a process and its descendants that listen: {"ADDRESS PORT": name of the process}.
 
     folders: {path: (mode, user)} of each folder on the way from the run's temporary folder to its Ray's sockets.
@@ -81,7 +81,7 @@ def look(process, listeners, folders):
                         folders[str(path)] = (oct(path.stat().st_mode & 0o777), path.stat().st_uid)
 
 
-def exposed(listeners):
+def exposed_listeners(listeners):
     """Return the listeners of look() that other machines can reach."""
     places = {place: ipaddress.ip_address(place.split()[0]) for place in listeners}
     return {k: listeners[k] for k, ip in places.items() if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback}
@@ -91,8 +91,8 @@ def assert_nobody_else_can_reach(run):
     """Assert that a cold run listens on the loopback only, except rank 0's torch store, as docs/cluster.md says."""
     names = {name.rpartition(":")[2] for name in run.listeners.values()}
     assert {"gcs_server", "raylet", "agent", "WorkerDict", "driver"} <= names, names
-    found = list(exposed(run.listeners).values())
-    assert len(found) == 1 and "WorkerDict" in found[0], exposed(run.listeners)
+    found = list(exposed_listeners(run.listeners).values())
+    assert len(found) == 1 and "WorkerDict" in found[0], exposed_listeners(run.listeners)
     temp, *below = sorted(run.folders)
     assert len(below) == 3 and run.folders[temp] == ["0o700", os.getuid()], run.folders
 
@@ -127,14 +127,14 @@ def assert_caught(run, step):
     assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
 
 
-def resume(run, step):
+def resume_overrides(run, step):
     """Return overrides that resume from a run's checkpoint of that step."""
-    saved = chain_of_start(read_start(run.folder)).checkpoints()[step]
+    saved = checkpoint_chain(read_start(run.folder)).checkpoints()[step]
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
 
 
 # Arguments of a run of two steps that is killed once.
-KILLED = (hook("killed_in_update"), "recipe.restart.times=1", "trainer.resume_mode=auto")
+KILLED = (hook("killed_in_update"), "recipe.restart.max_restarts=1", "trainer.resume_mode=auto")
 
 
 def assert_goes_on(killed, whole, *names):
@@ -143,10 +143,10 @@ def assert_goes_on(killed, whole, *names):
     died = r"died in step 2|ended \d+ s ago .*by a signal"  # seen by a call of the trainer, or by the watch
     assert re.search(died, restart["reason"], re.S) and killed.summary["exit"] == "ok", killed.summary
     assert [step.get("resumed_after") for step in killed.steps] == [None, 1]
-    assert metrics_of(killed, *names) == metrics_of(whole, *names)
-    assert all(value is not None for values in metrics_of(killed, *names) for value in values)
+    assert read_metrics(killed, *names) == read_metrics(whole, *names)
+    assert all(value is not None for values in read_metrics(killed, *names) for value in values)
 
 
-def metrics_of(run, *names):
+def read_metrics(run, *names):
     """Return the metrics of these names for each step."""
     return [[step[name] for name in names] for step in run.steps]

@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "A B C D"}]
 PROMPTS = ["small a b", [{"role": "user", "content": "1 2 3"}], MESSAGES, "x " * 40]
 SAMPLED = ("--n", "2", "--seed", "7", "--max-tokens", TOKENS)
 GREEDY = ("--temperature", "0", "--max-tokens", TOKENS)
-DP2 = ("recipe.rollout.dp=2", "recipe.rollout.expert_parallel=true")
+DP2 = ("recipe.rollout.data_parallel_size=2", "recipe.rollout.enable_expert_parallel=true")
 
 
 def call(words, env):
@@ -60,7 +60,7 @@ def chain(warm, tmp_path_factory):
                 call(words, warm(env) if "smoke" in words else env)
     runs = {name: OmegaConf.load(folder / name / "latest" / "config.yaml") for name in ("sft", "grpo", "sft_of_best")}
     saved = {name: folder / name / "latest" / "checkpoints" / f"global_step_{STEPS}" for name in runs}
-    base = chains.base_of(folder / "sft")
+    base = chains.base_model(folder / "sft")
     return SimpleNamespace(folder=folder, runs=runs, saved=saved, hf=folder / "hf", base=base, engines=engines)
 
 
@@ -98,15 +98,15 @@ def used(chain, tmp_path_factory):
     return SimpleNamespace(hf=hf, out=out, text=done.stdout, left=left, folder=folder, evals=evals, saved=saved)
 
 
-def rows_of(path):
+def read_rows(path):
     return parquet.read_table(path).to_pylist()
 
 
-def lines_of(path):
+def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def tensors_of(folder):
+def read_tensors(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -128,9 +128,9 @@ def log_prob_error(folder, recording):
 
 
 def test_sft_trains_on_the_rows_that_were_built(chain):
-    records = {each["prompt"]: each for each in lines_of(chain.folder / "records.jsonl")}
+    records = {each["prompt"]: each for each in read_lines(chain.folder / "records.jsonl")}
     for name, column in (("answers", "response"), ("prompts", None)):
-        rows = rows_of(chain.folder / name / "train.parquet") + rows_of(chain.folder / name / "test.parquet")
+        rows = read_rows(chain.folder / name / "train.parquet") + read_rows(chain.folder / name / "test.parquet")
         assert {row["prompt"][-1]["content"] for row in rows} == {*records} and len(rows) == len(records)
         for row in rows:
             record = records[row["prompt"][-1]["content"]]
@@ -138,14 +138,14 @@ def test_sft_trains_on_the_rows_that_were_built(chain):
                 row[column] == record["response"] if column else row["reward_model"]["ground_truth"] == record["answer"]
             )
     assert chain.runs["sft"].data.train_files == str(chain.folder / "answers" / "train.parquet")
-    assert lines_of(chain.folder / "sft" / "latest" / "metrics.jsonl")[-1]["objective/loss"] > 0
+    assert read_lines(chain.folder / "sft" / "latest" / "metrics.jsonl")[-1]["objective/loss"] > 0
 
 
 def test_the_export_has_the_weights_that_sft_has_left(chain):
     from verl_patches.reshard.region import Region
     from verl_patches.weights.reader import WeightReader
 
-    source, exported, base = open_source(chain.saved["sft"]), tensors_of(chain.hf), tensors_of(chain.base)
+    source, exported, base = open_source(chain.saved["sft"]), read_tensors(chain.hf), read_tensors(chain.base)
     assert exported.keys() == source.tensors.keys() == base.keys()
     changed = 0
     with WeightReader(source) as reader:
@@ -169,7 +169,7 @@ def test_grpo_starts_from_the_export(chain):
 def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain, used):
     """Compare with the trainer's mean@1, in another process, from the files."""
     metric = f"val-core/{DATA_SOURCE}/reward/mean@1"
-    before, *validated = (line[metric] for line in lines_of(chain.folder / "grpo" / "latest" / "metrics.jsonl"))
+    before, *validated = (line[metric] for line in read_lines(chain.folder / "grpo" / "latest" / "metrics.jsonl"))
     reports = {of: json.loads((folder / "eval.json").read_text())["steps"] for of, folder in used.evals.items()}
     assert [step["score"] for step in reports["sft"]] == pytest.approx([before], abs=1e-12)
     steps = reports["grpo"]
@@ -181,7 +181,7 @@ def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain,
         assert of["mean"] == step["score"] and of["low"] < of["mean"] < of["high"]
         assert of["prompts"] == 30 and "bootstrap" in of["interval"]
     assert len({found[-1]["score"] for found in reports.values()}) == 4  # the control: other weights, other scores
-    lines = lines_of(used.evals["grpo"] / "responses.jsonl")
+    lines = read_lines(used.evals["grpo"] / "responses.jsonl")
     assert [(line["step"], line["row"]) for line in lines] == [(step, row) for step in (1, 2) for row in range(30)]
     wrong = [line["row"] for line in lines if line["step"] == 2 and line["responses"][0]["value"] < 1]
     assert [each["row"] for each in steps[1]["wrong"]] == wrong
@@ -189,23 +189,23 @@ def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain,
 
 def test_generate_reads_the_grpo_checkpoint(chain, used):
     """Compare greedy responses with those that its eval has scored; the model before GRPO gives other ones."""
-    made = [line["responses"][0]["text"] for line in lines_of(chain.folder / "generated.jsonl")]
+    made = [line["responses"][0]["text"] for line in read_lines(chain.folder / "generated.jsonl")]
     scored = {
-        of: [line["responses"][0]["text"] for line in lines_of(used.evals[of] / "responses.jsonl")]
+        of: [line["responses"][0]["text"] for line in read_lines(used.evals[of] / "responses.jsonl")]
         for of in ("sft", "grpo")
     }
     assert made == scored["grpo"][-30:] != scored["sft"] and len(made) == 30
 
 
 def test_the_best_recorded_responses_are_what_the_next_sft_trains_on(chain):
-    rows, data = rows_of(chain.folder / "best" / "train.parquet"), chain.runs["sft_of_best"].data
-    prompts = {row["prompt"][-1]["content"] for row in rows_of(chain.folder / "prompts" / "train.parquet")}
+    rows, data = read_rows(chain.folder / "best" / "train.parquet"), chain.runs["sft_of_best"].data
+    prompts = {row["prompt"][-1]["content"] for row in read_rows(chain.folder / "prompts" / "train.parquet")}
     assert {row["prompt"][-1]["content"] for row in rows} <= prompts and len(rows) == STEPS * 12
     assert data.train_files == str(chain.folder / "best" / "train.parquet")
-    assert chains.base_of(chain.folder / "sft_of_best") == chain.base  # and not what GRPO has made
+    assert chains.base_model(chain.folder / "sft_of_best") == chain.base  # and not what GRPO has made
 
 
-def printed(text):
+def parse_output(text):
     """Return the JSON values with which a text begins, and the rest."""
     values, decoder = [], json.JSONDecoder()
     while (text := text.lstrip()).startswith("{"):
@@ -216,7 +216,7 @@ def printed(text):
 
 
 def test_greedy_responses_of_a_folder_in_fp8_are_those_of_transformers_in_bf16_values(used):
-    lines = lines_of(used.out / "greedy.jsonl")
+    lines = read_lines(used.out / "greedy.jsonl")
     assert [line["prompt"] for line in lines] == PROMPTS and [line["row"] for line in lines] == [0, 1, 2, 3]
     found = [(line["responses"][0]["tokens"], line["responses"][0]["text"]) for line in lines]
     assert found == greedy_texts(used.hf, PROMPTS, TOKENS)
@@ -224,26 +224,26 @@ def test_greedy_responses_of_a_folder_in_fp8_are_those_of_transformers_in_bf16_v
 
 def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(used):
     assert (used.out / "cut.jsonl").read_bytes() == (used.out / "whole.jsonl").read_bytes()
-    (a, b), *_ = [line["responses"] for line in lines_of(used.out / "whole.jsonl")]
+    (a, b), *_ = [line["responses"] for line in read_lines(used.out / "whole.jsonl")]
     assert a["text"] != b["text"] and not list(used.out.rglob("*.partial"))
-    (first, second, third, *_), _ = printed(used.text)
+    (first, second, third, *_), _ = parse_output(used.text)
     assert [each["kept"] for each in (first, second, third)] == [0, 0, 2]
     assert {Path(each["model"]).resolve() for each in (second, third)} == {used.saved.resolve()}
     assert second["rows"] == third["rows"] == 4
 
 
 def test_a_chat_answers_with_what_was_said_before_until_it_is_told_to_forget(used):
-    values, text = printed(used.text)
+    values, text = parse_output(used.text)
     first, second, again = values[3:6]
     assert [each["message"] for each in (first, second, again)] == ["A B C D", "more", "A B C D"]
-    assert first["text"] == again["text"] == lines_of(used.out / "greedy.jsonl")[2]["responses"][0]["text"]
+    assert first["text"] == again["text"] == read_lines(used.out / "greedy.jsonl")[2]["responses"][0]["text"]
     assert second["prompt_tokens"] > first["prompt_tokens"] + first["tokens"]
     assert values[6] == json.loads((used.out / "ranks" / "eval.json").read_text())
     assert len(values) == 7 and "mean@4" in text and "WARNING" not in used.text
 
 
 def test_a_folder_is_scored_by_the_rewards_that_are_given(used):
-    lines = lines_of(used.out / "hf" / "responses.jsonl")
+    lines = read_lines(used.out / "hf" / "responses.jsonl")
     for line in lines:
         assert len(line["responses"]) == 4 and line["data_source"] == DATA_SOURCE and line["step"] == 0
         for each in line["responses"]:

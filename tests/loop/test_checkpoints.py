@@ -15,29 +15,29 @@ import sys
 import psutil
 import pytest
 import torch
-from loop_runs import hook, metrics_of, resume
+from loop_runs import hook, read_metrics, resume_overrides
 from safetensors.torch import load_file
 
 from tests.near_ties import load_reference_model, near_ties
 from verl_patches.run.record.record import read_summary
 from verl_patches.weights.manifest import folder_problems, read_manifest
-from verl_patches.weights.run_folders import chain_of_start, read_start
+from verl_patches.weights.run_folders import checkpoint_chain, read_start
 
 pytestmark = pytest.mark.slow
-LEAST, BOUND_S = "recipe.watch.least_s", 60
+LEAST_S, BOUND_S = "recipe.watch.least_s", 60
 SAVING = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
 
 
-def checkpoints_of(run):
+def saved_checkpoints(run):
     """Return {step: checkpoint} of the run's chain."""
-    return chain_of_start(read_start(run.folder)).checkpoints()
+    return checkpoint_chain(read_start(run.folder)).checkpoints()
 
 
 @pytest.fixture
 def runs(smoke):
     """Return the run's first start and its last, whose folder has all three."""
     first = smoke(*SAVING, hook("killed_in_save"), ok=False)
-    given = hook("stopped_in_update"), "recipe.restart.times=1", f"{LEAST}={BOUND_S}"
+    given = hook("stopped_in_update"), "recipe.restart.max_restarts=1", f"{LEAST_S}={BOUND_S}"
     return first, smoke(*SAVING, *given, after=first)
 
 
@@ -50,20 +50,20 @@ def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_
     newest = first.folder / "checkpoints" / "global_step_1"
     assert f"newest complete checkpoint: {newest}" in first.output and " trainer.resume_mode=auto" in first.output
     assert [link.folder.name for link in last.chain] == ["0001", "0002", "0003"] and last.folder.name == "0003"
-    assert metrics_of(last, "step") == [[1], [2], [3]]  # one record of all starts, with its seams
+    assert read_metrics(last, "step") == [[1], [2], [3]]  # one record of all starts, with its seams
     assert [step.get("resumed_after") for step in last.steps] == [None, 1, 2]
     assert [step["step"] for step in read_summary(last.folder)["steps"]] == [1, 2, 3]
     assert (last.folder / "training.png").is_file() and "not drawn" not in last.progress
     home, places = last.folder.parent, {1: "0001", 2: "0002", 3: "0003"}
-    assert checkpoints_of(last) == {n: home / name / f"checkpoints/global_step_{n}" for n, name in places.items()}
+    assert saved_checkpoints(last) == {n: home / name / f"checkpoints/global_step_{n}" for n, name in places.items()}
     assert not (home / "0001/checkpoints/global_step_2").exists()  # what the killed save left
     said = [(home / name / "progress.log").read_text() for name in ("0002", "0003")]
     for step, text in enumerate(said, 1):
-        assert f"| resumed from {checkpoints_of(last)[step]}: step {step} is complete" in text
+        assert f"| resumed from {saved_checkpoints(last)[step]}: step {step} is complete" in text
     assert [run.summary["resumed_step"] for run in runs] == [None, 2]
     assert json.loads((home / "0001/summary.json").read_text()) == first.summary
     assert list(last.folder.glob("rollouts/*_3.safetensors"))
-    assert metrics_of(last, "grad_norm", "reward") == metrics_of(smoke(), "grad_norm", "reward")
+    assert read_metrics(last, "grad_norm", "reward") == read_metrics(smoke(), "grad_norm", "reward")
     state = 12 * 1_060_000  # fp32 weights and two moments of the tiny model's parameters
     (found,) = last.summary["checkpoints"]
     assert found["step"] == 3 and found["bytes"] < 1.03 * state, found
@@ -95,7 +95,7 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
 
     last = runs[1]
     step, worst = load_file(last.folder / "rollouts" / "step_3.safetensors"), {}
-    for number, saved in ((2, checkpoints_of(last)[2]), (3, last.folder.parent)):  # of a run the newest one
+    for number, saved in ((2, saved_checkpoints(last)[2]), (3, last.folder.parent)):  # the newest checkpoint of a run
         made = tmp_path / str(number)
         command = [sys.executable, "-m", "verl_patches", "weights", "export", str(saved), str(made)]
         subprocess.run(command, check=True)
@@ -118,9 +118,9 @@ def test_a_new_run_of_that_name_leaves_the_checkpoints_of_the_run_before(smoke, 
     before = runs[1]
     new = smoke("--steps", "2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", after=before)
     home = new.folder.parent
-    assert [*checkpoints_of(new)] == [2] and [step["step"] for step in new.steps] == [1, 2]
+    assert [*saved_checkpoints(new)] == [2] and [step["step"] for step in new.steps] == [1, 2]
     assert new.folder.name == "0004" and f"{home}: other starts (0001, 0002, 0003) hold" in new.output
-    for step, path in checkpoints_of(before).items():
+    for step, path in saved_checkpoints(before).items():
         copied = home / path.relative_to(before.folder.parent)
         manifest = read_manifest(copied)
         assert manifest.facts["step"] == step and folder_problems(copied, manifest) == []
@@ -137,11 +137,11 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
     """Train on the responses of the uninterrupted run, as another layout samples others; the log lists differences."""
     whole = smoke()
     layout = ("layout=tp2ep2", "rollout=tp2", "--replay-rollout", str(whole.folder))
-    resumed = smoke("--steps", "3", *layout, *resume(runs[1], 2))
+    resumed = smoke("--steps", "3", *layout, *resume_overrides(runs[1], 2))
     step = load_file(whole.folder / "rollouts" / "step_3.safetensors")
-    trained = load_reference_model(checkpoints_of(runs[1])[2])
+    trained = load_reference_model(saved_checkpoints(runs[1])[2])
     ties = near_ties(trained, step["input_ids"], step["attention_mask"])
-    ((found,),) = metrics_of(resumed, "grad_norm")
+    ((found,),) = read_metrics(resumed, "grad_norm")
     assert found == pytest.approx(whole.steps[2]["grad_norm"], rel=ties.norm_tolerance(1e-6))
     assert "actor.megatron.tensor_model_parallel_size was 1, is 2" in resumed.log
 
@@ -149,7 +149,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
 @pytest.mark.slow
 def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
     """Flip a byte of the last tensor that rank 1 wrote, which is compared as it is read."""
-    damaged = shutil.copytree(checkpoints_of(runs[1])[2], tmp_path / "global_step_2")
+    damaged = shutil.copytree(saved_checkpoints(runs[1])[2], tmp_path / "global_step_2")
     path = damaged / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

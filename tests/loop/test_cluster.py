@@ -68,7 +68,7 @@ def test_four_nodes_from_up_to_a_training_step_and_down_again(nodes, tmp_path):
 
     try:
         up = call("up.sh")
-        assert up.returncode == 0 and "all 4 nodes of job four are in Ray" in up.stdout, up.stdout[-6000:]
+        assert up.returncode == 0 and "all 4 nodes of job four have joined Ray" in up.stdout, up.stdout[-6000:]
         ran = call("run.sh")
         assert ran.returncode == 0, ran.stdout[-6000:]
         report = json.loads((tmp_path / "doctor.json").read_text())

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.launch.smoke import PROVED
+from verl_patches.launch.smoke import PROOF_TEXTS
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
 from verl_patches.run import hccl
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts
 GRAPHS = ("graphs=true", "graph_batch_sizes=[8]", "chunked_prefill_for_mla=true")
 MULTISTREAM = (*GRAPHS, "multistream_mla=true", "multistream_moe=true", "view_optimize=false")
-BY_VLLM = "vllm_sleep_mode=true"
-EVERYTHING = (  # but the swapped optimizer
+VLLM_SLEEP = "vllm_sleep_mode=true"
+EVERYTHING = (  # all but the swapped optimizer
     *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
     "recipe.train.skip_old_log_prob=true",
-    "recipe.train.alltoall_overlap=true",
-    "recipe.train.fused_expert_wgrad=true",
-    "recipe.train.grad_overlap=true",
-    "recipe.train.grad_bucket_parameters=4000",
+    "recipe.train.moe_alltoall_overlap_comm=true",
+    "recipe.train.gemm_gradient_accumulation_fusion=true",
+    "recipe.train.overlap_grad_reduce=true",
+    "recipe.train.ddp_bucket_size=4000",
     "recipe.tensor_cache.enabled=true",
     "recipe.memory.ledger=strict",
     "recipe.profile.steps=[1]",
@@ -72,7 +72,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert_nobody_else_can_reach(run)
     called = run.summary["emulated"]["functions"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < called.keys()
-    assert run.output.splitlines()[-2] == f"This proved: {PROVED['a3 npu_emulated']}."
+    assert run.output.splitlines()[-2] == f"This proved: {PROOF_TEXTS['a3 npu_emulated']}."
 
 
 def is_not_made_here(group, world):
@@ -116,7 +116,7 @@ def recomputed(layers):
     ("layout", "ranks", "graphs"),
     [
         pytest.param(
-            "pp2", ("rollout=tp2", REPLAY, *recomputed([2, 1])), (*GRAPHS, BY_VLLM), marks=pytest.mark.nightly
+            "pp2", ("rollout=tp2", REPLAY, *recomputed([2, 1])), (*GRAPHS, VLLM_SLEEP), marks=pytest.mark.nightly
         ),
         (
             "tp2ep2",
@@ -156,7 +156,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 @pytest.mark.nightly
 def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
     """Check the failure; in the two runs above each sleep of each rank is checked in both sleep modes."""
-    run = emulated("1", "rollout=dp2", *with_options((*GRAPHS, BY_VLLM)), hook("sleep_frees_nothing"), ok=False)
+    run = emulated("1", "rollout=dp2", *with_options((*GRAPHS, VLLM_SLEEP)), hook("sleep_frees_nothing"), ok=False)
     assert run.code == 1 and not run.steps and "RecipeError" in run.summary["exit"], run.summary["exit"]
     for words in ("rank 1: expected", "bytes more free memory", "rollout_weights", "kv_cache", "vllm_sleep_mode=false"):
         assert words in run.summary["exit"], run.summary["exit"]

@@ -16,8 +16,8 @@ import yaml
 from loop_runs import ROOT, STREAMS
 
 from tests.conftest import python_with_prelude
-from tests.ranks import held_port
-from verl_patches.upstream.checkouts import trees_of
+from tests.ranks import reserved_port
+from verl_patches.upstream.checkouts import find_trees
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
 def ray_of_its_own(python, env, ray_folder, cwd):
     """Start a Ray whose client server has a port of its own, as the default one may be another run's."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with held_port() as port:
+    with reserved_port() as port:
         ray = subprocess.Popen([python, *RAY, f"--ray-client-server-port={port}"], env=env, cwd=cwd, **quiet)
         try:
             while not Path(ray_folder, "ray", "ray_current_cluster").is_file():
@@ -100,6 +100,6 @@ def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
 @pytest.mark.upstream
 def test_three_steps_on_line_a3(a3, python, ray_folder, tmp_path, pytestconfig):
     """Check that row update.recipe_by_default also sets the configuration from which workers prepare MindSpeed."""
-    trees = [str(folder) for folder in trees_of(pytestconfig.getoption("--upstream")).folders]
+    trees = [str(folder) for folder in find_trees(pytestconfig.getoption("--upstream")).folders]
     path = [str(ROOT), *trees]
     check(*run_verl(python, a3(), "line=a3,platform=cpu", path, f"{ray_folder}/a", tmp_path), a3())

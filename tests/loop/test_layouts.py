@@ -6,7 +6,7 @@ test_emulated_npu.py tests the layouts of line a3.
 import re
 
 import pytest
-from loop_runs import ACTOR, REF, TP2EP2, VERIFY, assert_weights_arrive, hook, metrics_of, resume
+from loop_runs import ACTOR, REF, TP2EP2, VERIFY, assert_weights_arrive, hook, read_metrics, resume_overrides
 from safetensors.torch import load_file
 
 from verl_patches.layout.parallel import parse_layout
@@ -50,7 +50,7 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     options = VERIFY, "recipe.expert_load=true", "algo=pass_k", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
     run = smoke("--dtype", "bf16", "--steps", "2", *options)
     assert_weights_arrive(run, 0.05)
-    for load in (step["expert_load"] for step in run.steps):  # of Megatron's own router
+    for load in (step["expert_load"] for step in run.steps):  # loads of Megatron's own router
         assert load["train"]["max_over_mean"] > 1 and load["rollout"] is None
     (own,) = re.findall(r"all ranks have read \S+ in \S+ s, this one (\d+) bytes", run.log)  # one load, not one a model
     assert 0.4 * stored < int(own) < stored  # two ranks: the experts once, the rest on each
@@ -68,8 +68,8 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
     short = make_tiny_model(tmp_path / "three", overrides={"num_hidden_layers": 3})
     run, expected = smoke(*options), smoke(*options, f"actor_rollout_ref.model.path={short}")
     assert_weights_arrive(run, verified=True, syncs=2)
-    assert metrics_of(run, "grad_norm", "reward") == metrics_of(expected, "grad_norm", "reward")
-    assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # of all 4
+    assert read_metrics(run, "grad_norm", "reward") == read_metrics(expected, "grad_norm", "reward")
+    assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # with all 4 layers
 
 
 @pytest.mark.upstream
@@ -93,9 +93,9 @@ def test_memory_as_in_production_changes_no_update(a3):
     assert_weights_arrive(plain, 0.05)
     assert_weights_arrive(saving, 0.05)
     assert "swap_optimizer=True" in saving.log and "recompute_granularity='full'" in saving.log  # Megatron's arguments
-    assert metrics_of(saving, "grad_norm") == metrics_of(plain, "grad_norm")
-    resumed = a3(*production, *resume(saving, 1))
-    assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(saving, "grad_norm", "reward")[1:]
+    assert read_metrics(saving, "grad_norm") == read_metrics(plain, "grad_norm")
+    resumed = a3(*production, *resume_overrides(saving, 1))
+    assert read_metrics(resumed, "grad_norm", "reward") == read_metrics(saving, "grad_norm", "reward")[1:]
 
 
 def test_a_run_starts_from_megatrons_checkpoint_of_another_layout(smoke, tiny_model, tmp_path):

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from loop_runs import OFFLOAD, ROOT, hook, metrics_of
+from loop_runs import OFFLOAD, ROOT, hook, read_metrics
 
 from tests.memory.test_schedule import step_moves
 from verl_patches.layout.inventory import build_inventory, read_model_shape
@@ -85,7 +85,7 @@ def assert_profiled(run):
 
 def assert_same_updates(run, expected):
     assert run.summary["exit"] == "ok" and all(s["memory"]["violations"]["count"] == 0 for s in run.steps)
-    assert metrics_of(run, "grad_norm") == metrics_of(expected, "grad_norm")[:2]
+    assert read_metrics(run, "grad_norm") == read_metrics(expected, "grad_norm")[:2]
 
 
 def assert_one_copy_and_no_new_host_memory(run):

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from loop_runs import metrics_of, resume
+from loop_runs import read_metrics, resume_overrides
 from omegaconf import OmegaConf
 from pyarrow import parquet
 from torch.nn.functional import logsigmoid
 
-from verl_patches.weights.manifest import CRITIC, rank_files, read_manifest
+from verl_patches.weights.manifest import CRITIC, rank_file_names, read_manifest
 
 pytestmark = pytest.mark.slow
 IN_ORDER = "data.shuffle=false"
@@ -108,6 +108,8 @@ def test_a_reward_model_goes_on_from_its_checkpoint(smoke):
     whole = smoke(*RM)
     saved = whole.folder / "checkpoints" / "global_step_1"
     names, of_critic = ({file.name for file in read_manifest(folder).files} for folder in (saved, saved / CRITIC))
-    assert not {*rank_files(2)} & names and {*rank_files(2), "tokenizer.json"} <= of_critic  # a model's folder
-    resumed = smoke(*RM, *resume(whole, 1))
-    assert metrics_of(resumed, "objective", "critic") == metrics_of(whole, "objective", "critic")[1:]
+    assert (
+        not {*rank_file_names(2)} & names and {*rank_file_names(2), "tokenizer.json"} <= of_critic
+    )  # a model's folder
+    resumed = smoke(*RM, *resume_overrides(whole, 1))
+    assert read_metrics(resumed, "objective", "critic") == read_metrics(whole, "objective", "critic")[1:]

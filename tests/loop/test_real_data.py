@@ -9,7 +9,7 @@ from loop_runs import ROOT
 from pyarrow import parquet
 
 from tests.scripts.test_commands import block_commands
-from verl_patches.tools.data.build import build
+from verl_patches.tools.data.build import build_data
 from verl_patches.tools.data.settings import read_settings
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ ROW = {
 }
 
 
-def commands_of(name):
+def page_commands(name):
     """Return the words of the page's `data build` and of its smoke run for a data set."""
     page = (ROOT / "docs" / "data.md").read_text()
     commands = [
@@ -57,14 +57,14 @@ def commands_of(name):
 @pytest.mark.parametrize("name", ROW)
 def test_published_rows_build_and_train(smoke, tmp_path_factory, name):
     folder, rows = tmp_path_factory.mktemp(name), [ROW[name](n) for n in range(ROWS)]
-    made, run = commands_of(name)
+    made, run = page_commands(name)
     (file,) = [word.partition("/")[2] for word in made if word.startswith("input=")]
     if file.endswith(".jsonl"):
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         parquet.write_table(pa.Table.from_pylist(rows), folder / file)
     config, *overrides, _, output = [word.replace("mine/", f"{folder}/") for word in made]
-    assert build(read_settings(ROOT / config, overrides, folder / "out"), overwrite=False)[0] == 0
+    assert build_data(read_settings(ROOT / config, overrides, folder / "out"), overwrite=False)[0] == 0
     place, words = run.index("--run"), [word.replace(output, str(folder / "out")) for word in run]
     done = smoke(*words[:place], *words[place + 2 :])
     assert done.summary["exit"] == "ok" and len(done.steps) == 2

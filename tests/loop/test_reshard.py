@@ -1,7 +1,7 @@
 """Test the resharder in the real loop: its bytes, its verification, and that verl's own path still works."""
 
 import pytest
-from loop_runs import BUCKET_BYTES, TP2EP2, hook, metrics_of
+from loop_runs import BUCKET_BYTES, TP2EP2, hook, read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_verls_own_path_gives_the_same_steps(smoke):
     """Compare on line pypi; test_emulated_npu.py compares on line a3."""
     verls, ours = smoke("recipe.patches=[-reshard.*]"), smoke()
     assert all(s["sync"] is None for s in verls.steps)
-    assert metrics_of(verls, "grad_norm", "logprob_delta") == metrics_of(ours, "grad_norm", "logprob_delta")
+    assert read_metrics(verls, "grad_norm", "logprob_delta") == read_metrics(ours, "grad_norm", "logprob_delta")
 
 
 def test_small_buckets_many_ranks_and_everything_offloaded(smoke):

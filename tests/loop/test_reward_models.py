@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
 from verl_patches.reshard.region import Region
 from verl_patches.weights.reader import WeightReader
-from verl_patches.weights.run_folders import value_model_in
+from verl_patches.weights.run_folders import value_model_folder
 from verl_patches.weights.source import open_source
 
 pytestmark = pytest.mark.slow
@@ -24,13 +24,13 @@ def value_model(folder):
     """Return transformers' model without head, and the head's weight [1, H] and bias [1], of a folder of any kind."""
     from transformers import AutoConfig, AutoModel
 
-    source = open_source(value_model_in(folder))
+    source = open_source(value_model_folder(folder))
     tensors = {name: torch.empty(tensor.shape) for name, tensor in source.tensors.items()}
     with WeightReader(source) as reader:
         for name, tensor in tensors.items():
             reader.copy(Region(name, 0, 0, tensor.shape[0]), tensor)
     head = tensors.pop(SCORE), tensors.pop(SCORE_BIAS, torch.zeros(1))
-    config = AutoConfig.from_pretrained(value_model_in(folder), attn_implementation="eager")
+    config = AutoConfig.from_pretrained(value_model_folder(folder), attn_implementation="eager")
     model = AutoModel.from_config(config, torch_dtype=torch.float32)
     missing, unknown = model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items()}, strict=False)
     assert not missing and not unknown

@@ -13,7 +13,15 @@ import time
 import psutil
 import pytest
 import torch
-from loop_runs import ROOT, STREAMS, assert_nobody_else_can_reach, assert_weights_arrive, exposed, look, smoke_command
+from loop_runs import (
+    ROOT,
+    STREAMS,
+    add_listeners,
+    assert_nobody_else_can_reach,
+    assert_weights_arrive,
+    exposed_listeners,
+    smoke_command,
+)
 from pyarrow import parquet
 from safetensors.torch import load_file
 
@@ -26,7 +34,7 @@ from verl_patches.cli.live import live_facts
 from verl_patches.errors import interruption_text
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.report import figures
-from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
@@ -90,7 +98,7 @@ def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
         first, second = (responses["prompts"][at::2] for at in (0, 1))
         assert torch.equal(first, second) and torch.equal(found["uid"][::2], found["uid"][1::2])
         assert len(found["uid"].unique(dim=0)) == len(first)
-    report = from_rollouts(run.folder, tmp_path / "best", Choice())
+    report = write_rollout_data(run.folder, tmp_path / "best", Choice())
     rows = parquet.read_table(tmp_path / "best" / "train.parquet").to_pylist()
     assert report["steps"] == 3 and report["responses"] == 24 and 0 < len(rows) == report["rows"] <= 12
     assert {row["data_source"] for row in rows} and all(row["reward_model"]["ground_truth"] for row in rows)
@@ -144,7 +152,7 @@ def processes_after(text, folder, launcher):
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
-def reason_of(folder, processes):
+def recorded_reason(folder, processes):
     """Return the reason of the run's end; all its processes must have ended too."""
     _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive, alive
@@ -159,7 +167,7 @@ def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
         raylet.kill()
         output, _ = launcher.communicate(timeout=HANG_S)
     assert launcher.returncode == 1
-    for text in (reason_of(tmp_path, processes), output):
+    for text in (recorded_reason(tmp_path, processes), output):
         assert "LostNodeError: node " in text and "with rank 0, rank 1 is lost" in text, text
         assert f"its raylet (pid {raylet.pid}) was killed by SIGKILL" in text, text
     record = json.loads((tmp_path / "r" / "latest" / "watch.json").read_text())
@@ -180,11 +188,11 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         try:
             port, found = int(process.stdout.readline()), {}
-            look(psutil.Process(process.pid), found, {})
+            add_listeners(psutil.Process(process.pid), found, {})
         finally:
             process.kill()
-    assert list(exposed(found)) == [f"0.0.0.0 {port}"]
-    assert exposed({"127.0.0.1 1": "a", "::1 2": "a", "::ffff:127.0.0.1 3": "a"}) == {}
+    assert list(exposed_listeners(found)) == [f"0.0.0.0 {port}"]
+    assert exposed_listeners({"127.0.0.1 1": "a", "::1 2": "a", "::ffff:127.0.0.1 3": "a"}) == {}
 
 
 def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
@@ -196,7 +204,7 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
             os.killpg(launcher.pid, signal.SIGINT)
             output, _ = launcher.communicate(timeout=HANG_S)
         assert launcher.returncode == 130 and bystander.poll() is None
-        assert reason_of(tmp_path, processes) == interruption_text(signal.SIGINT)
+        assert recorded_reason(tmp_path, processes) == interruption_text(signal.SIGINT)
         assert f"the run was {interruption_text(signal.SIGINT)}" in output and "failed" not in output
         assert live_facts((tmp_path / "r" / "latest").resolve())["state"] == "interrupted"
     finally:

@@ -4,14 +4,14 @@ import json
 import re
 
 import pytest
-from loop_runs import ARRIVAL, PPO, hook, metrics_of
+from loop_runs import ARRIVAL_ORDER, PPO, hook, read_metrics
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
 from verl_patches.step.batches.limits import trainer_bytes
 
 pytestmark = pytest.mark.slow
-ON = "recipe.tensor_cache.enabled=true"
+CACHE_ON = "recipe.tensor_cache.enabled=true"
 # with the default seed and in arrival order, a token of step 2 has two experts whose scores are 5e-8 apart: vLLM takes
 # the other one, and log-probs differ there
 SEED = "actor_rollout_ref.rollout.seed=1"
@@ -28,7 +28,7 @@ def budget(tokens):
 
 
 def assert_same_steps(cached, plain):
-    assert metrics_of(cached, "grad_norm", "reward") == metrics_of(plain, "grad_norm", "reward")
+    assert read_metrics(cached, "grad_norm", "reward") == read_metrics(plain, "grad_norm", "reward")
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["logprob_delta"]["mean"] == pytest.approx(other["logprob_delta"]["mean"], rel=1e-6)
         assert step["tensor_cache"]["received_bytes"] > 0 and "tensor_cache" not in other
@@ -86,7 +86,7 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
         f"{VAL}.do_sample=true",
     ]
     more += [f"{VAL}.temperature=1.0"]
-    plain, cached = (smoke("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
+    plain, cached = (smoke("--steps", "2", ARRIVAL_ORDER, SEED, *more, *on) for on in ([], [CACHE_ON]))
     assert_same_steps(cached, plain)
     assert cached.steps[0]["grad_norm"] is None and cached.steps[1]["grad_norm"] > 0
     for run in (cached, plain):  # later mini batches have other weights than the pass whose experts they select
@@ -104,7 +104,7 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
 
     Responses are equally long, and each micro batch has two of a replica's four samples, as without.
     """
-    cached, plain = smoke(ON, DYNAMIC, budget(272), hook("print_bytes")), smoke()
+    cached, plain = smoke(CACHE_ON, DYNAMIC, budget(272), hook("print_bytes")), smoke()
     assert_bytes_are_modelled(cached)
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm_tolerance(step["step"], 1e-4))
@@ -115,7 +115,7 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
 
 def test_ppo_has_the_same_steps_but_for_rounding(smoke):
     """Compare balanced batches, in which ranks have other samples, the critic's too."""
-    cached, plain = smoke(*PPO, ON), smoke(*PPO)
+    cached, plain = smoke(*PPO, CACHE_ON), smoke(*PPO)
     assert cached.steps[0]["reward"] == plain.steps[0]["reward"]  # of step 2 the weights differ by rounding
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["tensor_cache"]["received_bytes"] > 0
@@ -127,7 +127,7 @@ def test_ppo_has_the_same_steps_but_for_rounding(smoke):
 def test_line_a3(a3):
     """Run ReMax, with greedy responses and a second weight sync in each step; the validation's is the third."""
     more = ["algo=remax", "trainer.test_freq=1", "trainer.val_before_train=true", f"{REPLAY}R2"]
-    plain, cached = (a3("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
+    plain, cached = (a3("--steps", "2", ARRIVAL_ORDER, SEED, *more, *on) for on in ([], [CACHE_ON]))
     assert_same_steps(cached, plain)
     for run in (cached, plain):
         assert_validated(run)

@@ -21,7 +21,7 @@ class Cut(BaseException):
 
 
 def half(self, line):
-    if self.done == 2:
+    if self.count == 2:
         self._file.write(json.dumps(line)[:20].encode())
         raise Cut
     add(self, line)

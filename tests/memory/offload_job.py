@@ -39,7 +39,7 @@ from verl_patches.patching.row import make_subclass
 from verl_patches.weights.checkpoint_files import Place, StoredTensor, optimizer_shards
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import Trained
+from verl_patches.worker.memory import TrainedModel
 
 
 def failures(names):
@@ -187,7 +187,7 @@ def make_worker(chunks, optimizer, offload=True):
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     context().schedule, context().unmoved_groups = None, frozenset()
     worker = make_subclass(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
-    worker.trained = Trained(chunks, optimizer, None)
+    worker.trained = TrainedModel(chunks, optimizer, None)
     worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
     return worker
 
@@ -195,7 +195,7 @@ def make_worker(chunks, optimizer, offload=True):
 @contextlib.contextmanager
 def started(worker):
     """Start the scheduler of this process, which moves the memory of `worker`."""
-    worker.memory.start(worker, worker.trained)
+    worker.memory.register_worker(worker, worker.trained)
     try:
         yield context().scheduler
     finally:
@@ -221,7 +221,7 @@ def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
     worker.save, worker.load = save, double
     assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
     take_move_names()
-    worker.memory.built(chunks, optimizer)
+    worker.memory.offload_model(chunks, optimizer)
     assert take_move_names() == ["free grads"] * 2 + offloads
     with started(worker) as scheduler:
         worker.save_checkpoint("here")
@@ -274,7 +274,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
     chunks, optimizer = trained(BF16)
     worker = make_worker(chunks, optimizer)
     checkpoint = WorkerCheckpoint(worker)
-    worker.memory.built(chunks, optimizer)
+    worker.memory.offload_model(chunks, optimizer)
     with started(worker) as scheduler:
         for number in range(2):
             scheduler.begin("update")
@@ -285,7 +285,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
         storages, copied = checkpoint._copy_to_host()
         places = [(t, Place(tuple(t.shape), t.stride(), 0)) for t in checkpointed(chunks, optimizer)]
         pieces = [StoredTensor(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
-        contents = checkpoint._contents(pieces, storages)
+        contents = checkpoint._piece_contents(pieces, storages)
 
         def as_before():
             return all_equal([next(contents(piece)) for piece in pieces], before)
@@ -325,7 +325,7 @@ def every_group_of_a_worker_is_watched():
     unmoved_groups = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
     with mock.patch.object(context(), "ledger", Ledger(SCHEDULE, unmoved_groups, "strict")):
         ledger = context().ledger
-        worker.memory._watch(worker, worker.trained, ledger)
+        worker.memory._register_groups(worker, worker.trained, ledger)
         ledger.enter("reshard")
         ledger.enter("update")
         step(chunks, optimizer, 0)

@@ -6,7 +6,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from verl_patches.emulation.cpu.torch_on_cpu import type_on_cuda
+from verl_patches.emulation.cpu.torch_on_cpu import cuda_type_name
 from verl_patches.memory import counters
 from verl_patches.memory.measure import optimizer_tensors
 from verl_patches.memory.offload import Grads, Optimizer, Params
@@ -14,7 +14,7 @@ from verl_patches.memory.offload import Grads, Optimizer, Params
 FP32, BF16 = torch.float32, torch.bfloat16
 if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a3 without MindSpeed: apex's stand-in
     megatron.core.optimizer.Adam = megatron.core.optimizer.distrib_optimizer.Adam = torch.optim.AdamW
-    torch.Tensor.type = type_on_cuda(torch.Tensor.type)
+    torch.Tensor.type = cuda_type_name(torch.Tensor.type)
 
 
 class Counted(torch.overrides.TorchFunctionMode):

@@ -22,7 +22,7 @@ from verl_patches.patching import engine as patches
 from verl_patches.patching.row import make_subclass
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
-from verl_patches.worker.memory import WorkerMemory, checked_device
+from verl_patches.worker.memory import WorkerMemory, free_memory_device
 from verl_patches.worker.rollout_engine import RolloutEngine, weights_move
 
 
@@ -177,7 +177,7 @@ def build(monkeypatch):
         return make_subclass(LLM, RolloutEngine)(**arguments)
 
     monkeypatch.setattr(contexts, "_context", WorkerContext())
-    monkeypatch.setattr(checked_device, "value", None)
+    monkeypatch.setattr(free_memory_device, "value", None)
     monkeypatch.setattr(weights_move, "value", False)
     return make_engine
 
@@ -252,7 +252,7 @@ def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, le
     monkeypatch.setattr(patches.process_engine, "value", SimpleNamespace(wanted=("memory.ledger",)))
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.__getitem__)
     WorkerMemory(run.verl.actor_rollout_ref, replace(run, recipe=replace(run.recipe, platform=platform)))
-    assert checked_device.value is (npu if checked else None)
+    assert free_memory_device.value is (npu if checked else None)
 
 
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):

@@ -63,7 +63,7 @@ def _unequal_parameters(found, expected) -> list[str]:
 def load_state_dict_job(model: Path, folders: dict[str, Path]) -> dict[str, list[str]]:
     """Return {layout: parameters that differ after load_state_dict(strict=True) of this rank's file}, on line pypi."""
     from tests.model.megatron_model import start_parallel
-    from verl_patches.weights.megatron import ITERATION, rank_files
+    from verl_patches.weights.megatron import ITERATION_FOLDER, ranks_by_file
 
     found = {}
     for text, folder in folders.items():
@@ -74,8 +74,8 @@ def load_state_dict_job(model: Path, folders: dict[str, Path]) -> dict[str, list
         name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}" if layout.pp > 1 else ""
         name += f"_{mpu.get_expert_model_parallel_rank():03d}" if layout.ep > 1 else ""
-        (path,) = [path for path in rank_files(layout, "megatron-local") if path.startswith(f"{name}/")]
-        state = torch.load(folder / ITERATION / path, weights_only=True)
+        (path,) = [path for path in ranks_by_file(layout, "megatron-local") if path.startswith(f"{name}/")]
+        state = torch.load(folder / ITERATION_FOLDER / path, weights_only=True)
         assert (state["checkpoint_version"], state["iteration"]) == (3.0, 1)
         for number, chunk in enumerate(unwrap_model(chunks)):
             chunk.load_state_dict(state["model" if layout.vpp == 1 else f"model{number}"], strict=True)

@@ -140,8 +140,8 @@ def worker_job(folder: Path, config, args) -> dict:
     worker, tensors = start_worker(folder, config)
     log_probs, metrics = zip(*(run_update(worker, tensors) for _ in range(2)), strict=True)
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
-    calls = {"fused_linear_wgrad": len(linear), "unpadded_attention": unpadded}
-    calls["fused_expert_wgrad"] = len(grouped) + len(overlapped)
+    calls = {"gradient_accumulation_fusion": len(linear), "unpadded_attention": unpadded}
+    calls["gemm_gradient_accumulation_fusion"] = len(grouped) + len(overlapped)
     calls["recomputed"] = len(recomputed)
     loads = {side: load and load.take() for side, load in worker.expert_loads.items()}
     found = {"log_probs": log_probs, "metrics": metrics, "load": loads, "calls": calls, "ids": tensors["input_ids"]}
@@ -166,7 +166,7 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
         hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
         events.clear()
         found["metrics"].append(run_update(worker, tensors)[1])
-        found["skipped"].append(context().step_guards[-1].take())
+        found["skipped"].append(context().step_guards[-1].take_skips())
         found["weights"].append([param.detach().clone() for param in chunk.parameters()])
         found["biases"].append([bias.clone() for name, bias in chunk.named_buffers() if name.endswith("expert_bias")])
         if number == 1:

@@ -20,8 +20,8 @@ from verl_patches.run.compose import compose
 from verl_patches.spec import Trees, run_from_config
 
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
-_NOT_HERE = {"platform.torch_tensor_type"}
-_WORKER = {
+_LEFT_OUT_ROWS = {"platform.torch_tensor_type"}
+_WORKER_ROWS = {
     "update.recipe_by_default",
     "update.recipe_worker",
     "update.recipe_critic",
@@ -48,7 +48,7 @@ LAYOUTS = {
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
 }
 _CP2 = {"context_parallel_size": 2}
-PARTS = {  # context parallel, which takes packed sequences only
+CONTEXT_PARALLEL_LAYOUTS = {  # context parallel, which takes packed sequences only
     "cp2_ep2": (2, {"expert_model_parallel_size": 2, **_CP2}),
     "cp2_tp2_ep4": (4, {**LAYOUTS["tp2_ep2"][1], **_CP2}),
     "cp2_pp2": (4, {**LAYOUTS["pp2_uneven"][1], **_CP2}),
@@ -75,9 +75,9 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 
 def rows():
     """Return the patches of this line that a rank without verl's loop needs."""
-    shared = [row for row in (*catalog.PACKAGE_STUBS, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
+    shared = [row for row in (*catalog.PACKAGE_STUBS, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _LEFT_OUT_ROWS]
     shared += [
-        row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER
+        row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER_ROWS
     ]
     shared += catalog.LOG_PROB
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]

@@ -10,18 +10,18 @@ from omegaconf import DictConfig
 from verl import DataProto
 
 from tests.model.megatron_model import start_parallel
-from tests.model.parity import FROM, SAMPLES
+from tests.model.parity import RESPONSE_START, SAMPLES
 from tests.model.value_job import samples
 from tests.runs import composed, worker_section
 from verl_patches.spec import run_from_config
 from verl_patches.step.objectives import losses
 from verl_patches.step.objectives.advantages import METRIC_PREFIX, ROLE, FixedData
 from verl_patches.worker.context import context
-from verl_patches.worker.models import reference_weights
+from verl_patches.worker.models import copy_source
 
 # how far the reference's log-prob of a response is from the policy's
 SHIFTS = torch.linspace(0, 6, SAMPLES).square()
-MORE = ("algo=dpo", "actor_rollout_ref.actor.optim.lr=1e-12")  # moves no weight: each update is the first
+DPO_OVERRIDES = ("algo=dpo", "actor_rollout_ref.actor.optim.lr=1e-12")  # moves no weight: each update is the first
 
 
 def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, float]]:
@@ -34,7 +34,8 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
     worker = ActorRolloutRefWorker(section, "actor_rollout")
     worker.init_model()
     tensors = samples(folder)
-    mask, lengths = (part := tensors["attention_mask"][:, FROM:]), part.sum(1)
+    mask = tensors["attention_mask"][:, RESPONSE_START:]
+    lengths = mask.sum(1)
     assert len(mask) == SAMPLES
     log_probs = worker.compute_log_prob(DataProto.from_dict(dict(tensors))).batch["old_log_probs"]
     tensors |= {"response_mask": mask, "old_log_probs": log_probs, ROLE: torch.arange(SAMPLES) % 2}
@@ -43,7 +44,8 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
     for name in ("sft", "dpo"):
         worker.actor.config.use_kl_loss = name == "dpo"
         batch, settings = dict(tensors), replace(run_from_config(section).recipe.objective, name=name)
-        (fixed := FixedData(settings)).add_advantages(batch, uids)
+        fixed = FixedData(settings)
+        fixed.add_advantages(batch, uids)
         data = DataProto.from_dict(batch)
         data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
         (norm,) = worker.update_actor(data).meta_info["metrics"]["actor/grad_norm"]
@@ -57,9 +59,10 @@ def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
     found = {}
     for name, sizes in cases.items():
         more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
-        run = composed("deepseekv3_tiny_cpu", [*MORE, *more, f"actor_rollout_ref.model.path={folder / 'model'}"])
+        more += [*DPO_OVERRIDES, f"actor_rollout_ref.model.path={folder / 'model'}"]
+        run = composed("deepseekv3_tiny_cpu", more)
         start_parallel(run.train)
-        context().scheduler = context().ledger = reference_weights.value = None
+        context().scheduler = context().ledger = copy_source.value = None
         found[name] = first_steps(worker_section(run), folder)
     return found
 

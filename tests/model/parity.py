@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# For the tests of critics: samples, first column of their responses, and the token whose logits a head computes.
-SAMPLES, FROM, WORD = 8, 60, 7
+# for tests of critics: number of samples, first column of their responses, token whose logits the head computes
+SAMPLES, RESPONSE_START, WORD = 8, 60, 7
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

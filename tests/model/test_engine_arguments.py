@@ -101,7 +101,7 @@ def test_256_dies(name):
         (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
          "on the host already"),
         (["recipe.train.swap_optimizer=true"], "does not support fp32 weights"),
-        (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
+        (["recipe.train.ddp_bucket_size=9"], "all gradients are one bucket"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
         ([*FULL, f"{LAYERS_KEY}=auto"], "is auto: the memory plan must replace it"),
         (FULL, "must be a number of layers, one for each stage, or auto"),
@@ -115,11 +115,11 @@ def test_what_cannot_be_done_is_refused_with_its_reason(overrides, message):
 
 
 @pytest.mark.parametrize(("overrides", "added", "removed"), [
-    (["recipe.train.fused_expert_wgrad=true"], ["--gemm-gradient-accumulation-fusion"], []),
+    (["recipe.train.gemm_gradient_accumulation_fusion=true"], ["--gemm-gradient-accumulation-fusion"], []),
     (["recipe.train.unpadded_attention=true"], ["--mla-fa-without-pad"], []),
-    (["recipe.train.fused_linear_wgrad=true"], [], ["--no-gradient-accumulation-fusion"]),
+    (["recipe.train.gradient_accumulation_fusion=true"], [], ["--no-gradient-accumulation-fusion"]),
     (["recipe.dtype=bf16"], ["--router-gating-in-fp32"], []),
-    (["recipe.train.collective_timeout_minutes=90"], ["--distributed-timeout-minutes 90"], []),
+    (["recipe.train.distributed_timeout_minutes=90"], ["--distributed-timeout-minutes 90"], []),
     (CP, ["--context-parallel-size 2", "--context-parallel-algo ulysses_cp_algo"], ["--variable-seq-lengths"]),
     ([f"{OPTIM}warmup_style=cosine", f"{OPTIM}lr_warmup_steps_ratio=0.1", f"{OPTIM}min_lr_ratio=0.5",
       f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"],

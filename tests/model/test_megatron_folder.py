@@ -6,7 +6,7 @@ import torch
 from tests.model.mindspeed_start import LAYOUTS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights.convert import convert
-from verl_patches.weights.megatron import ITERATION
+from verl_patches.weights.megatron import ITERATION_FOLDER
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
@@ -32,7 +32,7 @@ def test_megatrons_load_checkpoint_reads_it(case, run_a3, reference, tmp_path):
     ranks = run_a3("megatron_folder_job:load_checkpoint_job", layout, folder)
     assert ranks == [[]] * layout[0]
     if case == "ep2":
-        path = folder / ITERATION / "mp_rank_00_001" / "model_optim_rng.pt"
+        path = folder / ITERATION_FOLDER / "mp_rank_00_001" / "model_optim_rng.pt"
         state = torch.load(path, weights_only=True)
         state["model"]["decoder.layers.1.mlp.experts.weight2"][0, 0] += 1
         torch.save(state, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.mindspeed_start import LAYOUTS, PARTS
+from tests.model.mindspeed_start import CONTEXT_PARALLEL_LAYOUTS, LAYOUTS
 from tests.near_ties import assert_all_but_few_below, norm_tolerance
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -87,9 +87,9 @@ def test_packed_sequences_of_a_micro_batch_do_not_see_each_other(run_batches, pl
     assert (found["log_probs"][0] - plain["log_probs"][0])[plain["mask"]].abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("layout", PARTS)
+@pytest.mark.parametrize("layout", CONTEXT_PARALLEL_LAYOUTS)
 def test_context_parallel_ranks_give_the_same_updates(run_batches, plain, layout):
-    found = run_batches(PARTS[layout], DYNAMIC if layout == "cp2_tp2_ep4" else [])
+    found = run_batches(CONTEXT_PARALLEL_LAYOUTS[layout], DYNAMIC if layout == "cp2_tp2_ep4" else [])
     for rank in found:
         assert_same(rank, plain, whole=False)
     parts = [sum(token_counts(rank["shapes"][0])) for rank in found]

@@ -10,7 +10,7 @@ from tests.model.mindspeed_start import LAYOUTS
 from tests.near_ties import assert_all_but_few_below, norm_tolerance
 from tests.runs import composed
 
-LOAD, JOBS = ["recipe.expert_load=true"], "mindspeed_job"
+EXPERT_LOAD, JOBS = ["recipe.expert_load=true"], "mindspeed_job"
 WORKER = f"{JOBS}:worker_job"
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
@@ -117,10 +117,14 @@ ALL_LAYERS = [f"{RECOMPUTED}granularity=full", f"{RECOMPUTED}method=block", f"{R
 ALL_LAYERS.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
 
 
-PRODUCTION = ("alltoall_overlap", "fused_expert_wgrad", "swap_optimizer")  # of both 256-die configurations
-BOTH = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
-WGRAD = ("fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention")
-EVERYTHING = {**BOTH, "grad_overlap": True, "grad_bucket_parameters": 4000}
+PRODUCTION = (
+    "moe_alltoall_overlap_comm",
+    "gemm_gradient_accumulation_fusion",
+    "swap_optimizer",
+)  # of both 256-die configurations
+FP32_PRODUCTION = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
+WGRAD = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "unpadded_attention")
+EVERYTHING = {**FP32_PRODUCTION, "overlap_grad_reduce": True, "ddp_bucket_size": 4000}
 
 
 def recomputed(layers):
@@ -128,21 +132,21 @@ def recomputed(layers):
 
 
 # layout, keys of recipe.train, overrides, function that must have been called
-SAME = [
+SAME_UPDATE_CASES = [
     ("tp1", {}, ALL_LAYERS, None),
     *(("tp1", {f"fused_{kernel}": False}, [], None) for kernel in ("rmsnorm", "swiglu", "rope", "permute")),
     *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
-    ("tp2_extends_ep", {"alltoall_overlap": True}, [], None),
-    *(("tp2_extends_ep", BOTH, recomputed(n), "fused_expert_wgrad") for n in (0, 4)),
+    ("tp2_extends_ep", {"moe_alltoall_overlap_comm": True}, [], None),
+    *(("tp2_extends_ep", FP32_PRODUCTION, recomputed(n), "gemm_gradient_accumulation_fusion") for n in (0, 4)),
     # everything on, and each off alone
-    ("tp2_ep2", EVERYTHING, recomputed(2), "fused_expert_wgrad"),
-    ("tp2_ep2", EVERYTHING, [], "fused_expert_wgrad"),
-    *(("tp2_ep2", EVERYTHING | {key: False}, recomputed(2), None) for key in BOTH),
-    ("tp2_ep2", BOTH, recomputed(2), None),
+    ("tp2_ep2", EVERYTHING, recomputed(2), "gemm_gradient_accumulation_fusion"),
+    ("tp2_ep2", EVERYTHING, [], "gemm_gradient_accumulation_fusion"),
+    *(("tp2_ep2", EVERYTHING | {key: False}, recomputed(2), None) for key in FP32_PRODUCTION),
+    ("tp2_ep2", FP32_PRODUCTION, recomputed(2), None),
 ]
 
 
-@pytest.mark.parametrize(("layout", "train", "more", "called"), SAME)
+@pytest.mark.parametrize(("layout", "train", "more", "called"), SAME_UPDATE_CASES)
 def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, more, called):
     """Check recomputed layers, each fused kernel off, each fused gradient on, overlapped exchanges, and production."""
     for found in run_a3(WORKER, LAYOUTS[layout], train=train, more=more):
@@ -174,11 +178,15 @@ def test_swapped_optimizer_gives_the_same_update(run_a3):
         assert [*map(_grad_norms, on)] == [*map(_grad_norms, off)]
     for found, alone in zip(all_three, swapped, strict=True):
         assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-3)
-        assert found["calls"]["fused_expert_wgrad"] > 0 == alone["calls"]["fused_expert_wgrad"]
+        assert (
+            found["calls"]["gemm_gradient_accumulation_fusion"]
+            > 0
+            == alone["calls"]["gemm_gradient_accumulation_fusion"]
+        )
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):
-    (found,) = run_a3(WORKER, train={"balanced_routing": True}, more=LOAD)
+    (found,) = run_a3(WORKER, train={"balanced_routing": True}, more=EXPERT_LOAD)
     assert abs(_grad_norms(found)[0] - _grad_norms(one_rank)[0]) > 0.1
     even = dict.fromkeys(("max_over_mean", "mean_over_layers", "ranks_over_mean"), 1.0)
     assert found["load"]["train"] == {**even, "layers": 3}
@@ -188,7 +196,7 @@ def test_balanced_routing_is_not_the_models(run_a3, one_rank):
 @pytest.mark.parametrize("layout", ["pp2_uneven", "tp2_extends_ep"])
 def test_the_models_own_routing_is_uneven_and_every_rank_says_so(run_a3, layout):
     """Check the loads of all ranks; a stage with dense layers alone has none."""
-    first, *others = [found["load"]["train"] for found in run_a3(WORKER, LAYOUTS[layout], more=LOAD)]
+    first, *others = [found["load"]["train"] for found in run_a3(WORKER, LAYOUTS[layout], more=EXPERT_LOAD)]
     assert first["layers"] == 3 and first["max_over_mean"] >= first["mean_over_layers"] > 1.1 and others == [first]
     ranks = first["ranks_over_mean"]  # loads of the experts on a rank average out
     assert ranks == 1 if layout == "pp2_uneven" else 1 < ranks < first["mean_over_layers"], first

@@ -9,16 +9,16 @@ import pytest
 from tests.model.mindspeed_start import LAYOUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
-KEYS = {"router_bias_update_rate": 0.01, "adam_beta2": 0.95}
-MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"  # prompts: two mini batches an update
-OVERLAPS = {"grad_overlap": True, "grad_bucket_parameters": 4000}
+KEYS = {"moe_router_bias_update_rate": 0.01, "adam_beta2": 0.95}
+MINI_BATCHES = "actor_rollout_ref.actor.ppo_mini_batch_size=2"  # prompts: two mini batches an update
+OVERLAPS = {"overlap_grad_reduce": True, "ddp_bucket_size": 4000}
 
 
 @pytest.fixture(scope="session")
 def updates(run_a3):
     """Return updates(layout, train keys, job, arguments) -> findings of mindspeed_job.py's job, by rank."""
     return lambda layout, train=(), job="update_job", arguments=(None,): run_a3(
-        f"mindspeed_job:{job}", layout, *arguments, train=dict(train), more=[MINI]
+        f"mindspeed_job:{job}", layout, *arguments, train=dict(train), more=[MINI_BATCHES]
     )
 
 
@@ -34,7 +34,7 @@ def overlapped(updates):
     return updates(LAYOUTS["ep2"], {**KEYS, **OVERLAPS}, arguments=(1,))
 
 
-def near(found, expected, rel) -> bool:
+def norms_are_near(found, expected, rel) -> bool:
     """Return whether values of an update's mini batches are equal within `rel` of the largest of them.
 
     A later mini batch has a gradient norm of 1/500 here, and Adam's first step makes whole steps of gradients that are
@@ -44,7 +44,7 @@ def near(found, expected, rel) -> bool:
     return len(found) == len(expected) and all(abs(a - b) <= bound for a, b in zip(found, expected, strict=True))
 
 
-def same(one, other) -> bool:
+def tensors_are_equal(one, other) -> bool:
     return all(a.equal(b) for a, b in zip(one, other, strict=True))
 
 
@@ -57,10 +57,10 @@ def after_first_sync(events):
 def test_overlapped_exchanges_give_the_same_updates(plain, overlapped):
     for there, here in zip(plain, overlapped, strict=True):
         for a, b in zip(there["metrics"][:2], here["metrics"][:2], strict=True):
-            assert near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-6)
+            assert norms_are_near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-6)
         for a, b in zip(there["weights"], here["weights"], strict=True):
             assert all((x - y).abs().max() < 1e-6 for x, y in zip(a, b, strict=True))
-        assert not same(there["weights"][0], there["weights"][1])  # an update changes weights
+        assert not tensors_are_equal(there["weights"][0], there["weights"][1])  # an update changes weights
     assert overlapped[0]["weights"][1][0].equal(overlapped[1]["weights"][1][0])  # the embedding: both ranks have it
 
 
@@ -74,8 +74,9 @@ def test_reductions_start_before_backward_ends(plain, overlapped):
 def test_a_step_with_nan_gradients_is_skipped_everywhere_and_its_place_is_named(plain, overlapped):
     for ranks in (plain, overlapped):
         for number, rank in enumerate(ranks):
-            assert same(rank["weights"][1], rank["weights"][2]) and same(rank["biases"][1], rank["biases"][2])
-            assert not same(rank["weights"][2], rank["weights"][3])
+            assert tensors_are_equal(rank["weights"][1], rank["weights"][2])
+            assert tensors_are_equal(rank["biases"][1], rank["biases"][2])
+            assert not tensors_are_equal(rank["weights"][2], rank["weights"][3])
             assert not any(weight.isnan().any() for weight in rank["weights"][3])
             assert [taken["skipped"] for taken in rank["skipped"]] == [0, 0, 2, 0]  # two mini batches
             fault = {"parameters": 1, "nearest": "decoder.layers.3.mlp.router.weight"} if number == 1 else None
@@ -94,18 +95,18 @@ def test_the_correction_bias_moves_by_its_rate_towards_experts_with_few_tokens(p
             sign = (call["all"].mean(-1, keepdim=True) - call["all"]).sign()
             assert (call["after"] - call["before"] - 0.01 * sign).abs().max() < 1e-6 and sign.abs().sum() > 0
     first, second = (plain[0]["biases"][number] for number in (0, 1))
-    assert not same(first, second) and same(second, plain[1]["biases"][1])
+    assert not tensors_are_equal(first, second) and tensors_are_equal(second, plain[1]["biases"][1])
 
 
 def test_overlapped_expert_exchange_counts_tokens_of_the_update_alone(updates, plain):
     """Check this because MindSpeed enables gradients in the pass for old log-probs, where the router would count."""
-    found = updates(LAYOUTS["ep2"], {**KEYS, "alltoall_overlap": True})
+    found = updates(LAYOUTS["ep2"], {**KEYS, "moe_alltoall_overlap_comm": True})
     for there, here in zip(plain, found, strict=True):
         for a, b in zip(there["metrics"][:2], here["metrics"], strict=True):
-            assert near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-6)
+            assert norms_are_near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-6)
         counted = [call["all"].sum() for call in here["tokens"]]
         assert counted == [call["all"].sum() for call in there["tokens"][: len(counted)]] and len(counted) == 4
-        assert all(same(a, b) for a, b in zip(there["biases"][:2], here["biases"], strict=True))
+        assert all(tensors_are_equal(a, b) for a, b in zip(there["biases"][:2], here["biases"], strict=True))
 
 
 def test_the_reference_has_a_micro_batch_of_its_own(updates):

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tests.model.mindspeed_start import LAYOUTS
-from tests.model.objective_job import MORE, SHIFTS
-from tests.model.parity import FROM, SAMPLES
+from tests.model.objective_job import DPO_OVERRIDES, SHIFTS
+from tests.model.parity import RESPONSE_START, SAMPLES
 from tests.model.test_value import SIZES
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def found(request, reference, run_ranks):
         ranks = run_ranks("tests.model.objective_job:layouts_job", reference["folder"], cases, **options)
         return {name: [rank[name] for rank in ranks] for name in A3}
     run = request.getfixturevalue("run_a3")
-    return {name: run("objective_job:a3_job", LAYOUTS[layout], more=MORE) for name, layout in A3.items()}
+    return {name: run("objective_job:a3_job", LAYOUTS[layout], more=DPO_OVERRIDES) for name, layout in A3.items()}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def peer(reference, tiny_model):
     ids, mask, _ = torch.load(reference["folder"] / "batch.pt")
 
     def first_step(objective, shifts=SHIFTS):
-        sums, counts = [], mask[:, FROM:].sum(1)
+        sums, counts = [], mask[:, RESPONSE_START:].sum(1)
         for row, real, count in zip(ids, mask, counts, strict=True):
             every = model(row[real][None], use_cache=False).logits[0, -count - 1 : -1].log_softmax(-1)
             sums.append(every.gather(-1, row[real][-count:, None]).sum())

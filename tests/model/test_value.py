@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.model.mindspeed_start import LAYOUTS
-from tests.model.parity import FROM, SAMPLES, WORD
+from tests.model.parity import RESPONSE_START, SAMPLES, WORD
 from tests.near_ties import load_reference_model, near_ties, norm_tolerance
 from tests.weights.cases import as_value_model
 from verl_patches.errors import ConfigError
@@ -72,7 +72,7 @@ def by_sample(ranks, key):
 
 def test_a_head_that_is_a_word_gives_the_logits_of_transformers(reference, found):
     rows = torch.arange(SAMPLES) % len(reference["mask"])
-    expected = reference["logits"][:, FROM - 1 : -1, WORD] * reference["mask"][:, FROM:]
+    expected = reference["logits"][:, RESPONSE_START - 1 : -1, WORD] * reference["mask"][:, RESPONSE_START:]
     for name in layouts(found):
         assert (by_sample(found[name], "as_word") - expected[rows]).abs().max() < 1e-4, name
 
@@ -111,7 +111,7 @@ def test_the_drawn_head_is_equal_on_all_ranks_and_stays_so(found):
 
 
 def test_a_zero_head_has_the_mean_square_of_the_returns_as_loss(reference, found):
-    tokens = reference["mask"][:, FROM:].sum(1)[torch.arange(SAMPLES) % len(reference["mask"])]
+    tokens = reference["mask"][:, RESPONSE_START:].sum(1)[torch.arange(SAMPLES) % len(reference["mask"])]
     squares = torch.linspace(-1, 1, SAMPLES).square()
     expected = ((squares * tokens).sum() / tokens.sum()).item()  # the mean over the mini batch, not over micro batches
     for name in layouts(found):
@@ -123,7 +123,7 @@ def test_another_layout_goes_on_from_the_checkpoint(found, folder):
     wrote, *others = layouts(found)  # the first layout to run has written it
     ids, mask, _ = torch.load(folder / "batch.pt")
     ties = near_ties(load_reference_model(found[wrote][0]["checkpoint"]), ids, mask)
-    predicted = ties.comparable[torch.arange(SAMPLES) % len(ids), FROM - 1 : -1]
+    predicted = ties.comparable[torch.arange(SAMPLES) % len(ids), RESPONSE_START - 1 : -1]
     for name in others:
         differs = (by_sample(found[name], "values") - by_sample(found[wrote], "values")).abs()
         assert differs[predicted].max() < 1e-4, name
@@ -147,7 +147,7 @@ def test_a_folder_of_a_value_model_gives_its_head_and_no_causal_lm(tiny_model, t
     assert torch.equal(found, score.float())
     draw_head(SCORE_BIAS, bias := torch.ones(1), folder)
     assert not bias.any()
-    with pytest.raises(ConfigError, match="has no lm_head.weight: it is of a value model"):
+    with pytest.raises(ConfigError, match="expected a causal LM with lm_head.weight, found a value model"):
         draw_head("lm_head.weight", found, folder)
 
 

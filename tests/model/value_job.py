@@ -14,18 +14,18 @@ from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
 from tests.model.megatron_model import build_model, start_parallel
-from tests.model.parity import FROM, SAMPLES
+from tests.model.parity import RESPONSE_START, SAMPLES
 from tests.runs import composed, worker_section
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_for_run
 from verl_patches.reshard.parameters import named_weights
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.spec import run_from_config
-from verl_patches.weights.manifest import Manifest, rank_files
-from verl_patches.weights.writer import complete_as
+from verl_patches.weights.manifest import Manifest, rank_file_names
+from verl_patches.weights.writer import complete_folder
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.models import load_model, reference_weights
+from verl_patches.worker.models import copy_source, load_model
 
 
 def start_critic(section: DictConfig):
@@ -36,7 +36,7 @@ def start_critic(section: DictConfig):
     here.schedule, here.unmoved_groups = schedule_for_run(
         run_from_config(section), section, unified_memory=True
     )  # as the actor's worker
-    here.scheduler = here.ledger = reference_weights.value = None
+    here.scheduler = here.ledger = copy_source.value = None
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
     names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")
     own = OmegaConf.to_container(section)
@@ -78,16 +78,16 @@ def append_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
     rows = torch.arange(len(places))
     longer["position_ids"][rows, places] = longer["position_ids"][rows, places - 1] + 1
     longer["attention_mask"][rows, places] = longer["input_ids"][rows, places] = 1
-    return longer, places - FROM
+    return longer, places - RESPONSE_START
 
 
 def samples(folder: Path) -> dict[str, torch.Tensor]:
     """Return this rank's share of SAMPLES samples, rows of `reference`; `returns` is one number a sample."""
     ids, mask, position_ids = torch.load(folder / "batch.pt")
     rows = torch.arange(SAMPLES) % len(ids)
-    returns = torch.linspace(-1, 1, SAMPLES)[:, None].expand(-1, ids.shape[1] - FROM)
+    returns = torch.linspace(-1, 1, SAMPLES)[:, None].expand(-1, ids.shape[1] - RESPONSE_START)
     tensors = {"input_ids": ids[rows], "attention_mask": mask[rows].long(), "position_ids": position_ids[rows]}
-    tensors |= {"responses": ids[rows][:, FROM:], "returns": returns, "sample": torch.arange(SAMPLES)}
+    tensors |= {"responses": ids[rows][:, RESPONSE_START:], "returns": returns, "sample": torch.arange(SAMPLES)}
     share = torch.arange(SAMPLES).chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
     return {name: tensor[share].contiguous() for name, tensor in tensors.items()}
 
@@ -104,7 +104,7 @@ def run_update(worker, tensors: dict) -> dict:
     data = DataProto.from_dict({**tensors, "values": values})
     data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
     metrics = worker.update_critic(data).meta_info["metrics"]
-    worker.step_guard.take()  # the report of the step
+    worker.step_guard.take_skips()  # the report of the step
     return metrics
 
 
@@ -177,7 +177,7 @@ def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:
     """Write a checkpoint of the critic as trainer/checkpoint.py lets workers write it."""
-    layout = str(worker.checkpoint.state().layout)
+    layout = str(worker.checkpoint.train_state().layout)
     checkpoint.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     worker.save_checkpoint(str(checkpoint))
@@ -185,8 +185,8 @@ def save(worker, checkpoint: Path, section: DictConfig) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.copy(Path(section.model.path, "config.json"), checkpoint)
-        model, files = read_model_shape(Path(section.model.path)), tuple(rank_files(dist.get_world_size()))
-        complete_as(checkpoint, Manifest(model, layout, "fp32", "x", files, facts={"step": 1}))
+        model, files = read_model_shape(Path(section.model.path)), tuple(rank_file_names(dist.get_world_size()))
+        complete_folder(checkpoint, Manifest(model, layout, "fp32", "x", files, facts={"step": 1}))
     dist.barrier()
 
 

@@ -39,7 +39,7 @@ def npu() -> dict[str, Any]:
 def schemas() -> dict[str, str | None]:
     """Return {"function.overload": schema in this torch_npu, or None} of all that the pinned version declares."""
     found: dict[str, str | None] = {}
-    for name, overloads in op_schemas.read().items():
+    for name, overloads in op_schemas.read_schemas().items():
         for overload in (schema.overload for schema in overloads):
             try:
                 found[f"{name}.{overload}"] = str(torch._C._get_schema(f"npu::{name}", overload)).removeprefix("npu::")

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}
 
 WORKER = """
-from verl_patches.trainer.worker_settings import prelude_then
-prelude_then(None)()
+from verl_patches.trainer.worker_settings import chain_setup_hooks
+chain_setup_hooks(None)()
 done("set-up hook")
 if ORDER == "as Ray":
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"
@@ -27,8 +27,8 @@ import torch
 found["devices"] = torch.npu.device_count()
 """
 EARLY = """
-from verl_patches.trainer.worker_settings import prelude_then
-prelude_then("torch_npu.npu.is_available")()
+from verl_patches.trainer.worker_settings import chain_setup_hooks
+chain_setup_hooks("torch_npu.npu.is_available")()
 """
 
 

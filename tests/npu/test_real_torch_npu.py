@@ -66,19 +66,19 @@ NEWER = {
 }
 
 
-def of_both(npu):
+def called_schemas(npu):
     """Yield ("function.overload", schema of 2.5.1.post1, schema of the running wheel or None) of called functions."""
     for name in CALLED:
-        for old in op_schemas.read()[name]:
+        for old in op_schemas.read_schemas()[name]:
             key = f"{name}.{old.overload}"
             text = npu["schemas"][key]
-            yield key, old, text and op_schemas.parse(text)
+            yield key, old, text and op_schemas.parse_schema(text)
 
 
 def test_functions_arguments_and_defaults_of_the_pin_are_still_there(npu):
     """Check that the pin accepts all that the fake device accepts, except NEWER."""
     newer, outputs = {}, set()
-    for key, old, new in of_both(npu):
+    for key, old, new in called_schemas(npu):
         assert new is not None, f"{key} is gone"
         arguments = new.signature.parameters
         here = dict(arguments)
@@ -109,7 +109,7 @@ def unfit(calls):
     """Return calls with arguments that 2.5.1.post1 does not have."""
     found = set()
     for name, positional, named in calls:
-        known = list(op_schemas.read()[name][0].kinds)
+        known = list(op_schemas.read_schemas()[name][0].kinds)
         found |= {f"{name} with {other}" for other in {*known[:positional], *named} - set(known)}
         found |= {f"{name} with too many arguments"} if positional > len(known) else set()
     return found

@@ -197,7 +197,7 @@ def test_a_body_that_was_never_reviewed_is_a_problem(tree):
     [(None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")],
 )
 def test_compiled_targets_are_identified_by_the_version(tree, pinned, state, text):
-    provider = "verl_patches.emulation.cpu.torch_on_cpu:on_cpu"
+    provider = "verl_patches.emulation.cpu.torch_on_cpu:factory_on_cpu"
     zeros = PatchSpec("up.zeros", "torch:zeros", "wrap", provider, "why", "exit")
     fp.write_reviewed("pypi", {"torch:zeros": fp.NO_SOURCE})
     versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}

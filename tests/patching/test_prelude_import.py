@@ -1,6 +1,6 @@
 """Test that the prelude imports only what it needs, as every process of a run pays for it."""
 
-# each costs milliseconds, or seconds; fingerprints (ast, hashlib, json) are looked at when a module comes in
+# imports that cost milliseconds or seconds; ast, hashlib and json are needed only when a target is imported
 HEAVY = """
     torch verl vllm megatron ray rich typer omegaconf hydra yaml pydantic numpy asyncio socket ssl subprocess logging
     difflib hashlib json tempfile email importlib.resources importlib.metadata

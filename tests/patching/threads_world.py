@@ -123,7 +123,7 @@ def crossed(folder, naive):
             main.hooked.set()
         if not naive:
             return install(self, row, nth, module)
-        with self._lock:  # the obvious design
+        with self._lock:  # the simple design, which deadlocks
             return install(self, row, nth, module)
 
     def late_apply():

@@ -35,7 +35,7 @@ class SavedTensors:
         def pack(tensor):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
-                self._seen[storage._cdata] = tensor  # held, so that no later storage has its address
+                self._seen[storage._cdata] = tensor  # kept alive, so that no later storage has its address
                 self.size_bytes[name] = self.size_bytes.get(name, 0) + storage.nbytes()
             return tensor
 
@@ -49,7 +49,9 @@ class _Opaque(torch.autograd.Function):
     def forward(ctx, call, saves, *tensors):
         out = call(*tensors)
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        outs = [value.contiguous() if torch.is_tensor(value) else value for value in outs]  # as a device writes them
+        outs = [
+            value.contiguous() if torch.is_tensor(value) else value for value in outs
+        ]  # a device writes contiguous outputs
         ctx.save_for_backward(*saves(tensors, outs))
         return tuple(outs) if len(outs) > 1 else outs[0]
 
@@ -70,7 +72,7 @@ def in_bnsd(function):
 
     def call(query, key, value, heads, layout, **options):
         mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-        options |= {"atten_mask": mask, "sparse_mode": 3}  # the reference's, and the same attention
+        options |= {"atten_mask": mask, "sparse_mode": 3}  # the reference's mask; attention is the same
         flat = [tensor.permute(2, 0, 1, 3).flatten(2) for tensor in (query, key, value)]
         out, *statistics = function(*flat, heads, "SBH", **options)
         return out.unflatten(2, (heads, -1)).permute(1, 2, 0, 3), *statistics

@@ -18,7 +18,7 @@ from verl_patches.plan.activations import Passes, forward_bytes, layer_terms, lo
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = read_model_shape(MODELS / "deepseekv3_671b.json")
 TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
-# every size another one, so that no term hides in another; layers 0 and 1 are dense, 2 and 3 have experts
+# all sizes differ, so that no term is mistaken for another; layers 0 and 1 are dense, 2 and 3 have experts
 SIZES = {
     "hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 56, "n_shared_experts": 2,
     "q_lora_rank": 96, "kv_lora_rank": 48, "qk_nope_head_dim": 40, "qk_rope_head_dim": 16, "v_head_dim": 24,
@@ -30,9 +30,9 @@ MEASURED = {
     "tp1_unpadded": (1, {"train": {"unpadded_attention": True}}),
     "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
 }
-MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"alltoall_overlap": True}})
-# what the public recipe's script for random weights sets beside (docs/plan.md, Recompute)
-_PUBLIC = dict.fromkeys(("alltoall_overlap", "fused_expert_wgrad", "balanced_routing"), True)
+MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"moe_alltoall_overlap_comm": True}})
+# switches that the public recipe's script for random weights sets too (docs/plan.md, Recompute)
+_PUBLIC = dict.fromkeys(("moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion", "balanced_routing"), True)
 MEASURED["tp2_published"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": _PUBLIC})
 
 
@@ -69,7 +69,7 @@ def test_a_layer_saves_what_the_formulas_say(saved, name, monkeypatch):
         for layer, size_bytes in layers.items():
             terms = layer_terms(model, model.is_moe(layer), tokens, layout, unpadded=name == "tp1_unpadded")
             assert sum(terms.values()) == pytest.approx(size_bytes, rel=0.02), (tokens, layer, terms)
-            for term, part in terms.items():  # control: no term of weight can be missing
+            for term, part in terms.items():  # control: without a large term the sum is wrong
                 assert part < 0.04 * size_bytes or sum(terms.values()) - part != pytest.approx(size_bytes, rel=0.02), (
                     term
                 )
@@ -110,7 +110,7 @@ def test_keys_change_the_activations():
     assert together["kept_activations"] * 7 == kept["kept_activations"]
     assert together["working_activations"] > 3 * kept["working_activations"]
     assert update_with(imbalance=2.0)["working_activations"] > kept["working_activations"]
-    assert update_with(fused_expert_wgrad=True)["weight_gradient"] == 0
+    assert update_with(gemm_gradient_accumulation_fusion=True)["weight_gradient"] == 0
     assert update_with(unpadded=True)["working_activations"] < kept["working_activations"]
 
 

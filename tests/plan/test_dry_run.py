@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 ROOT = Path(__file__).resolve().parents[2]
 VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
-# what a plan does not need, and a machine without dies does not know
+# checks that are notes here: a plan does not need them, and a machine without dies cannot make them
 MACHINE_CHECKS = {"model folder", "data", "host memory"}
 NOTE_CHECKS = {"random_init": {"truth check"}, "true_weight": set()}  # balanced routing computes another model in vLLM
 
@@ -46,7 +46,7 @@ def test_layouts_patches_environment_and_commands(plans, name):
     assert rollout["ranks"][255]["experts"] == [256 - instances, 255]
 
     on = {row["id"] for row in plan["patches"] if row["on"]}
-    stand_ins = {"platform.flash_attn", "platform.flash_attn_bert_padding"}  # none of a CPU
+    stand_ins = {"platform.flash_attn", "platform.flash_attn_bert_padding"}  # rows that only NPUs have
     assert {row_id for row_id in on if row_id.startswith("platform.")} == stand_ins
     assert on >= {"update.engine_start", "model.mindspeed_config"}
     variables = {v["name"]: v["value"] for v in plan["environment"]}
@@ -101,7 +101,7 @@ def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans)
     for name, plan in plans.items():
         notes = {check["name"]: check["detail"] for check in plan["checks"] if check["note"]}
         assert set(notes) == {"verl", *MACHINE_CHECKS, *NOTE_CHECKS[name]}
-        assert notes["verl"].startswith("a start is refused: composed over verl 0.4.0")
+        assert notes["verl"].startswith("a start is refused: configuration taken from verl 0.4.0")
         assert "DeepSeek-V3-hf/config.json" in notes["model folder"] and "parquet" in notes["data"]
 
 

@@ -59,7 +59,7 @@ def test_absorbed_projections_that_the_engine_copies():
     views, copies = (group_bytes(replace(DIE256, absorbed_copies=more), 0) for more in (False, True))
     assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
     assert copies["rollout_weights"] + copies["kv_cache"] == SHARE
-    assert copies["reshard_buffers"] == views["reshard_buffers"]  # derived here, never sent
+    assert copies["reshard_buffers"] == views["reshard_buffers"]  # the copies are computed on the rank, not sent
 
 
 def test_peaks_of_the_256_die_run_in_our_schedule():

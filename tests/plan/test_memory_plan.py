@@ -89,9 +89,9 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
     one, two = (plan(BIG, f"recipe.rewards=[{text}]") for text in (entries[: len(entries) // 2], entries))
     for found in (one, two):
         assert all(order["order"].endswith("with reward models") for order in found["orders"])
-    (of_one, of_two) = (found["orders"][0]["phases"] for found in (one, two))
-    assert of_one == of_two
-    (scoring,) = (phase["bytes"] for phase in of_one if phase["phase"] == "rm_scores")
+    (one_phases, two_phases) = (found["orders"][0]["phases"] for found in (one, two))
+    assert one_phases == two_phases
+    (scoring,) = (phase["bytes"] for phase in one_phases if phase["phase"] == "rm_scores")
     assert scoring["reward_params"] > 0 < scoring["working_activations"]
     host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
     loaded = [found["orders"][0]["to_device_bytes"]["max"] for found in (one, two)]
@@ -148,7 +148,7 @@ def test_what_is_beside_the_memory_groups():
     work = {"kept_activations", "working_activations"}
     assert work <= update.keys() and "logits" in phases["ref"] and "weight_gradient" not in update
     assert not work & (phases["reshard"].keys() | rollout.keys() | phases["reward"].keys())
-    apart = group_size("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=None)["update"]
+    apart = group_size("weight_gradient", "recipe.train.gemm_gradient_accumulation_fusion=false", rows=None)["update"]
     assert apart == 2 * 8 * 7168 * 2 * 2048  # 8 experts of a die in bf16
     assert round(planned["host"]["node_bytes"] / 1e9, 1) == 771.5 and planned["host"]["limit_bytes"] is None
     assert set(planned["host"]["bytes"]) == {"actor_params", "ref_params", "optimizer"}

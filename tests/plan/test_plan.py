@@ -66,7 +66,7 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
     assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
     assert step["total_s"] == pytest.approx(801.29, rel=0.05)
-    one_sync = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # of 3 ms a decode step
+    one_sync = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # one sync takes 3 ms a decode step
     assert step["total_s"] - one_sync["total_s"] == pytest.approx(0.003 * 3072, rel=0.01)
     less_host = make_plan(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
     assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
@@ -126,7 +126,7 @@ def test_a_start_reads_the_weights_of_all_ranks_and_a_save_writes_each_once(tmp_
     assert fp8["first start"]["bytes"] == pytest.approx(found["first start"]["bytes"] / 2, rel=1e-6)
 
 
-# how it ends
+# verdict and next commands
 
 
 def command(*words):
@@ -149,7 +149,9 @@ def test_no_search_is_named_that_would_be_refused():
 
 def test_no_search_is_named_where_no_layout_would_help():
     plan = make_plan(TRUE_WEIGHT, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7")
-    assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change what it names")
+    assert (
+        not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change the settings that it names")
+    )
 
 
 def test_the_verdict_says_where_host_memory_is_not_compared():

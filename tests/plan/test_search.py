@@ -101,7 +101,7 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
 @pytest.mark.parametrize(
     ("dies", "override", "message"),
     [
-        (64, "recipe.run=r", "no layout for 64 dies passes a plan; .* memory.* take more --dies"),
+        (64, "recipe.run=r", "no layout for 64 dies passes a plan; .* memory.* use more --dies"),
         (
             256,
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",

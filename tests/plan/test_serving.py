@@ -25,11 +25,11 @@ def faults(*overrides):
 
 
 def test_a_node_of_16_dies_does_not_hold_671b_and_four_do():
-    (fault,) = faults("recipe.rollout.dp=8")
+    (fault,) = faults("recipe.rollout.data_parallel_size=8")
     assert "memory: modelled: a die needs 103.75 GB of vLLM's 52.63" in fault and "4 node(s) of 16 dies" in fault
-    assert "recipe.rollout.dp=32" in fault and faults("recipe.rollout.dp=32") == []
+    assert "recipe.rollout.data_parallel_size=32" in fault and faults("recipe.rollout.data_parallel_size=32") == []
     with pytest.raises(LayoutError, match="expected all 256"):  # of which no run on all dies has a layout
-        composed(BIG, ["recipe.rollout.dp=32"])
+        composed(BIG, ["recipe.rollout.data_parallel_size=32"])
     plan = serving_plan(composed(BIG))
     assert (plan["nodes"], plan["dies"], plan["dp"]) == (4, 16, 32) and plan["die_bytes"] <= plan["share_bytes"]
     assert serving_plan(composed(BIG, [f"{SHARE}=0.6"]))["nodes"] == 8
@@ -50,11 +50,11 @@ def test_weights_are_those_of_the_runs_own_plan_with_the_kv_of_one_response():
 
 
 def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
-    sizes = ["trainer.n_gpus_per_node=4", f"{TP}=2", "recipe.rollout.dp=4", "trainer.nnodes=4"]
-    config = compose_config(TINY, [*sizes, "recipe.rollout.expert_parallel=true", "algo=sft"])
+    sizes = ["trainer.n_gpus_per_node=4", f"{TP}=2", "recipe.rollout.data_parallel_size=4", "trainer.nnodes=4"]
+    config = compose_config(TINY, [*sizes, "recipe.rollout.enable_expert_parallel=true", "algo=sft"])
     one = instance(config)
     assert (one.verl.trainer.nnodes, one.verl.trainer.n_gpus_per_node, one.world_size) == (2, 4, 8)
     assert one.rollout.edp == 1 and one.samples and config.trainer.nnodes == 4
     with pytest.raises(ConfigError, match=r"has 8 ranks .*n_gpus_per_node=3"):
         instance(change_config(config, {"trainer.n_gpus_per_node": 3}))
-    assert any("MC2" in fault for fault in faults("recipe.rollout.dp=24"))
+    assert any("MC2" in fault for fault in faults("recipe.rollout.data_parallel_size=24"))

@@ -119,14 +119,16 @@ def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
     assert update_s(replace(run, mini_batches=2), CONSTANTS) < 1.2 * once
 
 
-# how a step must move
+# how the modelled seconds must change
 
 
 def test_what_is_switched_off_is_slower():
-    on = replace(published_run(), tensor_cache=True, alltoall_overlap=True, swap_optimizer=False, recompute_layers=0)
+    on = replace(
+        published_run(), tensor_cache=True, moe_alltoall_overlap_comm=True, swap_optimizer=False, recompute_layers=0
+    )
     for off in (
         {"tensor_cache": False},
-        {"alltoall_overlap": False},
+        {"moe_alltoall_overlap_comm": False},
         {"swap_optimizer": True},
         {"recompute_layers": 4},
         {"old_micro_batch": 1},

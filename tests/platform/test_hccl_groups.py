@@ -20,7 +20,7 @@ def vllm_group_configs():
         for name in names:
             parallel_state.init_model_parallel_group([[0]], 0, "hccl", group_name=name)
     assert dist.new_group is new_group
-    return [group["config"] for group in hccl.groups()]
+    return [group["config"] for group in hccl.group_configs()]
 
 
 @pytest.fixture

@@ -111,4 +111,4 @@ def test_a_full_bucket_and_a_missing_one_are_caught(small):
     small.ranks[4] = replace(small.ranks[4], buckets=small.ranks[4].buckets[:-1])
     small.refuses("rank 4 has .* buckets, expected")
     del small.ranks[4]
-    small.refuses("a plan for each of 8 ranks, found plans for 7")
+    small.refuses("a plan for each of 8 ranks, found 7")

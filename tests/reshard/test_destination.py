@@ -112,7 +112,7 @@ def check_map(model: nn.Module):
     return learnt
 
 
-def _deriving(model, name, weight):
+def _load_and_derive(model, name, weight):
     """Copy a tensor onto itself, as post_load does where absorbed weights are views of kv_b_proj."""
     model.norm.data.copy_(weight)
     model.w2.data.transpose(0, 1).copy_(model.w2.data.transpose(0, 1))
@@ -121,42 +121,42 @@ def _deriving(model, name, weight):
 @pytest.mark.parametrize("loaders", [
     {"down": lambda m, n, w: m.down.data.copy_(w.float().clone()[:, 2:])},
     {"norm": lambda m, n, w: m.norm.data.copy_(w.to("cpu", torch.float32, copy=True))},
-    {"norm": _deriving},
+    {"norm": _load_and_derive},
     {"expert up": load_expert("w2", transposed=True), "expert down": load_expert("w13", transposed=True)},
 ])  # fmt: skip
 def test_casts_clones_transposes_and_copies_onto_itself_are_followed(loaders):
     check_map(Toy(loaders))
 
 
-def _staging(model, name, weight):
+def _load_by_staging(model, name, weight):
     own = torch.zeros(HIDDEN, dtype=torch.bfloat16)
     own.copy_(weight)
     model.norm.data.copy_(own)
 
 
-def _branching(model, name, weight):
+def _load_by_branching(model, name, weight):
     if weight[0].item() == 12345:
         raise AssertionError("never")
     model.norm.data.copy_(weight)
 
 
-def _doubling(model, name, weight):
+def _load_and_double(model, name, weight):
     model.norm.data.copy_(weight)
     model.norm.data.mul_(2)
 
 
-def _repeating(model, name, weight):
+def _load_repeated(model, name, weight):
     model.norm.data[:3].copy_(weight[0])
     model.norm.data[3:].copy_(weight[3:])
 
 
 @pytest.mark.parametrize(("name", "load", "reason"), [
     ("norm", lambda m, n, w: m.norm.data.copy_(w + 1), "aten.add.Tensor computes"),
-    ("norm", _staging, "aten.copy_.default changes it"),
-    ("norm", _branching, "item"),
-    ("norm", _repeating, "repeats"),
+    ("norm", _load_by_staging, "aten.copy_.default changes it"),
+    ("norm", _load_by_branching, "item"),
+    ("norm", _load_repeated, "repeats"),
     ("norm", lambda m, n, w: m.norm.data.view(torch.uint8).copy_(w.view(torch.uint8)), "another dtype"),
-    ("norm", _doubling, "aten.mul_.Tensor writes it"),
+    ("norm", _load_and_double, "aten.mul_.Tensor writes it"),
     ("bias", lambda m, n, w: m.bias.copy_(w.to(torch.float16)), "aten._to_copy.default computes"),
     ("expert up", lambda m, n, w: m.w13.data[0].copy_(w.t()), "0.up: RuntimeError"),  # axes swapped
 ])  # fmt: skip
@@ -168,13 +168,13 @@ def test_a_tensor_that_cannot_be_followed_is_refused_with_the_reason(name, load,
     assert differing(model, expected) == []
 
 
-def _twice(model, name, weight):
+def _load_twice(model, name, weight):
     load_up(model, name, weight)
     model.gate_up.data[1:2].copy_(weight[:1])
 
 
 @pytest.mark.parametrize(("name", "load", "message"), [
-    ("up", _twice, r"gate_up: expected each of its 24 .* found \[1, 0\] written by gate\[2:4\] and by up\[0:1\]"),
+    ("up", _load_twice, r"gate_up: expected each of its 24 .* found \[1, 0\] written by gate\[2:4\] and by up\[0:1\]"),
     ("norm", lambda m, n, w: None, "rank 1: .*: norm: expected each of its 6 .* found 6 not written"),
     ("down", lambda m, n, w: m.down.data[:, :1].copy_(w[:, 2:3]),
      r"rank 1: .*: down: expected each of its 12 .* found 6 not written, the first at \[0, 1\]"),
@@ -185,26 +185,26 @@ def test_a_loader_that_does_not_write_everything_once_is_named(name, load, messa
         learn(model)
 
 
-def _replacing(model, name, weight):
+def _load_by_replacing(model, name, weight):
     model.norm.data = torch.zeros(HIDDEN, dtype=torch.bfloat16)
 
 
-def _failing(model, weights):
+def _fail_to_load(model, weights):
     raise KeyError("no such parameter")
 
 
-def _finishing(model, weights):
+def _load_and_finish(model, weights):
     Toy.load_weights(model, weights)
     model.w2.data.mul_(2)
 
 
 @pytest.mark.parametrize(("load_weights", "message"), [
     (None, "rank 1: .*found new memory for norm:"),
-    (_failing, "before the first tensor: .*no such parameter"),
-    (_finishing, "after the last tensor: .*mul_"),
+    (_fail_to_load, "before the first tensor: .*no such parameter"),
+    (_load_and_finish, "after the last tensor: .*mul_"),
 ])  # fmt: skip
 def test_loaders_that_no_sync_can_follow_are_refused_and_undone(load_weights, message, monkeypatch):
-    model = Toy({} if load_weights else {"norm": _replacing})
+    model = Toy({} if load_weights else {"norm": _load_by_replacing})
     if load_weights:
         monkeypatch.setattr(model, "load_weights", lambda weights: load_weights(model, weights))
     expected = values(model)

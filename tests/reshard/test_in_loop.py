@@ -46,7 +46,7 @@ def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4,
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_an_engine_that_stays_awake_is_synced_and_put_to_sleep_once(scheduled, monkeypatch):
-    """Call generate_sequences three times as recipe.keep_groups; in verl's own memory order each syncs and sleeps."""
+    """Call generate_sequences three times as recipe.filter_groups; in verl's own memory order each syncs and sleeps."""
     from verl_patches.patching.row import make_subclass
     from verl_patches.worker import sharding
 

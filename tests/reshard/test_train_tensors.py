@@ -84,7 +84,7 @@ def _renamed(old, new):
     (lambda chunk: {BIAS: chunk[BIAS].bfloat16()}, r"expert_bias' on rank 1: expected float32 .* bfloat16 \(16,\)"),
     (lambda chunk: {EXPERT: None}, "rank 1 lacks 1 HF tensors .* model.layers.1.mlp.experts.8.down_proj"),
     (lambda chunk: {te_name(EXPERT): chunk[EXPERT]},
-     "rank 1: parameters .*linear_fc2.weight and .*weight0 both hold model.layers.1.mlp.experts.8.down_proj.weight"),
+     "rank 1: both .*linear_fc2.weight and .*weight0 hold model.layers.1.mlp.experts.8.down_proj.weight"),
     (_renamed("layers.1", "layers.2"), "on rank 1 holds routed_expert_down of layer 2, expert 8"),
     (None, "rank 1 has 2 model chunks; expected 1"),
 ])  # fmt: skip

@@ -17,12 +17,12 @@ FEW_SHOT = "Question: What is 0+0?\nAnswer: 0\nQuestion: What is 1+0?\nAnswer:"
 
 def fault(reward, source, prompt, gold):
     parts = [Part("recipe.rewards[0]", reward, Reward(reward))]
-    return GoldCheck(parts, lambda: NaiveRewardManager(None, 0).compute_score).row_fault(source, prompt, gold, None)
+    return GoldCheck(parts, NaiveRewardManager(None, 0).compute_score).row_fault(source, prompt, gold, None)
 
 
 @pytest.mark.parametrize(("gold", "words"), [
-    ("#### 34", "a line `#### ANSWER`"), ('["34"]', "a JSON list"), ("<answer>34</answer>", "text with tags"),
-    ("\u0663\u0664", "with digits such as \u0663"), ("3\n4", "several lines"), ("", "has 0 characters"),
+    ("#### 34", "a `####` line"), ('["34"]', "a JSON list"), ("<answer>34</answer>", "text with tags"),
+    ("\u0663\u0664", "digits other than 0 to 9"), ("3\n4", "several lines"), ("", "has 0 characters"),
     (None, "is None"), (True, "is True"), ("1" * 513, "has 513 characters"),
 ])  # fmt: skip
 def test_what_no_model_writes_is_refused(gold, words):
@@ -56,9 +56,9 @@ def test_a_gold_answer_that_equals_nothing_is_refused():
 
 
 def test_a_data_source_that_the_reward_does_not_know_is_refused():
-    assert "data_source 'mine' cannot be called" in fault("data_source", "mine", BOXED, "1")
+    assert "verl has no score for data_source 'mine'" in fault("data_source", "mine", BOXED, "1")
     assert fault("maths", "mine", BOXED, "1") is None
-    assert "expected small, capitals, marks" in fault("by_source", "verl_patches/same_kind", "x", "1")
+    assert "expected one of small, capitals, marks" in fault("by_source", "verl_patches/same_kind", "x", "1")
     assert fault("by_source", "verl_patches/same_kind", "x", "small") is None
 
 
@@ -67,11 +67,11 @@ def test_functions_of_the_user_and_scores_that_run_code_are_not_called():
     assert list(map(str, check.skipped)) == ["recipe.rewards[0] (python)"]
     assert check.row_fault("any", BOXED, None, None) is None
 
-    def score(data_source, solution_str, ground_truth, extra_info):
+    def score(data_source, solution_str, ground_truth):
         assert solution_str == ""  # a call that finds out whether the source is known
         return 0.0
 
-    check = GoldCheck([Part("data.reward_fn_key", "data_source", Reward("data_source"))], lambda: score)
+    check = GoldCheck([Part("data.reward_fn_key", "data_source", Reward("data_source"))], score)
     assert check.row_fault("codecontests", BOXED, "{}", None) is None
 
 

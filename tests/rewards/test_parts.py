@@ -14,7 +14,7 @@ from verl_patches.rules import RULES
 
 TINY = "deepseekv3_tiny_cpu"
 MODEL = "recipe.rewards=[{name: reward_model, path: elsewhere}]"
-CHECKS = {"rewards", "line pypi", "objective", "keep groups"}
+CHECKS = {"rewards", "line pypi", "objective", "filter groups"}
 CHECKS |= {"reward models", "reward model micro batch", "actor = reward model"}
 SHORT = ["recipe.rewards=null", "custom_reward_function.path=a.py", "custom_reward_function.name=score"]
 
@@ -96,7 +96,7 @@ def test_verls_fsdp_worker_cannot_score():
         ([MODEL, "recipe.patches=[-reward.models]"], "row reward.models or .* is off"),
         ([MODEL, "trainer.test_freq=1"], "reward models do not run in validation"),
         ([MODEL, "algorithm.adv_estimator=remax"], "baseline runs no reward model"),
-        ([MODEL, "recipe.keep_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
+        ([MODEL, "recipe.filter_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
         (["algo=sft", MODEL], "recipe.rewards is .*fixed responses have no reward"),
         (["recipe.patches=[-reward.parts]"], "row reward.parts is off"),
         (["reward_model.reward_manager=dapo"], "reward_manager is dapo.*an entry of name length"),

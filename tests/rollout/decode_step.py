@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.emulation.emulated_engine import model_of, prompts_of, record, without, worker_of
+from tests.emulation.emulated_engine import engine_model, engine_worker, make_prompts, record, without
 
 WORDS = 16  # width of the logits, small because a device's kernels cost the host only their launch
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detokenize": False, "ignore_eos": True}
@@ -26,9 +26,9 @@ def build_engine(model: str, batch: int) -> Any:
     import torch
     from vllm import LLM
 
-    from verl_patches.worker.memory import checked_device
+    from verl_patches.worker.memory import free_memory_device
 
-    checked_device.value = torch.npu
+    free_memory_device.value = torch.npu
     graphs = {"enabled": True, "graph_batch_sizes": [batch], "use_cached_graph": True}
     options = {"torchair_graph_config": graphs, "chunked_prefill_for_mla": True, "refresh": True}
     return LLM(
@@ -51,7 +51,7 @@ def without_model(llm: Any) -> None:
     """Make forward return zeros and the logits the same random ones in each step, as a device would return them."""
     import torch
 
-    runner, model = worker_of(llm).model_runner, model_of(llm)
+    runner, model = engine_worker(llm).model_runner, engine_model(llm)
     runner.device = runner.input_batch.device = torch.device("cpu")
     hidden = torch.zeros(runner.max_num_tokens, model.config.hidden_size)
     logits = torch.randn(runner.max_num_tokens, WORDS, generator=torch.Generator().manual_seed(0))
@@ -86,7 +86,7 @@ def decode(llm: Any, batch: int, tokens: int, profiler: cProfile.Profile | None 
 
     torch.manual_seed(1)
     engine.step = timed
-    asked = [{"prompt_token_ids": ids} for ids in prompts_of([8] * batch)]
+    asked = [{"prompt_token_ids": ids} for ids in make_prompts([8] * batch)]
     outputs = llm.generate(asked, SamplingParams(max_tokens=tokens, **SAMPLING), use_tqdm=False)
     del engine.step
     made = [output.outputs[0] for output in outputs]
@@ -148,7 +148,7 @@ def uneven(model: str) -> dict[str, Any]:
     engine, cache = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     freed, pool = record(cache, "free", lambda *_: 1), cache.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 9)  # leave 9 blocks of 128 tokens
-    steps = record(worker_of(llm).model_runner, "execute_model", lambda _, scheduled: scheduled)
+    steps = record(engine_worker(llm).model_runner, "execute_model", lambda _, scheduled: scheduled)
 
     def answers(rows: list[str], asked: Any, params: list) -> list:
         torch.manual_seed(1)
@@ -166,10 +166,10 @@ def uneven(model: str) -> dict[str, Any]:
         if options.get("logprobs", 0) is None:
             for each in params[::3]:
                 each.logprobs = 0
-        return answers(rows, prompts_of([116 + n for n in range(12)]), params)
+        return answers(rows, make_prompts([116 + n for n in range(12)]), params)
 
     def shared(rows: list[str]) -> list:
-        (start,) = prompts_of([130])
+        (start,) = make_prompts([130])
         params = [SamplingParams(n=2, min_tokens=5, max_tokens=10 + n, seed=n, **SAMPLING) for n in range(4)]
         with without(rows):
             for n in range(6):
@@ -179,7 +179,7 @@ def uneven(model: str) -> dict[str, Any]:
             engine.abort_request([str(n) for n in range(5)])
             engine.step()
             engine.abort_request(["5"])
-        return answers(rows, [start] * 3 + prompts_of([20]), params)
+        return answers(rows, [start] * 3 + make_prompts([20]), params)
 
     expected = twelve(ROWS)
     found = {row: twelve([row]) == expected for row in ROWS}
@@ -190,7 +190,7 @@ def uneven(model: str) -> dict[str, Any]:
     found |= {"some log-probs": twelve([], logprobs=None) == twelve(ROWS, logprobs=None)}
     shared(ROWS)  # from here on its first block is cached
     found |= {"one prompt": shared([]) == shared(ROWS), "reasons": sorted({reason for _, _, reason, *_ in expected})}
-    with mock.patch.object(decode_host, "_with_held", lambda output, held: held.clear()):
+    with mock.patch.object(decode_host, "_prepend_held_tokens", lambda output, held: held.clear()):
         try:
             found["control"] = twelve([]) == expected
         except Exception:  # fewer log-probs than tokens

@@ -16,14 +16,14 @@ from typing import Any
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
 from tests.emulation.emulated_engine import (
     Response,
-    prompts_of,
+    engine_worker,
+    make_prompts,
     record,
-    reference_of,
-    responses_of,
+    reference_responses,
+    response_tokens,
     score,
     weights_written_back,
     without,
-    worker_of,
 )
 
 SCALE = 4
@@ -48,11 +48,11 @@ def build(config: Any, model: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
     from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 
-    from verl_patches.worker.memory import checked_device
+    from verl_patches.worker.memory import free_memory_device
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    checked_device.value = torch.npu  # as in verl's worker: each sleep is checked, the first one at the start too
+    free_memory_device.value = torch.npu  # as in verl's worker: each sleep is checked, the first one at the start too
     tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     made = vLLMRollout(model, scaled(config, model), tokenizer, hf_config)
     made.inference_engine.wake_up()
@@ -70,18 +70,18 @@ def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list
         if shrinks:
             each.max_tokens, each.n = TOKENS + 2 * number, (32, 16, 8, 8)[number]
     outputs = made.inference_engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [responses_of(output) for output in outputs]
+    return [response_tokens(output) for output in outputs]
 
 
 def largest_difference(responses: list[list[Response]], prompts: list[list[int]], model: str) -> float:
     """Return the largest |dlogp| of sampled tokens against transformers in fp32; infinite if one is not finite."""
-    reference = reference_of(model)
+    reference = reference_responses(model)
     return max(score(reference, ids, made)[0] for ids, made in zip(prompts, responses, strict=True))
 
 
 def decode_batches(made: Any) -> list[tuple[int, int]]:
     """Return a list that gets (decodes, prefills) of each later batch."""
-    builder = worker_of(made.inference_engine).model_runner.attn_metadata_builder
+    builder = engine_worker(made.inference_engine).model_runner.attn_metadata_builder
     return record(builder, "build", lambda metadata, *_, **__: (metadata.num_decodes, metadata.num_prefills))
 
 
@@ -92,7 +92,7 @@ def options_read(made: Any) -> dict[str, Any]:
 
     engine, runner, read = (
         made.inference_engine.llm_engine,
-        worker_of(made.inference_engine).model_runner,
+        engine_worker(made.inference_engine).model_runner,
         get_ascend_config(),
     )
     layer, graphs = runner.model.model.layers[-1], read.torchair_graph_config
@@ -129,7 +129,7 @@ def sync(made: Any, folder: str) -> None:
     from verl_patches.memory.live_memory import post_load
     from verl_patches.reshard.destination import learn_destinations
 
-    model, tensors = worker_of(made.inference_engine).model_runner.model, dict(hf_tensors(folder))
+    model, tensors = engine_worker(made.inference_engine).model_runner.model, dict(hf_tensors(folder))
     patch_vllm_moe_model_weight_loader(model)
     write_through(learn_destinations(model, build_inventory(folder), rank=0), tensors)
     post_load(model)
@@ -140,7 +140,7 @@ def prompts_for(config: Any) -> list[list[int]]:
     """Make as many prompts as fill the replica with their n responses; the longest has the scaled maximum length."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length // SCALE
     count = rollout.engine_kwargs.vllm.max_num_seqs // rollout.n
-    return prompts_of([longest, longest - 100, 5, 1 + longest // 2][:count])
+    return make_prompts([longest, longest - 100, 5, 1 + longest // 2][:count])
 
 
 def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
@@ -160,7 +160,7 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     from verl_patches.step.replay.expert_load import count_rollout_load
 
     config, made = start(model, TRUE_WEIGHT, overrides)
-    load = count_rollout_load(worker_of(made.inference_engine).model_runner.model)
+    load = count_rollout_load(engine_worker(made.inference_engine).model_runner.model)
     prompts, seen, engine = prompts_for(config), decode_batches(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {
@@ -172,17 +172,17 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "read": options_read(made),
         "load": load.take(),
     }
-    runner = worker_of(made.inference_engine).model_runner
+    runner = engine_worker(made.inference_engine).model_runner
     sizes = record(runner, "_get_torchair_lazy_compiled_model", lambda made, batch_size: batch_size)
     found["worst"].append(largest_difference(generate(made, prompts, shrinks=True), prompts, model))
     found["graphs"] = sorted(set(sizes))
-    before = addresses(worker_of(made.inference_engine).model_runner.model)
+    before = addresses(engine_worker(made.inference_engine).model_runner.model)
     for folder in (other, model):
         sync(made, folder)
         found["worst"].append(largest_difference(generate(made, prompts[:2]), prompts[:2], folder))
     found["moved"] = [
         name
-        for name, place in addresses(worker_of(made.inference_engine).model_runner.model).items()
+        for name, place in addresses(engine_worker(made.inference_engine).model_runner.model).items()
         if before[name] != place
     ]
     return found
@@ -193,9 +193,9 @@ def sample(llm: Any) -> list[Response]:
     from vllm import SamplingParams
 
     shared = {"temperature": 1.0, "top_k": 50, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
-    prompts = [{"prompt_token_ids": ids} for ids in prompts_of((5, 17, 1, 140, 64))]
+    prompts = [{"prompt_token_ids": ids} for ids in make_prompts((5, 17, 1, 140, 64))]
     params = [SamplingParams(**shared, seed=number) for number in range(len(prompts))]
-    return [responses_of(output)[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [response_tokens(output)[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def answers(made: Any) -> list[Response]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.emulation.emulated_engine import record, worker_of
+from tests.emulation.emulated_engine import engine_worker, record
 from tests.rollout import engine_rank
 
 
@@ -16,11 +16,11 @@ def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
     from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
 
     llm = engine_rank.awake(folder, **rollout)
-    model = engine_rank.model_of(llm)
+    model = engine_rank.engine_model(llm)
     if rollout.get("load_format") == "dummy":  # as verl's sharding manager: every rank gets every tensor
         model.load_weights(engine_rank.hf_tensors(folder))
         llm.mark_weights_written(last=False)
-    worker = worker_of(llm)
+    worker = engine_worker(llm)
     passes = {  # all forward passes of this rank, and those for sequences of its own
         name: record(holder, "execute_model", lambda *args, **kwargs: None)
         for name, holder in (("all", worker.model_runner), ("own", worker))

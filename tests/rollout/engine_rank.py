@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.emulation.emulated_engine import model_of, responses_of
+from tests.emulation.emulated_engine import engine_model, response_tokens
 
 
 def verl_rollout(model: str | Path, **overrides):
@@ -49,14 +49,14 @@ def generate_with(llm, requests: list) -> dict:
         return {"tokens": [], "logprobs": []}
     params = [SamplingParams(temperature=0.0, logprobs=0, max_tokens=length, ignore_eos=True) for _, length in requests]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
-    responses = [responses_of(output)[0] for output in outputs]
+    responses = [response_tokens(output)[0] for output in outputs]
     return {"tokens": [tokens for tokens, _ in responses], "logprobs": [log_probs for _, log_probs in responses]}
 
 
 def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """Return a list that gets each logits tensor [tokens, V] before sampling, and a function that ends this."""
     seen: list[torch.Tensor] = []
-    processor = model_of(llm).logits_processor
+    processor = engine_model(llm).logits_processor
 
     def _get_logits(*args, **kwargs):
         logits = type(processor)._get_logits(processor, *args, **kwargs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tests.emulation.emulated_engine import LIMITS, record, responses_of, without, worker_of
-from tests.emulation.emulated_engine import prompts_of as random_prompts
+from tests.emulation.emulated_engine import LIMITS, engine_worker, record, response_tokens, without
+from tests.emulation.emulated_engine import make_prompts as random_prompts
 from verl_patches.errors import RecipeError
 
 
@@ -19,7 +19,7 @@ def build(model: str, dp: int, tp: int, **options: Any) -> Any:
     return LLM(model=model, **{**LIMITS, "max_num_batched_tokens": 512, **parallel, **launcher, **options})
 
 
-def prompts_of(place: int, spec: dict) -> tuple[list, list]:
+def make_prompts(place: int, spec: dict) -> tuple[list, list]:
     """Return the prompts of a DP rank and their parameters: two of three seeded, with a penalty and top-k."""
     from vllm import SamplingParams
 
@@ -35,13 +35,13 @@ def prompts_of(place: int, spec: dict) -> tuple[list, list]:
 
 def generate(llm: Any, place: int, spec: dict) -> dict:
     """Generate and return tokens and log-probs of each request in order, or the error."""
-    prompts, params = prompts_of(place, spec)
+    prompts, params = make_prompts(place, spec)
     try:
         outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else llm._run_engine(use_tqdm=False)
     except RecipeError as error:
         return {"error": str(error)}
     of_prompts = [output.prompt_token_ids for output in outputs] == [each["prompt_token_ids"] for each in prompts]
-    samples, responses = [output.outputs[0] for output in outputs], [responses_of(output)[0] for output in outputs]
+    samples, responses = [output.outputs[0] for output in outputs], [response_tokens(output)[0] for output in outputs]
     found = {"tokens": [r[0] for r in responses], "log_probs": [r[1] for r in responses], "in order": of_prompts}
     return found | {"reasons": [s.finish_reason for s in samples], "widths": [len(s.logprobs[0]) for s in samples]}
 
@@ -80,7 +80,8 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
     original = engine.engine_core.get_output
     planner = rebalance_engine.plan_moves
     passes = [
-        record(worker_of(llm).model_runner, name, lambda *args, **_: None) for name in ("_process_reqs", "_dummy_run")
+        record(engine_worker(llm).model_runner, name, lambda *args, **_: None)
+        for name in ("_process_reqs", "_dummy_run")
     ]
     for spec in specs:
         engine.reset_prefix_cache()

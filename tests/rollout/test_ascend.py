@@ -45,7 +45,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def model_of(folder, seed=0, **overrides):
+def build_model(folder, seed=0, **overrides):
     return make_tiny_model(folder, seed, {"num_hidden_layers": 3, **overrides})
 
 
@@ -54,9 +54,9 @@ def models(tmp_path_factory):
     folder, many = tmp_path_factory.mktemp("ascend"), ROOT / "configs/model/deepseekv3_tiny_256experts.json"
     many = json.loads(many.read_text()) | {"num_hidden_layers": 3}
     return {
-        "256 experts": str(model_of(folder / "many", **many)),
-        "others": str(model_of(folder / "others", seed=1, **many)),
-        "16 experts": str(model_of(folder / "few")),
+        "256 experts": str(build_model(folder / "many", **many)),
+        "others": str(build_model(folder / "others", seed=1, **many)),
+        "16 experts": str(build_model(folder / "few")),
     }
 
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from vllm import SamplingParams
 
 from verl_patches.rollout.engine import engine_arguments
-from verl_patches.worker.rollout_engine import seeded_apart
+from verl_patches.worker.rollout_engine import with_prompt_seeds
 
 
 def test_image_arguments_go_only_without_a_limit():
@@ -25,11 +25,11 @@ def test_requests_of_one_prompt_have_seeds_of_their_own():
     """Check validation with val_kwargs.n > 1, over all engines; a training batch has n responses in one request."""
     twice = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])]
     params = SamplingParams(seed=7, temperature=0.5)
-    apart = seeded_apart(twice, params, lambda: 0)
+    apart = with_prompt_seeds(twice, params, lambda: 0)
     assert [each.seed for each in apart] == [7, 8, 9] and params.seed == 7 and {e.temperature for e in apart} == {0.5}
-    assert [each.seed for each in seeded_apart(twice, params, lambda: 2)] == [13, 14, 15]
+    assert [each.seed for each in with_prompt_seeds(twice, params, lambda: 2)] == [13, 14, 15]
     for given in (apart, SamplingParams(seed=7, n=2), SamplingParams(seed=7, temperature=0.0), SamplingParams()):
-        assert seeded_apart(twice, given, lambda: 0) is given
+        assert with_prompt_seeds(twice, given, lambda: 0) is given
 
 
 @pytest.mark.parametrize("overrides", [None, {"n_group": 1}, lambda config: config.update({"n_group": 1}) or config])
@@ -57,13 +57,13 @@ def test_layers_that_are_left_out_are_passed_over_as_layers_of_mtp(layers, of_mt
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_collector_rests_while_the_engine_generates_and_is_as_before_afterwards(wanted, enabled, fails):
-    from verl_patches.worker.rollout_engine import without_collector
+    from verl_patches.worker.rollout_engine import garbage_collection_off
 
     was, collections = gc.isenabled(), []
     (gc.enable if enabled else gc.disable)()
     gc.callbacks.append(lambda phase, _: collections.append(phase))
     try:
-        with contextlib.suppress(ZeroDivisionError), without_collector(wanted):
+        with contextlib.suppress(ZeroDivisionError), garbage_collection_off(wanted):
             cycles = [[] for _ in range(5 * gc.get_threshold()[0])]
             for each in cycles:
                 each.append(each)

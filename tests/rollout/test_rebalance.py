@@ -82,7 +82,7 @@ def outcome_of_plan(lengths, free):
 
 @pytest.mark.parametrize(("free", "lowered"), [([0, 6, 6], True), ([0, 6, 5], False), ([0, 99, 6], True)])
 def test_scarce_blocks_and_seats_are_not_exceeded(free, lowered):
-    """Fit requests of 3, 3, 2, 2 blocks into 5 and 5 free ones, not into 5 and 4; tier 4 has 3 seats a rank."""
+    """Fit requests of 3, 3, 2, 2 blocks into 5 and 5 free ones, not into 5 and 4; tier 4 has room for 3 a rank."""
     lengths = [[8, 8, 4, 4, *[FIXED_REQUEST] * 4], [FIXED_REQUEST], [FIXED_REQUEST]]
     made = plan_moves(make_state(lengths, free), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST)
     assert made.after == (4 if lowered else 16) and bool(made.moves) is lowered

@@ -33,7 +33,7 @@ ROUNDS = {
     "a generator is lost": {**LONG_REQUESTS, "every": 3, "spoil": "lose_the_generator"},
     "uneven, moved again": {**LONG_REQUESTS, "every": 4},
 }
-ERRORS = {  # rounds after those
+ERRORS = {  # rounds after ROUNDS, each with an error on one rank
     "fail_to_read": "rank 1: ZeroDivisionError",
     "fail_to_pack": "rank 0: ZeroDivisionError",
     "fail_to_receive": "rank 1: RebalanceError: request",

@@ -37,7 +37,12 @@ NO_GRAPHS += [f"{ASCEND}.view_optimize=true", f"{ASCEND}.graph_batch_sizes=null"
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 BUDGET, NO_PREFIX = f"{SAMPLING}.max_num_batched_tokens", f"{ASCEND}.prefix_caching=false"
 ALONE, TP2 = f"{ACTOR}.expert_model_parallel_size=1", f"{ACTOR}.tensor_model_parallel_size=2"
-EIGHT_RANKS = ["trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=1", "recipe.rollout.dp=4"]
+EIGHT_RANKS = [
+    "trainer.nnodes=1",
+    "trainer.n_gpus_per_node=8",
+    "recipe.rollout.instances=1",
+    "recipe.rollout.data_parallel_size=4",
+]
 EIGHT_RANKS += [f"{ACTOR}.pipeline_model_parallel_size=1", f"{ACTOR}.expert_model_parallel_size=8"]
 EIGHT_RANKS += ["recipe.train.layers_per_stage=null"]
 EMULATED = "recipe.line=a3", "recipe.platform=npu_emulated"
@@ -62,7 +67,7 @@ REFUSED = [
         "num_nextn_predict_layers=1", "topk_method=greedy", "n_shared_experts=0", "rope_theta=x")],
      ["predict_layers is 1, expected 0", "'greedy', expected 'noaux_tc'", "n_shared_experts is 0",
       "rope_theta is 'x'"]),
-    (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], [r"n_group is 3 .* to divide n_routed_experts 256"]),
+    (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], ["n_group 3 must divide 256 experts"]),
     (rules.model_checks, TINY, [f"+{MODEL_CONFIG}.hidden_size=x"], ["hidden_size is 'x'; expected a whole number"]),
     (rules.train_checks, LARGE, [
         "recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", f"{ACTOR}.expert_model_parallel_size=2",
@@ -75,11 +80,11 @@ REFUSED = [
     (rules.recomputation_checks, TINY, recomputed("uniform"), ["_ref.model: .*num_layers=0 needs .*method=block"]),
     (rules.engine_checks, LARGE, ["actor_rollout_ref.actor.megatron.use_dist_checkpointing=true"], ["stacked experts"]),
     (rules.rollout_checks, LARGE, [f"{VLLM}.enable_expert_parallel=false"], ["is False, expected True"]),
-    (rules.rollout_checks, RANDOM, ["trainer.nnodes=32", "recipe.rollout.dp=256"],
+    (rules.rollout_checks, RANDOM, ["trainer.nnodes=32", "recipe.rollout.data_parallel_size=256"],
      ["256 routed experts over 512 ranks"]),
-    (rules.rollout_checks, TINY, ["recipe.rollout.expert_parallel=true"], ["found 1 rank an instance"]),
-    (rules.ascend_checks, LARGE, [NO_CHUNKS, WHOLE_PROMPTS], [r"1024, expected >= 4096 .* waits without end"]),
-    (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* one of the three"]),
+    (rules.rollout_checks, TINY, ["recipe.rollout.enable_expert_parallel=true"], ["found 1 rank an instance"]),
+    (rules.ascend_checks, LARGE, [NO_CHUNKS, WHOLE_PROMPTS], [r"1024, expected >= 4096 .* generate\(\) hangs"]),
+    (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv")], [r"decode_kv is off .* would not be written"]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[64,128]"], ["holds 128, expected at most max_num_seqs 64"]),
     (rules.ascend_checks, LARGE, [NO_PREFIX, OFF("rollout.llm_arguments")], ["row rollout.llm_arguments.* off"]),
@@ -94,7 +99,7 @@ REFUSED = [
     (rules.length_checks, TINY, [f"{BUDGET}=128"], ["prefill: .*128; expected .* 272"]),
     (rules.max_num_seqs_checks, LARGE, [f"{VLLM}.max_num_seqs=2048", f"{GRAPHS}=[1,32]"],
      ["expected <= max_num_batched_tokens 1024", "size is 32; expected at least the 64"]),
-    (rules.keep_groups_checks, TINY, ["recipe.keep_groups.metric=score", f"{SAMPLING}.n=1"], ["must differ"]),
+    (rules.filter_groups_checks, TINY, ["recipe.filter_groups.metric=score", f"{SAMPLING}.n=1"], ["must differ"]),
     (rules.reward_checks, TINY, ["recipe.rewards=[]"], ["every reward would be 0"]),
     (rules.reward_model_checks, TINY,
      ["recipe.rewards=[{name: reward_model, path: a}]", "reward_model.micro_batch_size_per_gpu=null"],
@@ -127,11 +132,11 @@ REFUSED = [
                                      f"{ACTOR}.use_distributed_optimizer=false"],
      ["files go to trainer.default_local_dir", "checkpoint.parts, checkpoint.save, checkpoint.load",
       "optimizer: .*expected true: each rank"]),
-    (rules.restart_checks, TINY, ["recipe.restart.times=1", "recipe.restart.without_nodes=[a]"],
-     ["save_freq is -1", "for a joined Ray"]),
+    (rules.restart_checks, TINY, ["recipe.restart.max_restarts=1", "recipe.restart.exclude_nodes=[a]"],
+     ["save_freq is -1", "exclude_nodes needs recipe.ray_address"]),
     (rules.profile_checks, TINY, [PROFILE("steps=[4]"), PROFILE("ranks=[2]"), PROFILE("phases=[values,old_log_prob]"),
                                   f"{SKIP}=true"],
-     ["4 comes after the last step, 3", "2 is no rank; .* ranks 0 to 1", "has no values, by", "has no old_log_prob"]),
+     ["4 comes after the last step, 3", "2 is not a rank .* expected 0 to 1", "has no values", "has no old_log_prob"]),
     (rules.profile_checks, TINY, [PROFILE("steps=[]"), PROFILE("ranks=[]")], ["steps is empty", "ranks is empty"]),
     (rules.support_checks, TINY, ["critic.optim.warmup_style=cosine"],
      ["line pypi: .*Instead: a constant critic.optim.lr"]),
@@ -149,8 +154,8 @@ ACCEPTED = [
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[8,64]"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
-    (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.dp=1", "recipe.rollout.instances=4",
-                                  "recipe.rollout.expert_parallel=false"]),
+    (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.data_parallel_size=1", "recipe.rollout.instances=4",
+                                  "recipe.rollout.enable_expert_parallel=false"]),
     (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # the run has no reference model
                                 "actor_rollout_ref.actor.use_kl_loss=false"]),
     (rules.batch_checks, TINY, [f"{LOG_PROB}=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]),
@@ -190,8 +195,8 @@ def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change
 
 
 @pytest.mark.parametrize(("override", "side", "words"), [
-    ("recipe.rollout.dp=128", ROLLOUT_LAYOUT, r"2 .*dp 128.*= 512 ranks, expected all 256"),
-    ("recipe.rollout.expert_parallel=false", ROLLOUT_LAYOUT, "needs recipe.rollout.expert_parallel=true"),
+    ("recipe.rollout.data_parallel_size=128", ROLLOUT_LAYOUT, r"2 .*dp 128.*= 512 ranks, expected all 256"),
+    ("recipe.rollout.enable_expert_parallel=false", ROLLOUT_LAYOUT, "needs recipe.rollout.enable_expert_parallel=true"),
     ("recipe.train.layers_per_stage=[31,30]", TRAIN_LAYOUT, "must hold 8 counts"),
     (f"{ACTOR}.expert_tensor_parallel_size=4", TRAIN_LAYOUT, "must divide world_size"),
 ])  # fmt: skip

@@ -16,8 +16,13 @@ CONFIGS = {name: f"deepseekv3_256die_{name}" for name in ("random_init", "true_w
 VLLM = "actor_rollout_ref__rollout__engine_kwargs__vllm"
 SEATS, ASCEND = f"{VLLM}__max_num_seqs", "recipe__rollout__ascend"
 SIZE = "actor_rollout_ref__actor__megatron__{}_parallel_size".format
-ALONE = {"recipe__rollout__instances": 128, "recipe__rollout__dp": 1}
-NODE = {"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8, "recipe__rollout__instances": 1, "recipe__rollout__dp": 4}
+ALONE = {"recipe__rollout__instances": 128, "recipe__rollout__data_parallel_size": 1}
+NODE = {
+    "trainer__nnodes": 1,
+    "trainer__n_gpus_per_node": 8,
+    "recipe__rollout__instances": 1,
+    "recipe__rollout__data_parallel_size": 4,
+}
 NODE |= {SIZE("pipeline_model"): 2, SIZE("expert_model"): 4, "recipe__train__layers_per_stage": [31, 30]}
 
 
@@ -95,7 +100,7 @@ def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
     assert variables()["HCCL_EXEC_TIMEOUT"] == "1080" and hccl.check_timeouts(composed_run()).ok
     half_an_hour = {"recipe__train__collective_timeout_minutes": 30}
     check = hccl.check_timeouts(composed_run(**half_an_hour))
-    assert not check.ok and "collective_timeout_minutes is 30" in check.detail and "1091 s" in check.detail
+    assert not check.ok and "distributed_timeout_minutes is 30" in check.detail and "1091 s" in check.detail
     assert hccl.check_timeouts(composed_run(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU")).ok
 
 
@@ -117,7 +122,11 @@ def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
     assert check.ok or "recipe.hccl.base_port" in check.detail
 
 
-ON_A2 = {"recipe__hccl__expansion_mode": "HOST", "recipe__rollout__dp": 32, "recipe__rollout__instances": None}
+ON_A2 = {
+    "recipe__hccl__expansion_mode": "HOST",
+    "recipe__rollout__data_parallel_size": 32,
+    "recipe__rollout__instances": None,
+}
 NODE_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
 NODE_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
 
@@ -133,8 +142,11 @@ NODE_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
             "is 12, expected at most 8 or 16",
         ),
         ({"recipe__hccl__expansion_mode": "HOST"}, "expansion_mode is HOST, expected AIV or AI_CPU"),
-        ({**NODE_800T, "recipe__rollout__dp": 64}, "has 128 ranks, MC2 allows 16, 32, 64: change recipe.rollout.dp"),
-        ({"recipe__rollout__dp": 64}, None),  # control: A3 accepts it
+        (
+            {**NODE_800T, "recipe__rollout__data_parallel_size": 64},
+            "has 128 ranks, MC2 allows 16, 32, 64: change recipe.rollout.data_parallel_size",
+        ),
+        ({"recipe__rollout__data_parallel_size": 64}, None),  # control: A3 accepts it
         ({**NODE_800T, SEATS: 1024}, "decodes 512 tokens, MC2 allows 256"),
     ],
 )
@@ -177,7 +189,7 @@ def test_groups_of_context_parallelism():
 
 
 def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
-    run = composed_run(**{**NODE_800T, "recipe__rollout__dp": 8})
+    run = composed_run(**{**NODE_800T, "recipe__rollout__data_parallel_size": 8})
     assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
     more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
     assert not more.ok and "has 32 experts, MC2 allows 24" in more.detail

@@ -21,7 +21,7 @@ from tests.scripts.test_docs import CODE, FENCE, PAGES, ROOT
 from verl_patches.__main__ import app
 from verl_patches.cli.run import check_switches
 from verl_patches.errors import ConfigError
-from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.run.record.compare import write_baseline
@@ -71,14 +71,14 @@ def block_commands(text):
     for kind, body in FENCE.findall(text):
         lines = body.splitlines(keepends=True) if kind == "bash" else []
         while lines:
-            count = next(n for n in range(1, len(lines) + 1) if n == len(lines) or whole_of(lines[:n]))
+            count = next(n for n in range(1, len(lines) + 1) if n == len(lines) or whole_command(lines[:n]))
             command, lines = "".join(lines[:count]).strip(), lines[count:]
             if command and not command.startswith("#"):
                 found.append(command)
     return found
 
 
-def whole_of(lines):
+def whole_command(lines):
     return not lines[-1].endswith("\\\n") and is_whole("".join(lines))
 
 
@@ -88,7 +88,7 @@ def plain(command):
     return re.sub(r"^([A-Z_]+=\S+ +)+(?=\S)", "", re.sub(r" +", " ", line))
 
 
-def class_of(command):
+def command_class(command):
     """Return the class of a command; None for a program that no page may name."""
     return next(
         (name for name, patterns in CLASSES.items() if any(re.match(p, plain(command)) for p in patterns)), None
@@ -101,13 +101,13 @@ def inline_commands(text):
     return [match[0] for code in CODE.findall(FENCE.sub("", text)) if (match := command.search(code))]
 
 
-def words_of(command):
+def command_words(command):
     words = shlex.split(plain(command))
     ends = [number for number, word in enumerate(words) if word in ("&&", "|", ";", ">")]
     return words[: ends[0]] if ends else words
 
 
-def arguments_of(words):
+def command_arguments(words):
     """Return the words for our command line; None for another program."""
     if words[1] == "-m":
         return words[3:] if words[2] == "verl_patches" else None
@@ -130,14 +130,14 @@ def parse(arguments):
     return command.make_context(command.name, arguments).params
 
 
-def run_of(arguments):
+def command_run(arguments):
     """Return the facts with which a run would start; files of an earlier run of the page need not exist."""
     values = parse(arguments)
     name, overrides = values.get("config_name"), values["overrides"] or []
     if name is None:
         values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
-        name, overrides = options.config_name, overrides_of(options)
+        name, overrides = options.config_name, smoke_overrides(options)
     return replace(composed(name, overrides), given_keys=frozenset())
 
 
@@ -149,7 +149,7 @@ def fault(words, whole=True):
         files = [word.partition("::")[0] for word in words[1:] if re.fullmatch(r"[\w./-]+/[\w-]+\.(py|sh)", word)]
         if gone := [name for name in files if not (ROOT / name).is_file()]:
             return f"no file {gone[0]}"
-    arguments = arguments_of(words)
+    arguments = command_arguments(words)
     if arguments is None and words[1] != "-m":
         text, given = (ROOT / words[1]).read_text(), [word.partition("=")[0] for word in words if word.startswith("--")]
         return next((f"{words[1]} has no {option}" for option in given if option not in text), None)
@@ -169,7 +169,7 @@ def fault(words, whole=True):
 def fault_of_start(words):
     """Return the value, row or check that keeps a run from starting, except missing files of an earlier run."""
     try:
-        run = run_of(arguments_of(words))
+        run = command_run(command_arguments(words))
         check_switches(run)
     except (ConfigError, UsageError) as error:
         return str(error)
@@ -212,21 +212,23 @@ def faults_in_shell(folder, commands):
     return found
 
 
-def of_class(name, pages):
+def commands_in_class(name, pages):
     """Return each command of a class once, in the order of the pages."""
-    return list(dict.fromkeys(c for page in pages for c in block_commands(page.read_text()) if class_of(c) == name))
+    return list(
+        dict.fromkeys(c for page in pages for c in block_commands(page.read_text()) if command_class(c) == name)
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch):
     monkeypatch.chdir(copy)  # where the folders of --replay-rollout are
     text = page.read_text()
-    found = {command: class_of(command) for command in block_commands(text)}
+    found = {command: command_class(command) for command in block_commands(text)}
     assert [command for command, kind in found.items() if kind is None] == []
-    faults = {c: wrong for c in inline_commands(text) if (wrong := fault(words_of(c), whole=False))}
+    faults = {c: wrong for c in inline_commands(text) if (wrong := fault(command_words(c), whole=False))}
     for command, kind in found.items():
         if re.match("(python|bash) ", plain(command)) and kind not in ("example", "of a job"):
-            words = words_of(command)
+            words = command_words(command)
             if wrong := fault(words) or (kind == "start" and page in ENGLISH and fault_of_start(words)):
                 faults[command] = wrong
     assert faults == {}
@@ -236,21 +238,21 @@ def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch
 
 
 def test_no_two_runs_of_the_readme_share_a_name():
-    starts = [words_of(command) for command in of_class("start", [ROOT / "README.md"])]
-    names = [run_of(arguments_of(words)).recipe.run for words in starts]
+    starts = [command_words(command) for command in commands_in_class("start", [ROOT / "README.md"])]
+    names = [command_run(command_arguments(words)).recipe.run for words in starts]
     assert len({*names}) == len(names) > 5, names
 
 
 def test_commands_of_the_readme_work_in_a_fresh_shell(copy):
     wrong = "python -m verl_patches statuss   # the control"
-    found = faults_in_shell(copy, [*of_class("run", [ROOT / "README.md"]), wrong])
+    found = faults_in_shell(copy, [*commands_in_class("run", [ROOT / "README.md"]), wrong])
     assert found.keys() == {wrong} and "No such command 'statuss'" in found[wrong], found
 
 
 @pytest.mark.nightly
 def test_commands_of_the_docs_work_in_a_fresh_shell(copy):
-    readme = of_class("run", [ROOT / "README.md"])
-    commands = [command for command in of_class("run", ENGLISH) if command not in readme]
+    readme = commands_in_class("run", [ROOT / "README.md"])
+    commands = [command for command in commands_in_class("run", ENGLISH) if command not in readme]
     assert len(commands) > 15 and faults_in_shell(copy, commands) == {}
 
 
@@ -258,7 +260,7 @@ def test_commands_of_the_docs_work_in_a_fresh_shell(copy):
 @pytest.mark.upstream
 def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
     (copy / "upstream").symlink_to(pytestconfig.getoption("--upstream").absolute())
-    commands = of_class("run with sources", ENGLISH)
+    commands = commands_in_class("run with sources", ENGLISH)
     assert len(commands) > 3 and faults_in_shell(copy, commands) == {}
 
 
@@ -274,15 +276,15 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
 def test_a_wrong_command_is_found(line, named):
     (block,) = block_commands(f"```bash\n{line}   # a comment\n```\n")
     (inline,) = inline_commands(f"Run `{line}` now.\n")
-    assert named in fault(words_of(block)) and named in fault(words_of(inline), whole=False)
-    assert fault(words_of("python -m verl_patches check --line pypi")) is None
+    assert named in fault(command_words(block)) and named in fault(command_words(inline), whole=False)
+    assert fault(command_words("python -m verl_patches check --line pypi")) is None
 
 
 def test_a_start_that_would_be_refused_is_found():
     smoke = "bash scripts/smoke.sh "
     for word, named in (("trainer.nodes=3", "trainer.nodes"), ("'recipe.patches=[-model.mla]'", "model.mla")):
-        assert named in fault_of_start(words_of(smoke + word))
-    assert fault_of_start(words_of(f"{smoke}--steps 5")) is None
+        assert named in fault_of_start(command_words(smoke + word))
+    assert fault_of_start(command_words(f"{smoke}--steps 5")) is None
 
 
 def test_commands_are_read_whole_and_classified():
@@ -290,4 +292,6 @@ def test_commands_are_read_whole_and_classified():
     rest = ["(cat) << 'END'\na\nEND", "export A='b\nc'"]
     found = block_commands("\n".join(("```bash", "# two", plan, *rest, "```\n")))
     assert found == [plan, *rest] and plain(plan) == "python -m verl_patches plan x y=1"
-    assert [class_of(command) for command in found] == ["run", "foreign", "run"] and class_of("curl x") is None
+    assert [command_class(command) for command in found] == ["run", "foreign", "run"] and command_class(
+        "curl x"
+    ) is None

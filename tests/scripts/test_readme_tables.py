@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_tables_are_fresh():
-    assert readme_tables.stale() == []
+    assert readme_tables.stale_files() == []
 
 
 def test_a_stale_table_is_named_and_written(tmp_path, monkeypatch):
@@ -20,8 +20,8 @@ def test_a_stale_table_is_named_and_written(tmp_path, monkeypatch):
     spoilt = tmp_path / readme_tables.PINS
     spoilt.write_text(spoilt.read_text().replace("2.5.1.post1", "2.5.1.post9"))
     monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
-    assert readme_tables.stale() == [readme_tables.PINS] == readme_tables.stale(write=True)
-    assert readme_tables.stale() == []
+    assert readme_tables.stale_files() == [readme_tables.PINS] == readme_tables.stale_files(write=True)
+    assert readme_tables.stale_files() == []
     assert spoilt.read_text() == (ROOT / readme_tables.PINS).read_text()
 
 

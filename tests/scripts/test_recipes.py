@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import recipe_runs
 from chains import CHAINS, Chain, shortfalls
-from recipe_runs import arguments_of, main, presets, table
+from recipe_runs import main, presets, presets_table, smoke_arguments
 
 NAMES = ["grpo", "rloo"]
 
 
 def ran(algo, where, **more):
-    command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, "upstream")])
+    command = " ".join(["bash scripts/smoke.sh", *smoke_arguments(algo, where, "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": "2026-11-26"}
     return head | {"exit": 0, "step": 3, "figures": {"reward": 0.125, "grad norm": 2.5}, "reason": ""} | more
 
@@ -44,11 +44,11 @@ def test_a_learning_run_that_does_not_reach_its_stated_amount_has_failed(tmp_pat
     monkeypatch.setattr(recipe_runs, "ROOT", tmp_path)
     monkeypatch.setattr(recipe_runs, "PICTURES", tmp_path / "images")
     monkeypatch.setattr(recipe_runs, "PROGRAM", ("-c", ""))
-    made = recipe_runs.run("grpo", "learning", None)
+    made = recipe_runs.run_preset("grpo", "learning", None)
     assert made["exit"] == 1 and made["reason"] == "reward improved by 0.07, expected 0.35 or more"
     assert (tmp_path / "images" / "learning_grpo.png").read_bytes() == b"a picture"
     monkeypatch.undo()
-    text = table({"runs": [made]}, NAMES)
+    text = presets_table({"runs": [made]}, NAMES)
     assert f"| reward | 0.53 | 0.6 | 0.35 | failed: {made['reason']} ({made['date']}) |" in text
 
 
@@ -75,7 +75,7 @@ def test_the_runs_that_are_asked_for_are_made_and_recorded_and_a_failure_is_the_
     assert "/up" not in (tmp_path / "recipes.json").read_text()
     with pytest.raises(SystemExit):
         main(["--where", "a3"])
-    assert "--where a3 or emulated needs --upstream" in capsys.readouterr().err
+    assert "--where a3 and emulated need --upstream" in capsys.readouterr().err
 
 
 def test_the_record_has_each_chain_with_the_figures_that_are_stated_of_it():

@@ -46,7 +46,7 @@ def test_without_python_311_it_says_how_to_give_one(tmp_path):
     done = run_setup("--venv", venv, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 1 and "no Python 3.11 found" in done.stderr and "--python EXE" in done.stderr
     refused = run_setup("--venv", venv, "--python", tmp_path / "python3")
-    assert "is not a Python 3.11 that runs" in refused.stderr and not venv.exists()
+    assert "expected a working Python 3.11" in refused.stderr and not venv.exists()
 
 
 def test_a_folder_that_is_not_an_environment_is_never_deleted(tmp_path):
@@ -82,7 +82,7 @@ def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path):
     (lib / "gone" / "data.txt").unlink()
     (lib / "emptied" / "data.txt").write_text("")
     (lib / "good" / "data.txt").write_text("an edited file is not a damaged one")
-    dists = check_env.by_name(metadata.distributions(path=[str(lib)]))
+    dists = check_env.distributions_by_name(metadata.distributions(path=[str(lib)]))
     pins = {pin.partition("==")[0]: pin for pin in "good==1.0 old==2.0 gone==1.0 emptied==1.0 local==2.0 no==1".split()}
     found = ["missing old==2.0", "damaged gone==1.0", "damaged emptied==1.0", "missing no==1"]
     assert list(check_env.package_findings(pins, dists)) == found
@@ -91,5 +91,5 @@ def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path):
     package(tmp_path / "over", "old", "2.0")
     path = [str(tmp_path / "over"), str(lib)]  # the first is imported
     assert "missing old==2.0" not in check_env.package_findings(
-        pins, check_env.by_name(metadata.distributions(path=path))
+        pins, check_env.distributions_by_name(metadata.distributions(path=path))
     )

@@ -1,5 +1,7 @@
 """Test the check of all rows: what is refused by file and row, dropped and counted, and what verl then reads."""
 
+import re
+
 import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
@@ -50,11 +52,11 @@ def row(number=0, text=None, gold="1", **columns):
 NULL_CONTENT = row(prompt=[{"role": "user", "content": None}])
 ANSWERED = row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 BAD = {
-    "null content": (NULL_CONTENT, "prompt: expected role and content, both text, in each message, found None as cont"),
+    "null content": (NULL_CONTENT, "prompt: expected role and content in each message, both text, found None as cont"),
     "null prompt": (row(prompt=None), "prompt: expected text or a list of messages, found none"),
     "assistant": (ANSWERED, "prompt ends with a message of assistant; expected a last message of user or tool"),
     "null extra_info": (row(extra_info=None), "extra_info is null"),
-    "gold": (row(gold="#### 34"), r"recipe.rewards\[0\] \(maths\): the gold answer .* is '#### 34', a line"),
+    "gold": (row(gold="#### 34"), r"recipe.rewards\[0\] \(maths\): the gold answer .* is '#### 34', a `####` line"),
     "null gold": (row(reward_model=None), ".*the gold answer .* is None"),
 }
 
@@ -67,8 +69,8 @@ def test_a_bad_row_is_refused_by_file_and_row_or_dropped_and_counted(read, kind)
         read(rows)
     dataset = read(rows, skips=True)
     assert [dataset[n]["index"] for n in range(len(dataset))] == [0, 1, 3]
-    report = "data.train_files: 3 of 4 rows are used; bad and dropped: 1, the first is "
-    assert dataset.row_report.startswith(report) and "0.parquet, row 2: " in dataset.row_report
+    report = "data: 3 of 4 rows of .*0.parquet are used; bad and dropped: 1, the first is .*0.parquet, row 2: "
+    assert re.match(report, dataset.row_report)
 
 
 def test_good_rows_are_those_of_verl_and_need_no_report(read, tokenizer, monkeypatch):
@@ -86,25 +88,25 @@ def test_prompts_over_the_limit_are_counted_and_left_out_cut_or_refused(read):
     rows = [row(0), row(1, "1" * 90), row(2), row(3, "1" * 80)]
     dataset = read(rows)
     assert [dataset[n]["index"] for n in range(len(dataset))] == [0, 2]
-    words = "data.train_files: 2 of 4 rows are used; prompts over data.max_prompt_length, 64, left out: 2, the longest"
-    assert dataset.row_report.startswith(f"{words} has 9") and dataset.row_report.endswith("0.parquet, row 1)")
+    words = "data: 2 of 4 rows of .* are used; prompts over data.max_prompt_length, 64, left out: 2, the longest has 9"
+    assert re.match(words, dataset.row_report) and dataset.row_report.endswith("0.parquet, row 1)")
     cut = read(rows, filter_overlong_prompts=False, truncation="left")
     assert len(cut) == 4 and "cut (data.truncation=left): 2" in cut.row_report
     with pytest.raises(ConfigError, match="row 1: the prompt has 9. tokens; .*data.max_prompt_length, 64: raise it"):
         read(rows, filter_overlong_prompts=False)
-    with pytest.raises(ConfigError, match="2 of 4 rows are used; expected at least 3, a batch. prompts over"):
+    with pytest.raises(ConfigError, match="2 of 4 rows of .* are used; expected at least 3, a batch; prompts over"):
         read(rows, batch=3)
     assert len(read(rows, batch=2)) == 2
 
 
 def test_files_that_verl_cannot_join_are_refused(read):
     texts = [row(n, extra_info={"index": f"u-{n}"}) for n in range(2)]
-    words = "1.parquet: column extra_info is struct<index: string>; expected struct<index: int64>, as in .*0.parquet"
+    words = "1.parquet: column extra_info is .*string.*; expected .*int64.*, as in .*0.parquet"
     with pytest.raises(ConfigError, match=words):
         read([row()], texts)
     assert len(read(texts)) == 2
     without = [{name: value for name, value in row().items() if name != "extra_info"}]
-    with pytest.raises(ConfigError, match="1.parquet has no column extra_info"):
+    with pytest.raises(ConfigError, match="1.parquet: column extra_info is absent"):
         read([row()], without)
     assert len(read(without)) == 1
 

@@ -80,7 +80,7 @@ def start():
     options = {"num_cpus": 4, "resources": {"NPU": 2}, "include_dashboard": False, "log_to_driver": False}
     switches = {"VERL_PATCHES": os.environ["VERL_PATCHES"]}
     network = {"nodes": 1, "interface": None}
-    ray_start.start(switches, {"layers": 4}, network, **options, runtime_env={ray_start.HOOK: hook()})
+    ray_start.start_ray(switches, {"layers": 4}, network, **options, runtime_env={ray_start.HOOK: hook()})
     asked = ray.remote(num_cpus=0)(Asked)
 
     def worker(npus=1, **env):
@@ -102,21 +102,21 @@ def dies():
     free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
     reports["not set"] = ray.get(free.report.remote())
     agent = ray.remote(num_cpus=0)(NodeAgent).remote()
-    ray.wait([agent.__ray_ready__.remote()])  # ready means failed here
-    ended = [way(wait.remote(3)) for way in (ray_start.result_of, verls_wait)]
+    ray.wait([agent.__ray_ready__.remote()])  # returns once the actor has failed
+    ended = [way(wait.remote(3)) for way in (ray_start.wait_for_result, verls_wait)]
     ray.shutdown()
     return reports, ended
 
 
 def verls_wait(task):
     """Wait as verl itself does."""
-    return ray_start.unless_start_fails(lambda: ray.get(task))
+    return ray_start.run_unless_start_fails(lambda: ray.get(task))
 
 
 def failure(kind):
     """Return the error that ends a wait of an hour if a worker fails in its hook, or as its class is loaded or made."""
     worker, wait = start()
-    failing, way = worker(npus=0, FAIL=kind), verls_wait if kind == "init" else ray_start.result_of
+    failing, way = worker(npus=0, FAIL=kind), verls_wait if kind == "init" else ray_start.wait_for_result
     try:
         ended = way(wait.remote(3600))
     except RuntimeError as error:

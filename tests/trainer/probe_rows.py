@@ -31,7 +31,7 @@ def log_reaches_the_run():
     steps, tracking = [], object.__new__(Tracking)
     tracking.logger = {}
     active = SimpleNamespace(after_step=lambda data, step, log: steps.append(step) or log(data))
-    with run.active_run.set(active):
+    with run.current_run.set(active):
         tracking.log({"critic/score/mean": 0.5}, step=7)
     return steps == [7]
 

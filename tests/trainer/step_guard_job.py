@@ -40,12 +40,12 @@ def found(world, steps, clip_grad=1.0):
             if bad is None:
                 update(*plain, number)
             moved = not all_equal(before, weights(guarded[0]))
-            seen.append({"done": done, "norm": float(norm), "moved": moved, **guard.take()})
+            seen.append({"done": done, "norm": float(norm), "moved": moved, **guard.take_skips()})
         equal = all_equal(weights(guarded[0]), weights(plain[0]))
         update(*plain, 99, (world - 1, "dense1", float("nan")))
         spoilt = any(weight.isnan().any().item() for weight in weights(plain[0]))
         for number, bad in enumerate((None, *[(0, "dense1", float("nan"))] * 3, None)):  # mini batches of one step
             update(*guarded, number, bad)
-        within = guard.take()
+        within = guard.take_skips()
         results[kind] = {"steps": seen, "equal": equal, "spoilt without the guard": spoilt, "within a step": within}
     return results

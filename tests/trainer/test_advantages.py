@@ -20,7 +20,7 @@ UID = np.array(["a", "a", "b", "b"], dtype=object)
 GREEDY = torch.tensor([0.5, 0.5, -1.0, -1.0], dtype=torch.float64)  # rewards of greedy responses
 
 
-def module_of(path, name):
+def load_module(path, name):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,9 +33,9 @@ def trainer(request, pytestconfig):
     root = Path(verl.__file__).parent
     if request.param == "a3":
         root = pytestconfig.getoption("--upstream") / "verl/verl"
-    module = module_of(root / "trainer/ppo/ray_trainer.py", f"ray_trainer_{request.param}")
-    module.core_algos = module_of(root / "trainer/ppo/core_algos.py", f"core_algos_{request.param}")
-    module.core_algos.verl_F = module_of(root / "utils/torch_functional.py", f"functional_{request.param}")
+    module = load_module(root / "trainer/ppo/ray_trainer.py", f"ray_trainer_{request.param}")
+    module.core_algos = load_module(root / "trainer/ppo/core_algos.py", f"core_algos_{request.param}")
+    module.core_algos.verl_F = load_module(root / "utils/torch_functional.py", f"functional_{request.param}")
     return module
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from verl_patches.recipe import Alarms
-from verl_patches.trainer.alarms import alarms_of
+from verl_patches.trainer.alarms import step_alarms
 
 
 def record(**changes):
@@ -20,7 +20,7 @@ def record(**changes):
 
 def names(step, before=5, metrics=(), **bounds):
     earlier = [record() for _ in range(before)] if isinstance(before, int) else before
-    found = alarms_of(step, earlier, {"actor/pg_loss": 0.1, **dict(metrics)}, Alarms(**bounds))
+    found = step_alarms(step, earlier, {"actor/pg_loss": 0.1, **dict(metrics)}, Alarms(**bounds))
     return [alarm.name for alarm in found]
 
 
@@ -46,7 +46,7 @@ def test_a_usual_step_raises_none():
     ({"logprob_delta": {"mean": 1.1e-5}}, {"logprob_delta": {"mean": 0.9e-5}}, "dlogp_drift"),
 ])  # fmt: skip
 def test_each_alarm_is_raised_beyond_its_bound_only(above, below, name):
-    (alarm,) = alarms_of(record(**above), [record()] * 5, {}, Alarms())
+    (alarm,) = step_alarms(record(**above), [record()] * 5, {}, Alarms())
     assert alarm.name == name and alarm.text and (alarm.limit is None or alarm.value != alarm.limit)
     assert names(record(**below)) == []
 

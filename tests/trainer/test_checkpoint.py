@@ -26,17 +26,17 @@ from tests.runs import tiny, trainer_config
 from verl_patches.errors import ConfigError
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
-from verl_patches.trainer.checkpoint import Checkpoints, data_state
+from verl_patches.trainer.checkpoint import Checkpoints, loader_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint_files import CheckpointError, Place, StoredTensor, write_rank
 from verl_patches.weights.manifest import (
     Manifest,
     content_digest,
     folder_problems,
-    rank_files,
+    rank_file_names,
+    rank_tensor_file,
     read_manifest,
-    tensors_of_rank,
-    whole_tensor,
+    whole_entry,
 )
 from verl_patches.weights.run_folders import take_start
 
@@ -52,7 +52,7 @@ class Workers:
     def save_checkpoint(self, folder, remote, step):
         for rank in range(2):
             tensor = torch.full((64,), float(step))
-            entry = whole_tensor(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
+            entry = whole_entry(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
             piece = StoredTensor(entry, tensor, (Place((64,), (1,), 0),))
             if not self.failing:
                 write_rank(folder, rank, [piece], lambda piece: [piece.base], {})
@@ -66,7 +66,7 @@ class Workers:
     def load_checkpoint(self, folder, remote, remove):
         if self.fault:
             raise CheckpointError(self.fault)
-        files = [load_file(Path(folder) / tensors_of_rank(rank)) for rank in range(2)]
+        files = [load_file(Path(folder) / rank_tensor_file(rank)) for rank in range(2)]
         self.loaded = [file[f"weight/{rank}"][0].item() for rank, file in enumerate(files)]
 
 
@@ -91,7 +91,7 @@ SETTINGS = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
 
 @pytest.fixture
 def saves(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
+    monkeypatch.setattr(checkpoint, "comparable_settings", lambda config: SETTINGS)
 
     def make(folder=tmp_path, start=None, **trainer):
         """Make the checkpoints in `folder`, or of this start of the run t."""
@@ -124,7 +124,7 @@ def resumed(run):
     return run
 
 
-def path_of(step, folder):
+def checkpoint_path(step, folder):
     return {"resume_mode": "resume_path", "resume_from_path": str(folder / f"global_step_{step}")}
 
 
@@ -136,15 +136,15 @@ OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
 
 
 @pytest.mark.parametrize(("model", "total", "file", "words"), [
-    (OTHER_MODEL, 99, "trainer.json", r"another model: n_routed_experts 8 \(expected 4\)"),
-    (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # which follows from the data
+    (OTHER_MODEL, 99, "trainer.json", r"its model differs from this run's: n_routed_experts 8 \(expected 4\)"),
+    (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # total follows from the data
     (TINY, 3, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),
-    (TINY, 99, "trainer.pt", "it has no trainer.json"),  # a pickle, which is not read
+    (TINY, 99, "trainer.pt", "it has no trainer.json"),  # a pickle is not read
 ])  # fmt: skip
 def test_what_cannot_be_gone_on_with_is_refused_before_workers_read_it(saves, tmp_path, model, total, file, words):
     save(saves(), 3)
     (tmp_path / "global_step_3/trainer.json").rename(tmp_path / "global_step_3" / file)
-    run = saves(**path_of(3, tmp_path))
+    run = saves(**checkpoint_path(3, tmp_path))
     run.model, run.trainer.total_training_steps = model, total
     with pytest.raises(ConfigError, match=words):
         run.load()
@@ -163,34 +163,34 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
     run.save()
     with pytest.raises(CheckpointError, match="disk full"):
         run.finish()
-    run._given_up.set()
+    run._aborted.set()
     run._thread.join()
     assert run.chain.checkpoints() == {}
     save(with_critic(saves()), 2)
     folder = tmp_path / "global_step_2"
-    resumed(again := with_critic(saves(**path_of(2, tmp_path))))
+    resumed(again := with_critic(saves(**checkpoint_path(2, tmp_path))))
     assert again.trainer.critic_wg.loaded == again.trainer.actor_rollout_wg.loaded == [2, 2]
     assert folder_problems(folder / "critic", read_manifest(folder / "critic")) == []
     with pytest.raises(ConfigError, match="it has a critic"):
-        saves(**path_of(2, tmp_path)).load()
+        saves(**checkpoint_path(2, tmp_path)).load()
     other = json.loads((folder / "critic" / "manifest.json").read_text()) | {"identity": "another"}
     (folder / "critic" / "manifest.json").write_text(json.dumps({**other, "digest": content_digest(other)}))
-    with pytest.raises(ConfigError, match="of another checkpoint"):
-        with_critic(saves(**path_of(2, tmp_path))).load()
+    with pytest.raises(ConfigError, match="belongs to another checkpoint"):
+        with_critic(saves(**checkpoint_path(2, tmp_path))).load()
     shutil.rmtree(folder / "critic")
-    for load in (with_critic(saves(**path_of(2, tmp_path))).load, saves().chain.newest):
+    for load in (with_critic(saves(**checkpoint_path(2, tmp_path))).load, saves().chain.newest):
         with pytest.raises(ConfigError, match="critic"):
             load()
     save(saves(), 3)
     with pytest.raises(ConfigError, match="it has no critic"):
-        with_critic(saves(**path_of(3, tmp_path))).load()
+        with_critic(saves(**checkpoint_path(3, tmp_path))).load()
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(saves, tmp_path):
     save(saves(), 3)
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
-    with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
-        saves(**path_of(7, tmp_path)).load()
+    with pytest.raises(ConfigError, match="global_step_7, found step 3"):
+        saves(**checkpoint_path(7, tmp_path)).load()
 
 
 def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(saves, tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
     run.save()
     with pytest.raises(CheckpointError, match="rank 1: disk full"):
         run.finish()
-    run.give_up(wait=True)
+    run.abort_save(wait=True)
     assert run.chain.newest() == tmp_path / "global_step_1"
     save(saves(), 2)
     assert names(tmp_path) == ["global_step_1", "global_step_2"]
@@ -230,10 +230,12 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
             workers.save_checkpoint(str(folder), None, 1)
         return look if grow else 7
 
-    monkeypatch.setattr(checkpoint, "size_bytes", written)
-    run.give_up(wait)
+    monkeypatch.setattr(checkpoint, "folder_bytes", written)
+    run.abort_save(wait)
     assert (run.chain.newest() == folder) is whole
-    said = [text for (text,) in run.said if "is waited for" in text]  # each look is output, as recipe.timeouts expects
+    said = [
+        text for (text,) in run.said if "waiting for its checkpoint" in text
+    ]  # each look is output, as recipe.timeouts expects
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
 
 
@@ -250,7 +252,7 @@ def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):
         run.wait_before_update()
     assert workers.waits == 1
     workers.failing = False
-    run.give_up(wait=False)
+    run.abort_save(wait=False)
     run.wait_before_update()  # nobody writes any more
     assert workers.waits == 1
 
@@ -335,7 +337,7 @@ def test_a_step_whose_save_was_killed_is_saved_again(saves, tmp_path):
     (tmp_path / "global_step_5/rank_00007.safetensors").touch()
     save(run := saves(), 5)
     assert run.chain.newest() == tmp_path / "global_step_5"
-    assert set(rank_files(2)) < set(names(tmp_path / "global_step_5")) and not list(tmp_path.rglob("*00007*"))
+    assert set(rank_file_names(2)) < set(names(tmp_path / "global_step_5")) and not list(tmp_path.rglob("*00007*"))
 
 
 # ---- without a launcher: one folder, which a run goes on with or finds empty
@@ -343,10 +345,10 @@ def test_a_step_whose_save_was_killed_is_saved_again(saves, tmp_path):
 
 def test_a_folder_that_another_run_saved_to_is_not_mixed_with_this_one(saves, tmp_path):
     save(saves(), 2, 4)
-    for given, step in (({"resume_mode": "disable"}, 2), (path_of(2, tmp_path), 4)):
+    for given, step in (({"resume_mode": "disable"}, 2), (checkpoint_path(2, tmp_path), 4)):
         with pytest.raises(ConfigError, match=f"holds global_step_{step} of another run.*resume_mode=auto"):
             saves(**given).load()
-        saves(**given, save_freq=-1).load()  # it writes nothing there
+        saves(**given, save_freq=-1).load()  # a run that saves nothing is not refused
     assert names(tmp_path) == ["global_step_2", "global_step_4"]
     again = resumed(saves())
     assert (again.trainer.global_steps, again.trainer.train_dataloader.position) == (4, 4)
@@ -396,12 +398,12 @@ def draw():
     return [random.random(), np.random.rand(), torch.rand(()).item()]
 
 
-@pytest.mark.parametrize("kind", [RandomSampler, torch.utils.data.RandomSampler])  # with a state of its own; verl's
+@pytest.mark.parametrize("kind", [RandomSampler, torch.utils.data.RandomSampler])  # ours, which has a state; verl's
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_run_gets_the_batches_and_random_numbers_that_come_next(saves, tmp_path, workers, kind):
     run = saves()
     run.trainer.train_dataloader = loader(workers, kind=kind)
-    run.load()  # refuses what cannot be saved, which must not take a batch
+    run.load()  # checks that the state can be saved, without drawing a batch
     batches = iter(run.trainer.train_dataloader)
     first = [next(batches).tolist() for _ in range(2)]
     assert first == [batch.tolist() for batch, _ in zip(loader(workers, kind=kind), range(2), strict=False)]
@@ -434,7 +436,7 @@ def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(wo
         sampler = torch.utils.data.RandomSampler(range(10), generator=generator)
         found = StatefulDataLoader(range(10), batch_size=4, num_workers=workers, sampler=sampler, drop_last=drop_last)
         if ours:
-            checkpoint._keep_generator(found)
+            checkpoint._use_resumable_sampler(found)
         return found
 
     per_pass = 2 if drop_last else 3
@@ -472,7 +474,7 @@ class Sampler(SequentialSampler):
 def test_a_state_that_is_neither_json_nor_tensors_is_refused_before_the_first_step_by_its_key(saves, tmp_path, value):
     run = saves()
     run.trainer.train_dataloader = loader(sampler=Sampler(value))
-    with pytest.raises(ConfigError, match=r"mine\.seen\.1: is of type") as caught:
+    with pytest.raises(ConfigError, match=r"mine\.seen\.1: found a value of type") as caught:
         run.load()
     assert type(value).__name__ in str(caught.value) and names(tmp_path) == []
     saves(save_freq=-1).load()  # control: it would never be saved
@@ -480,5 +482,5 @@ def test_a_state_that_is_neither_json_nor_tensors_is_refused_before_the_first_st
 
 def test_a_state_of_a_sampler_comes_back_with_its_tensors():
     value = {"a": [torch.arange(3), {"b": torch.tensor(2.5)}], "c": "text", "d": None, "/": True, "e": 1 << 70}
-    found, tensors = data_state(loader(sampler=Sampler(value)))
+    found, tensors = loader_state(loader(sampler=Sampler(value)))
     assert len(tensors) == 2 and json.loads(json.dumps(found)) == found

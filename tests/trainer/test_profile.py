@@ -52,7 +52,7 @@ def one_step(folder, platform="cpu", phases=None, schedule=True):
     with here.phase("update"):
         torch.ones(3, 3) @ torch.ones(3, 3)
     torch.log(torch.ones(3))  # after the phase
-    return here.profiler.take()
+    return here.profiler.take_files()
 
 
 def operations(file):

@@ -19,8 +19,8 @@ import sys, types
 start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
 start.prepare = lambda engine: print("prepared", engine["layers"])
 sys.modules[start.__name__] = start
-from verl_patches.trainer.worker_settings import prelude_then
-prelude_then(lambda: print("user"), ENGINE)()
+from verl_patches.trainer.worker_settings import chain_setup_hooks
+chain_setup_hooks(lambda: print("user"), ENGINE)()
 import verl
 """
 

@@ -16,7 +16,7 @@ from verl_patches.step.objectives.advantages import FixedData
 from verl_patches.trainer import run
 from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary
-from verl_patches.trainer.step_record import NARROW, WIDE, header
+from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, table_header
 
 CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
@@ -31,10 +31,10 @@ REPORT = {  # what a worker reports of a step in which nothing happened
 @pytest.fixture
 def made(tmp_path):
     """Make a Run that writes to tmp_path, with a group that runs step 7."""
-    made = object.__new__(run.Run)
-    made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
+    made = object.__new__(run.TrainerRun)
+    made.summary, made.progress, made.worker_places = Summary(tmp_path, {}), Progress(tmp_path), {}
     made.emulated = made.checkpoints = made.fixed_data = None
-    made.rates = SimpleNamespace(of_step=lambda *measured: None)
+    made.rates = SimpleNamespace(step_rates=lambda *measured: None)
     made.group = SimpleNamespace(step=7, cache=None, sampled_check=None, end_step=dict, lengths=None)
     return made
 
@@ -61,9 +61,9 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
 @pytest.mark.parametrize("first", [1, 29])
 def test_the_header_comes_before_the_first_row_of_the_process(made, first):
     lines = after_steps(made, first, first + 1)
-    for prefix, columns in (("- ", NARROW), ("+ ", WIDE)):
+    for prefix, columns in (("- ", NARROW_COLUMNS), ("+ ", WIDE_COLUMNS)):
         title, *rows = [text[2:] for text in lines if text.startswith(prefix)]
-        assert title == header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
+        assert title == table_header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
     steps = json.loads(made.summary.path.read_text())["steps"]
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
 
@@ -101,15 +101,16 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
 
 
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made):
-    made.places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
-    assert "a worker process died in step 7" in (one := made.death_of([1])) and "rank 1 (pid 101 on node-0)" in one
-    assert "2 worker processes died" in (two := made.death_of([2, 5])) and "(pid 102 on node-1), rank 5 (pid un" in two
-    assert "rank 15 (" in (many := made.death_of(list(range(40)))) and "rank 16" not in many and "24 more" in many
+    made.worker_places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
+    assert "a worker process died in step 7" in (one := made.death_text([1])) and "rank 1 (pid 101 on node-0)" in one
+    assert "2 worker processes died" in (two := made.death_text([2, 5]))
+    assert "(pid 102 on node-1), rank 5 (pid un" in two
+    assert "rank 15 (" in (many := made.death_text(list(range(40)))) and "rank 16" not in many and "24 more" in many
 
 
 def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made):
     """Check also that without a dead worker the step's own error stays."""
-    made.places, made.prove, made.wrap_groups = {1: "pid 101 on here"}, lambda: None, lambda: None
+    made.worker_places, made.compare_patches, made.wrap_groups = {1: "pid 101 on here"}, lambda: None, lambda: None
 
     def fit():
         raise ValueError("no answer")
@@ -117,7 +118,7 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made):
     for dead, error in (([1], run.WorkerDiedError), ([], ValueError)):
         made.dead_workers = lambda dead=dead: dead
         with pytest.raises(error) as failed:
-            made.around(fit)
+            made.fit_recorded(fit)
         assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
 
@@ -138,7 +139,7 @@ def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
 
 @pytest.fixture
 def prove(monkeypatch):
-    """Return prove(states of two workers) -> progress lines after Run.prove with a table of one row for workers."""
+    """Return prove(states of two workers) -> progress lines of TrainerRun.compare_patches; workers have one row."""
     off = PatchSpec("a.off", "no_such_module_here:g", "wrap", "o:f", "w", "e")
     row = PatchSpec("a.b", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
     current = engine.Engine([row, off], Switches("pypi", "cpu", ("-a.off",), drift="warn"))
@@ -150,14 +151,14 @@ def prove(monkeypatch):
         rows = [[{"id": "a.b", "state": state, "target": row.target, "reason": "r"}] for state in states]
         workers = [{"rank": rank, "status": status, **proof} for rank, status in enumerate(rows)]
         monkeypatch.setattr(run, "gather_proofs", lambda group: workers)
-        lines, made = [], object.__new__(run.Run)
+        lines, made = [], object.__new__(run.TrainerRun)
         made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [{"seconds": {}}] * 2))
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
         made.progress = SimpleNamespace(say=lines.append)
-        made.prove()
+        made.compare_patches()
         recorded = {entry["id"]: entry for entry in made.summary.data["patches"] if entry["process"] == "controller"}
         assert recorded["a.off"]["reason"] == "switched off by -a.off" and "reason" not in recorded["a.b"]
-        assert made.places == {0: "here", 1: "here"}
+        assert made.worker_places == {0: "here", 1: "here"}
         return lines
 
     return prove
@@ -174,21 +175,22 @@ def test_the_reason_is_recorded_before_a_checkpoint_is_waited_for(made, monkeypa
     """Check this because an end of the process meanwhile, such as by the watch, would hide the reason."""
     seen = []
 
-    def give_up(wait):
+    def abort_save(wait):
         seen.append((wait, json.loads(made.summary.path.read_text())["exit"]))
 
-    made.checkpoints = SimpleNamespace(give_up=give_up)
-    for name, value in {"prove": None, "wrap_groups": None, "raised_by": "", "dead_workers": dead}.items():
+    made.checkpoints = SimpleNamespace(abort_save=abort_save)
+    returned = {"compare_patches": None, "wrap_groups": None, "raising_rank_text": "", "dead_workers": dead}
+    for name, value in returned.items():
         monkeypatch.setattr(made, name, lambda *error, value=value: value, raising=False)
 
     def fit():
         raise AlarmError("step 7: expert_collapse")
 
     with pytest.raises(run.WorkerDiedError if dead else AlarmError):
-        made.around(fit)
+        made.fit_recorded(fit)
     ((wait, reason),) = seen[:1]
-    monkeypatch.setattr(made, "end", lambda reason: made.summary.missing, raising=False)
-    with pytest.raises(AttributeError):  # as where its disk is full
-        made.around(fit)
+    monkeypatch.setattr(made, "record_outcome", lambda reason: made.summary.missing, raising=False)
+    with pytest.raises(AttributeError):  # as with a full disk, the outcome cannot be written
+        made.fit_recorded(fit)
     assert len(seen) == 2
     assert wait is (not dead) and "AlarmError: step 7: expert_collapse" in reason and ("rank 3" in reason) is bool(dead)

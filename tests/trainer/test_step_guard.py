@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.worker.step_guard import parameter_names, take_all
+from verl_patches.worker.step_guard import parameter_names, take_all_skips
 
 NAN, INF = float("nan"), float("inf")
 STEPS = [None, (1, "dense1", NAN), None, (0, "expert", INF), (1, "dense3", -INF), None]
@@ -68,9 +68,9 @@ def test_the_guards_of_a_process_report_together():
     def guard(skipped, nearest):
         fault = nearest and {"parameters": 1, "nearest": nearest}
         taken = {"skipped": skipped, "in_a_row": skipped, "stage": 1, "fault": fault}
-        return SimpleNamespace(take=lambda: taken)
+        return SimpleNamespace(take_skips=lambda: taken)
 
     critic, actor = guard(2, "critic decoder.w"), guard(1, "decoder.w")
     found = {"skipped": 3, "in_a_row": 2, "stage": 1, "fault": {"parameters": 1, "nearest": "critic decoder.w"}}
-    assert take_all([critic, actor]) == found and take_all([]) is None
-    assert take_all([guard(0, None), actor]) == actor.take()
+    assert take_all_skips([critic, actor]) == found and take_all_skips([]) is None
+    assert take_all_skips([guard(0, None), actor]) == actor.take_skips()

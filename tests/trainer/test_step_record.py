@@ -11,7 +11,7 @@ from verl_patches.layout.flops import batch_forward_flops
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.run.resolve import changed_run
 from verl_patches.trainer import step_record
-from verl_patches.trainer.step_record import NARROW, WIDE, Rates, header, row
+from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, Rates, table_header, table_row
 
 TINY = Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"
 LENGTHS, TOKENS = [10, 30, 20, 20], {"total": 80, "responses": 60}
@@ -26,7 +26,7 @@ def run():
 
 def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(run):
     forward = batch_forward_flops(read_model_shape(TINY), LENGTHS)
-    rates = Rates(run, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+    rates = Rates(run, ref=True).step_rates(LENGTHS, TOKENS, SECONDS)
     assert (rates["tokens_per_s_per_rank"], rates["generated_per_s_per_rank"]) == (4.0, 15.0)
     tflops = {"rollout": forward / 2, "ref": forward, "update": 3 * forward / 4, "step": 5 * forward / 10}
     assert rates["tflops_per_s_per_rank"] == pytest.approx({phase: rate / 2 / 1e12 for phase, rate in tflops.items()})
@@ -39,7 +39,7 @@ def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(run):
 
 def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(run):
     def share(run):
-        return Rates(run, ref=False).of_step(LENGTHS, TOKENS, SECONDS)["mfu"]
+        return Rates(run, ref=False).step_rates(LENGTHS, TOKENS, SECONDS)["mfu"]
 
     on_policy, two_batches = share(run), changed_run(run, {"actor_rollout_ref.actor.ppo_mini_batch_size": 4})
     assert share(two_batches)["step"] / on_policy["step"] == pytest.approx(5 / 4) and "log_prob" not in on_policy
@@ -52,12 +52,12 @@ def test_a_critic_has_columns_and_passes_where_a_run_has_one(run):
     metrics = {f"critic/{name}": value for name, value in {"vf_loss": 0.5, "grad_norm": math.nan}.items()}
     metrics["critic/vf_explained_var"] = -0.25
     record = {"loss": 0.5, "grad_norm": None, "explained_var": -0.25}
-    assert step_record.critic_of_step(metrics) == record and step_record.critic_of_step({}) is None
-    cells = step_record._cells({**whole_step(), "critic": record, "seconds": {"update_critic": 2.0}})
+    assert step_record.critic_figures(metrics) == record and step_record.critic_figures({}) is None
+    cells = step_record._table_cells({**whole_step(), "critic": record, "seconds": {"update_critic": 2.0}})
     assert [cells[name] for name in step_record.CRITIC_COLUMNS] == ["0.50000", "-", "-0.25000"]
-    assert cells["update_critic s"] == "2.000" and not {*WIDE} & {*step_record.CRITIC_COLUMNS}
+    assert cells["update_critic s"] == "2.000" and not {*WIDE_COLUMNS} & {*step_record.CRITIC_COLUMNS}
     with_critic = changed_run(run, {"algorithm.adv_estimator": "gae"})
-    rates = Rates(with_critic, ref=False).of_step(LENGTHS, TOKENS, {**SECONDS, "values": 1.0, "update_critic": 3.0})
+    rates = Rates(with_critic, ref=False).step_rates(LENGTHS, TOKENS, {**SECONDS, "values": 1.0, "update_critic": 3.0})
     of_critic = {phase: rates["tflops_per_s_per_rank"][phase] for phase in ("values", "update_critic")}
     assert of_critic == pytest.approx({"values": forward / 2e12, "update_critic": forward / 2e12})
 
@@ -65,12 +65,12 @@ def test_a_critic_has_columns_and_passes_where_a_run_has_one(run):
 def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(run):
     def rates(**changes):
         changes = {f"recipe.{key.replace('__', '.')}": value for key, value in changes.items()}
-        return Rates(changed_run(run, changes), ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+        return Rates(changed_run(run, changes), ref=True).step_rates(LENGTHS, TOKENS, SECONDS)
 
     assert rates(profile__peak_tflops=2 * 353.9)["mfu"]["step"] == pytest.approx(rates()["mfu"]["step"] / 2)
     of_cpu = rates(platform="cpu")
     assert of_cpu["mfu"] is None and of_cpu["tflops_per_s_per_rank"]["step"] > 0
-    assert Rates(run, ref=True).of_step(None, TOKENS, SECONDS) is None  # a step without an update
+    assert Rates(run, ref=True).step_rates(None, TOKENS, SECONDS) is None  # a step without an update
 
 
 def whole_step(number=3):
@@ -83,14 +83,15 @@ def whole_step(number=3):
 def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_under_its_name():
     step = whole_step() | {"seconds": {"rollout": 1.5, "update": 2.5, "step": 4.5, "offload": 0.25}}
     nothing = {"sync": None, "memory": None, "dispatch": None, "logprob_delta": None, "grad_norm": None}
-    for columns, missing in ((NARROW, 3), (WIDE, 12)):  # phases without seconds too
-        empty = row({**step, **nothing}, columns)
-        assert len(row(step, columns)) == len(header(columns)) == len(empty) and empty.split().count("-") == missing
-    assert len(header(NARROW)) <= 80 and set(NARROW) < set(WIDE)
+    for columns, missing in ((NARROW_COLUMNS, 3), (WIDE_COLUMNS, 12)):  # phases without seconds too
+        empty = table_row({**step, **nothing}, columns)
+        assert len(table_row(step, columns)) == len(table_header(columns)) == len(empty)
+        assert empty.split().count("-") == missing
+    assert len(table_header(NARROW_COLUMNS)) <= 80 and set(NARROW_COLUMNS) < set(WIDE_COLUMNS)
     last = "1.500 2.500 4.500 54990.000"
-    assert row(step, NARROW).split() == ["3", "0.5000", "1.00000", "5.00e-07", *last.split()]
-    assert header(NARROW).split()[:4] == ["step", "reward", "grad_norm", "|dlogp|"]
-    texts = dict(zip(WIDE, row(step, WIDE).split()[4:], strict=True))
+    assert table_row(step, NARROW_COLUMNS).split() == ["3", "0.5000", "1.00000", "5.00e-07", *last.split()]
+    assert table_header(NARROW_COLUMNS).split()[:4] == ["step", "reward", "grad_norm", "|dlogp|"]
+    texts = dict(zip(WIDE_COLUMNS, table_row(step, WIDE_COLUMNS).split()[4:], strict=True))
     assert (texts["offload s"], texts["held MB"], texts["sync calls"]) == ("0.250", "54990.000", "65")
     assert (texts["sync MB"], texts["extra MB"]) == ("25400.000", "2147.484")
     assert (texts["sent MB"], texts["skew s"]) == ("107000.000", "81.2346")
@@ -98,12 +99,12 @@ def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_unde
 
 def test_the_record_of_a_step_has_the_share_of_all_ranks():
     ranks = [{"equal": 3, "of": 4, "bytes": 8}, None, {"equal": 4, "of": 4, "bytes": 9}]
-    found = step_record.replay_of_step(ranks)
+    found = step_record.replay_totals(ranks)
     assert found == {"agreement": 0.875, "experts": 8, "bytes": 9}
-    assert row({**whole_step(), "routing_replay": found}, step_record.REPLAY_COLUMNS).split()[-1] == "0.87500"
+    assert table_row({**whole_step(), "routing_replay": found}, step_record.REPLAY_COLUMNS).split()[-1] == "0.87500"
     assert (
-        step_record.replay_of_step([None]) is None
-        and step_record.replay_of_step([{"equal": 0, "of": 0, "bytes": 0}]) is None
+        step_record.replay_totals([None]) is None
+        and step_record.replay_totals([{"equal": 0, "of": 0, "bytes": 0}]) is None
     )
 
 
@@ -119,15 +120,15 @@ def test_greedy_responses_are_rollout_and_a_validation_with_its_sync_is_no_phase
     assert found == {"rollout": 3.5, "reshard": 1.0, "offload": 0.0, "validate": 2.0, "step": 9.0}
     val = {"score": 0.25, "metrics": {}}
     step = whole_step() | {"seconds": found, "val": val}
-    assert row(step, step_record.WIDE_VAL_COLUMNS).split()[-2:] == ["0.2500", "2.000"]
-    assert row(whole_step(), step_record.WIDE_VAL_COLUMNS).split()[-2:] == ["-", "-"]
+    assert table_row(step, step_record.WIDE_VAL_COLUMNS).split()[-2:] == ["0.2500", "2.000"]
+    assert table_row(whole_step(), step_record.WIDE_VAL_COLUMNS).split()[-2:] == ["-", "-"]
 
 
 def test_tokens_are_verls_without_padding():
     lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
-    found = step_record.tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
+    found = step_record.token_counts({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
     assert (found["total"], found["responses"], found["at_limit"]) == (640, 480, 0.5)
-    assert step_record.tokens_of_step(lengths) is None
+    assert step_record.token_counts(lengths) is None
 
 
 def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
@@ -137,16 +138,16 @@ def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
         sizes = {"received_bytes": received, "peak_extra_bytes": extra}
         return {**plain, **sizes, "verified": verified, "learnt": False}
 
-    sync = step_record.sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
+    sync = step_record.sync_totals([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
     assert sync["received_bytes"] == {"max": 400, "mean": 300} and sync["collectives"] == 6
     assert sync["syncs"] == 2 and sync["verified"] and not sync["learnt"] and sync["peak_extra_bytes"] == 7
     assert sync["seconds"] == {"pack": 1.0, "total": 2.0}
-    assert step_record.sync_of_step([[], []]) is None  # verl's own path
+    assert step_record.sync_totals([[], []]) is None  # verl's own path
 
 
 def test_the_start_names_the_slowest_worker_of_each_part():
     seconds = [{"start/imports": 2.0, "start/models": 5.0, "offload": 9.0}, {"start/imports": 4.0, "start/groups": 1.0}]
-    found = step_record.start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
+    found = step_record.start_seconds(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
     assert found["imports"] == {"max_s": 4.0, "mean_s": 3.0, "rank": 1} and found["cpu"]["rank"] == 0
     assert (found["groups"]["max_s"], found["models"]["mean_s"]) == (1.0, 2.5) and "offload" not in found
 
@@ -158,10 +159,10 @@ def report(stage, skipped=1, in_a_row=1, nearest=None, parameters=4):
 
 def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
     reports = [report(0, nearest="embedding.weight"), report(1, nearest="decoder.layers.3.w"), report(1), report(0)]
-    found = step_record.skipped_of_step(reports)
+    found = step_record.skipped_totals(reports)
     place = {"rank": 1, "stage": 1, "parameter": "decoder.layers.3.w", "parameters": 4}
     assert found == {"steps": 1, "in_a_row": 1, "ranks": [0, 1], "nearest": place}
-    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in step_record.said_of_skipped(found)
-    assert "no rank's own gradient" in step_record.said_of_skipped(step_record.skipped_of_step([report(0)]))
-    assert step_record.said_of_skipped(step_record.skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
-    assert step_record.skipped_of_step([None, None]) is None
+    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in step_record.skipped_text(found)
+    assert "each rank's own gradients are finite" in step_record.skipped_text(step_record.skipped_totals([report(0)]))
+    assert step_record.skipped_text(step_record.skipped_totals([report(0, skipped=0, in_a_row=0)])) == ""
+    assert step_record.skipped_totals([None, None]) is None

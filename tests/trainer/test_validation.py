@@ -5,7 +5,7 @@ import itertools
 import pytest
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 
-from verl_patches.trainer.validation import pass_at_k, validation_of, with_pass_at_k
+from verl_patches.trainer.validation import pass_at_k, read_validation, with_pass_at_k
 
 
 @pytest.mark.parametrize(("n", "correct"), [(4, 0), (4, 1), (4, 3), (4, 4), (7, 2)])
@@ -21,7 +21,7 @@ SOURCES, PROMPTS = ["maths"] * 8, ["p"] * 4 + ["q"] * 4
 REWARDS = [1, 0, 0, 0, 0, 1, 1, 0]  # 1 of 4 and 2 of 4
 
 
-def metrics_of(sources=SOURCES, prompts=PROMPTS, **infos):
+def validation_metrics(sources=SOURCES, prompts=PROMPTS, **infos):
     """Return names and values as verl's _validate makes them from the wrapped function's answer."""
     found = with_pass_at_k(process_validation_metrics)(sources, prompts, infos)
     return {
@@ -30,7 +30,7 @@ def metrics_of(sources=SOURCES, prompts=PROMPTS, **infos):
 
 
 def test_pass_at_k_is_beside_verls_metrics_which_stay_as_they_are():
-    found = metrics_of(reward=REWARDS)
+    found = validation_metrics(reward=REWARDS)
     plain = process_validation_metrics(SOURCES, PROMPTS, {"reward": REWARDS})["maths"]["reward"]
     assert {metric: found["maths", "reward", metric] for metric in plain} == dict(plain)
     values = {k: found["maths", "reward", f"pass@{k}"] for k in (1, 2, 4)}
@@ -40,16 +40,16 @@ def test_pass_at_k_is_beside_verls_metrics_which_stay_as_they_are():
 
 
 def test_pass_at_k_is_of_variables_that_are_0_or_1_and_needs_several_responses():
-    found = metrics_of(reward=[value / 2 for value in REWARDS], acc=[bool(value) for value in REWARDS])
+    found = validation_metrics(reward=[value / 2 for value in REWARDS], acc=[bool(value) for value in REWARDS])
     assert ("maths", "acc", "pass@4") in found and ("maths", "reward", "pass@4") not in found
-    assert not [key for key in metrics_of(SOURCES[:2], ["p", "q"], reward=[1, 0]) if "pass" in key[2]]
-    both = metrics_of(["a"] * 4 + ["b"] * 4, reward=[*REWARDS[:4], 0.5, 1, 1, 0])
+    assert not [key for key in validation_metrics(SOURCES[:2], ["p", "q"], reward=[1, 0]) if "pass" in key[2]]
+    both = validation_metrics(["a"] * 4 + ["b"] * 4, reward=[*REWARDS[:4], 0.5, 1, 1, 0])
     assert ("a", "reward", "pass@2") in both and ("b", "reward", "pass@2") not in both
 
 
 def test_the_score_is_the_mean_of_the_sources_and_a_step_without_validation_has_none():
     metrics = {"val-core/a/x/acc/mean@4": 0.25, "val-core/a/x/acc/best@4/mean": 0.5, "val-aux/a/x/acc/pass@4": 0.75}
     metrics |= {"val-core/b/reward/mean@4": 0.75, "val-aux/b/reward/mean@4": 9.0, "val-aux/a/x/acc/std@4": 9.0}
-    found = validation_of({**metrics, "critic/score/mean": 9.0})
+    found = read_validation({**metrics, "critic/score/mean": 9.0})
     assert found["score"] == 0.5 and list(found["metrics"]) == [*metrics][:4]
-    assert validation_of({"critic/score/mean": 0.5, "val-aux/a/reward/mean@1": 0.5}) is None
+    assert read_validation({"critic/score/mean": 0.5, "val-aux/a/reward/mean@1": 0.5}) is None

@@ -19,7 +19,7 @@ CALLS = {name: method for name, method in vars(WorkerCalls).items() if not name.
 CRITIC = {"compute_values", "update_critic"}
 
 
-def worker_of(name, actor=RecipeWorker):
+def make_worker(name, actor=RecipeWorker):
     return RecipeCriticWorker if name in CRITIC else actor
 
 
@@ -39,11 +39,11 @@ def answer(name, method):
     return one if one is type(None) else list[of_ranks[0]]
 
 
-def differences(calls, worker_of):
+def differences(calls, engine_worker):
     """Return {method: (the trainer's signature, the worker's)} of those that differ."""
     found = {}
     for name, call in calls.items():
-        method = getattr(worker_of(name), name, None)
+        method = getattr(engine_worker(name), name, None)
         if method is None or not hasattr(method, MAGIC_ATTR):
             found[name] = "a remote method", method
             continue
@@ -54,7 +54,7 @@ def differences(calls, worker_of):
 
 
 def test_both_sides_have_equal_names_payloads_and_answers():
-    assert len(CALLS) == 14 and differences(CALLS, worker_of) == {}
+    assert len(CALLS) == 14 and differences(CALLS, make_worker) == {}
 
 
 class OtherName(RecipeWorker):
@@ -71,7 +71,7 @@ def test_a_change_of_one_side_is_found(changed):
     method = vars(changed)["update_cached"]
     if method is not None:
         setattr(method, MAGIC_ATTR, {"dispatch_mode": Dispatch.ONE_TO_ALL})
-    assert list(differences(CALLS, lambda name: worker_of(name, changed))) == ["update_cached"]
+    assert list(differences(CALLS, lambda name: make_worker(name, changed))) == ["update_cached"]
 
 
 def test_no_other_file_of_the_trainer_names_a_call_of_the_step():

@@ -84,7 +84,7 @@ class Workers:
         return "metrics"
 
 
-def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
+def make_group(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
     config, tokenizer = trainer_config(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=0, train_dataloader=[])
     workers, names = Workers(), [] if calls is None else calls
@@ -114,8 +114,8 @@ def scored(output, order=(2, 0, 3, 1), **columns):
 @pytest.mark.parametrize("updates", [["actor"], ["critic"], ["critic", "actor"]])
 def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses(tmp_path, updates):
     """Check also verl's critic warm-up, whose steps have no update of the actor; a later update writes nothing."""
-    group, _ = group_of(tmp_path)
-    critic, workers = group_of(actor=group)
+    group, _ = make_group(tmp_path)
+    critic, workers = make_group(actor=group)
     workers.update_critic = lambda batch: "metrics"
     output = generate(group, prompts())
     for number, name in enumerate(updates):
@@ -129,8 +129,8 @@ def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses
 
 
 def test_an_update_waits_for_the_files_of_all_ranks_first():
-    group, workers = group_of()
-    critic, of_critic = group_of(actor=group)
+    group, workers = make_group()
+    critic, of_critic = make_group(actor=group)
     order = []
     checkpoints = SimpleNamespace(wait_before_update=lambda: order.append("waited"))
     group._trainer.recipe_checkpoints = critic._trainer.recipe_checkpoints = checkpoints
@@ -143,14 +143,14 @@ def test_an_update_waits_for_the_files_of_all_ranks_first():
 
 def test_recorded_responses_are_replayed_without_generating(tmp_path):
     calls = []
-    group, _ = group_of(tmp_path / "rollouts", calls)
+    group, _ = make_group(tmp_path / "rollouts", calls)
     recorded = [generate(group, prompts(start)) for start in (0, 6)]
     assert group.world_size == 4 and group.update_actor(scored(recorded[1])) == "metrics"
     assert [path.name for path in sorted(tmp_path.rglob("scores_*"))] == ["scores_2.safetensors"]
     stages = [(1, "generate_sequences"), (1, "reward"), (2, "generate_sequences"), (2, "reward"), (2, "update_actor")]
     assert calls == stages
 
-    replay, workers = group_of(rollout={"replay": str(tmp_path / "rollouts")})
+    replay, workers = make_group(rollout={"replay": str(tmp_path / "rollouts")})
     for output, start in zip(recorded, (0, 6), strict=True):
         replayed = generate(replay, prompts(start)).batch
         assert torch.equal(replayed["responses"], output.batch["responses"])
@@ -159,18 +159,18 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
     with pytest.raises(ConfigError, match="step 3 is not recorded; found steps 1 to 2; use --steps 2"):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
-        generate(group_of(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))
+        generate(make_group(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))
 
 
 def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
-    group, _ = group_of()
+    group, _ = make_group()
     generate(group, prompts())
     assert group.end_step() == {"rewards": None}  # a step without an update
     batch = prompts()
     batch.non_tensor_batch |= {"reward/maths": np.array([0.0, 1.0]), "acc": np.array([0.0, 1.0])}
     group.update_actor(batch)
     assert group.end_step() == {"rewards": {"maths": 0.5}}
-    critic, workers = group_of(actor=group)
+    critic, workers = make_group(actor=group)
     workers.update_critic = lambda batch: "metrics"
     generate(group, prompts())
     assert critic.update_critic(batch) == "metrics"  # in trainer.critic_warmup the only update
@@ -180,7 +180,7 @@ def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
 def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(tmp_path):
     """Let start 2 go on after step 1: the second step that start 1 recorded is not the run's."""
     first, second = (tmp_path / take_start([tmp_path], parent, None) for parent in (None, ("0001", 1)))
-    group = group_of(first / "rollouts")[0]
+    group = make_group(first / "rollouts")[0]
     generate(group, prompts())
     generate(group, prompts(6))
     one, two = (start / "rollouts" for start in (first, second))
@@ -198,7 +198,7 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
 @pytest.mark.parametrize(("meta", "place"), [({"validate": True}, (VALIDATE, 1)), ({"do_sample": False}, ("", 0))])
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
     """Check that the controller is in validate from its first batch to the next step."""
-    group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
+    group, workers = make_group(tmp_path / "rollouts", logprob_check={"every": 1})
     heartbeat.current_heartbeat().start(tmp_path / "beats", "controller")
     try:
         generate(group, prompts(**meta))
@@ -210,7 +210,7 @@ def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, pla
 
 
 def test_every_nth_step_from_the_first_on_is_checked():
-    group, workers = group_of(logprob_check={"every": 2})
+    group, workers = make_group(logprob_check={"every": 2})
     reports = []
     for _ in range(3):
         generate(group, prompts())
@@ -229,15 +229,15 @@ def test_every_nth_step_from_the_first_on_is_checked():
 def test_the_pass_for_old_log_probs_is_left_out():
     """Give verl 0.4.0 neither log-probs: it compares vLLM's with old ones as soon as a batch has them."""
     calls = []
-    group, workers = group_of(calls=calls, train={"skip_old_log_prob": True})
+    group, workers = make_group(calls=calls, train={"skip_old_log_prob": True})
     output = generate(group, prompts())
     assert "rollout_log_probs" not in output.batch.keys()
     found = group.compute_log_prob(output)
-    entropys = found.batch.pop("entropys")  # from here on as verl's fit()
+    entropys = found.batch.pop("entropys")  # as verl's fit() does from here on
     assert math.isnan(agg_loss(entropys, torch.ones(4, LENGTH), "token-mean"))
     batch = output.union(found)
     assert "old_log_probs" not in batch.batch.keys()
-    batch.reorder(torch.tensor([2, 0, 3, 1]))  # balanced
+    batch.reorder(torch.tensor([2, 0, 3, 1]))  # in the order of trainer.balance_batch
     group.update_actor(batch)
     (update,) = workers.updates
     assert update["rollout_log_probs"].tolist() == [[-2.0] * LENGTH, [0.0] * LENGTH, [-3.0] * LENGTH, [-1.0] * LENGTH]
@@ -246,13 +246,13 @@ def test_the_pass_for_old_log_probs_is_left_out():
 
 
 def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
-    """Check recipe.keep_groups: one weight sync and one sleep; the check is requested before the first batch."""
-    group, workers = group_of(keep_groups={"metric": "score"}, logprob_check={"every": 1})
+    """Check recipe.filter_groups: one weight sync and one sleep; the check is requested before the first batch."""
+    group, workers = make_group(filter_groups={"metric": "score"}, logprob_check={"every": 1})
     ended, end_rollout = [], workers.end_rollout
     workers.end_rollout = lambda: ended.append(len(workers.generated)) or end_rollout()
-    generate_sequences = group.kept_groups._generate
+    generate_sequences = group.filtered_groups._generate
     monkeypatch.setattr(
-        group.kept_groups, "draw_kept_groups", lambda batch: [generate_sequences(batch) for _ in range(2)][-1]
+        group.filtered_groups, "draw_filtered_groups", lambda batch: [generate_sequences(batch) for _ in range(2)][-1]
     )
     generate(group, prompts())
     assert workers.asked == [(0, True, CheckRequest(1, seed=1))] and ended == [2]

@@ -42,5 +42,5 @@ def install(site: Path, name: str, version: str, files: dict[str, str]) -> None:
     (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
 
 
-def line_of(**repositories: Repository) -> Line:
+def make_line(**repositories: Repository) -> Line:
     return load_pins().line("pypi").model_copy(update={"repositories": repositories})

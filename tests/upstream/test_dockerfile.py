@@ -44,7 +44,7 @@ def test_no_run_loads_torch_npu_without_a_driver():
     before, after = FOUND[:argument], FOUND[argument:]
     assert [rest.rpartition(" AS ")[2] for word, rest in before if word == "FROM"][-1] == "base"
     assert "RUN" not in dict(before) and {rest.partition(" ")[0] for word, rest in after if word == "FROM"} == {"base"}
-    assert not any("AUTOLOAD" in rest for word, rest in FOUND if word == "ENV")  # a container's processes do load it
+    assert not any("AUTOLOAD" in rest for word, rest in FOUND if word == "ENV")  # processes of a container load it
 
 
 def test_stages_and_shell_commands_are_well_formed():
@@ -68,7 +68,7 @@ def test_pip_installs_the_lock_and_what_its_build_needs_first():
     assert [line.partition("==")[0] for line in lines if line[0] != " "] == ["setuptools", "wheel"]
     assert len(lines) == 2 + done.stdout.count("--hash=sha256:") > 3
     installs = [part for rest in RUNS for part in re.split(r"&&|\|", rest) if "pip install" in part]
-    assert len(installs) == 8 and all("--no-deps" in part for part in installs)  # the lock is the whole list
+    assert len(installs) == 8 and all("--no-deps" in part for part in installs)  # the lock file lists all dependencies
 
 
 @pytest.mark.parametrize("mirror", ["", "https://mirror/openeuler/"])
@@ -91,7 +91,7 @@ def test_every_bash_of_a_container_has_canns_environment(tmp_path):
     (tmp_path / "usr/local/Ascend/ascend-toolkit/set_env.sh").write_text("export TOOLKIT=1\n")
     asked = "export NNAL=1 ASKED=$(printenv TORCH_DEVICE_BACKEND_AUTOLOAD)\n"
     (tmp_path / "usr/local/Ascend/nnal/atb/set_env.sh").write_text(asked)
-    for name in ("etc/profile", ".bashrc"):  # as the base image leaves them
+    for name in ("etc/profile", ".bashrc"):  # contents as in the base image
         (tmp_path / name).write_text(f"export KEPT=1\nsource {tmp_path}/usr/local/Ascend/nnal/atb/set_env.sh\n")
     write = re.sub(r"(?<![\w.$])/(?=usr|etc)", f"{tmp_path}/", write)
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}

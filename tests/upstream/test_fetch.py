@@ -57,7 +57,7 @@ def small(tmp_path, repository_copy):
 
 
 def test_a_fetch_that_was_killed_is_repeated_from_the_second_address_and_then_left_alone(small, tmp_path):
-    kills = tmp_path / "programs/git"  # the script, when the commit is there and not checked out
+    kills = tmp_path / "programs/git"  # kills the script before it checks the commit out
     kills.parent.mkdir()
     kills.write_text('#!/bin/sh\ncase "$*" in *checkout*) kill -9 $PPID ;; *) PATH=${PATH#*:} exec git "$@" ;; esac\n')
     kills.chmod(0o755)
@@ -66,11 +66,11 @@ def test_a_fetch_that_was_killed_is_repeated_from_the_second_address_and_then_le
     code, out = small.fetch()
     assert code == 0 and "1 fine" in out and "from file:///nowhere/small.git" in out, out
     assert git(small.clone, "rev-parse", "HEAD") == small.first and os.listdir(small.dest) == ["small"]
-    assert git(small.clone, "rev-list", "--count", "HEAD") == "1"  # shallow
-    small.bare.rename(small.bare.with_name("away"))  # what exists needs no source
+    assert git(small.clone, "rev-list", "--count", "HEAD") == "1"  # the clone is shallow
+    small.bare.rename(small.bare.with_name("away"))  # an existing clone needs no source
     assert small.fetch()[0] == 0
     code, out = small.fetch("--dest", tmp_path / "other")
-    assert code == 1 and f"no address gave commit {small.first}" in out
+    assert code == 1 and f"no address has commit {small.first}" in out
 
 
 def test_a_changed_clone_another_commit_and_other_files_are_refused_and_not_touched(small):

@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.runs import composed
-from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
+from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, make_line
 from verl_patches.errors import ConfigError
 from verl_patches.patching.boot.install_prelude import PRELUDE_LINE
 from verl_patches.patching.contract import installed_root
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import trees_of
-from verl_patches.upstream.modified import record_changes, record_digest, refuse_modified, roots_of, source_findings
+from verl_patches.upstream.checkouts import find_trees
+from verl_patches.upstream.modified import (
+    package_roots,
+    record_changes,
+    record_digest,
+    refuse_modified,
+    source_findings,
+)
 from verl_patches.upstream.pins import Repository, load_pins
 
 FILES = {
@@ -32,10 +38,10 @@ def tree(tmp_path):
     folder.mkdir()
     git(folder, "init", "-q")
     head = commit(folder, FILES)
-    return folder, line_of(verl=Repository(urls=("u",), commit=head, version="1", packages=("verl",)))
+    return folder, make_line(verl=Repository(urls=("u",), commit=head, version="1", packages=("verl",)))
 
 
-def found(tree):
+def tree_finding(tree):
     folder, line = tree
     (finding,) = source_findings(line, {"verl": folder})
     return finding
@@ -53,7 +59,7 @@ def test_files_that_are_no_change(tree):
         tree[0], {WORKER: f"{PRELUDE_LINE}\n{WORKER_TEXT}", "verl/__pycache__/a.pyc": "x", "verl/_version.py": "v = 1"}
     )
     (tree[0] / "verl/a.py").chmod(0o755)
-    assert found(tree).state == "fine" and found(tree).details == ()
+    assert tree_finding(tree).state == "fine" and tree_finding(tree).details == ()
 
 
 @pytest.mark.parametrize(
@@ -66,23 +72,24 @@ def test_files_that_are_no_change(tree):
 )
 def test_files_that_are_a_change(tree, files, named):
     write(tree[0], files)
-    finding = found(tree)
+    finding = tree_finding(tree)
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
 
 
 def test_a_staged_change_and_another_commit_are_found(tree):
     write(tree[0], {"verl/a.py": "a = 2\n"})
     git(tree[0], "add", "-A")
-    assert found(tree).details == ("verl/a.py (modified)",)
+    assert tree_finding(tree).details == ("verl/a.py (modified)",)
     mine = commit(tree[0], {})
-    assert found(tree).state == "problem" and f"found {mine}" in found(tree).found and found(tree).details == ()
+    finding = tree_finding(tree)
+    assert finding.state == "problem" and f"found {mine}" in finding.found and finding.details == ()
 
 
 def test_a_tree_that_cannot_be_compared_is_a_problem(tree):
     shutil.rmtree(tree[0] / ".git")
-    assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
+    assert "cannot be compared" in tree_finding(tree).found and tree_finding(tree).state == "problem"
     git(tree[0], "init", "-q")
-    assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
+    assert "cannot be compared" in tree_finding(tree).found and tree_finding(tree).state == "problem"
 
 
 @pytest.fixture
@@ -93,18 +100,18 @@ def installed(tmp_path):
     digests = {"verl": (record_digest("verl", record),)}
     line = load_pins().line("pypi").model_copy(update={"records": digests})
 
-    def look():
+    def package_finding():
         (found,) = source_findings(line, {"verl": tmp_path})
         return found
 
-    return look
+    return package_finding
 
 
 def test_an_installed_package_is_compared_with_its_record(tmp_path, installed):
     (tmp_path / WORKER).write_text(f"{PRELUDE_LINE}\n{WORKER_TEXT}")
     write(tmp_path, {"verl/__pycache__/a.pyc": "x", "other.pth": "x", "verl/ops.txt": "x"})
     record = tmp_path / "verl-0.4.0.dist-info/RECORD"
-    added = ["../../../bin/verl,sha256=x,3", "verl/__pycache__/a.cpython-311.pyc,,"]  # by pip
+    added = ["../../../bin/verl,sha256=x,3", "verl/__pycache__/a.cpython-311.pyc,,"]  # pip adds such lines
     record.write_text("\n".join([*reversed(record.read_text().splitlines()), *added]) + "\n")
     assert (installed().state, installed().details) == ("fine", ())
     (tmp_path / "verl/b.yaml").unlink()
@@ -117,11 +124,11 @@ def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, in
     files = {"verl/a.py": "a = 2\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT}
     install(tmp_path, "verl", "0.4.0", files)
     record = tmp_path / "verl-0.4.0.dist-info/RECORD"
-    assert record_changes("verl", tmp_path, record) == []  # the control: RECORD alone says nothing
+    assert record_changes("verl", tmp_path, record) == []  # control: RECORD alone does not show the edit
     assert installed().state == "problem" and record_digest("verl", record) in installed().found
     install(tmp_path, "verl", "0.4.0", files | {"verl/a.py": "a = 1\n"})
     assert installed().state == "fine"
-    install(tmp_path, "another", "1.0", files)  # a RECORD that is read before verl's
+    install(tmp_path, "another", "1.0", files)  # its RECORD lists the same files and is read before verl's
     assert installed().state == "problem" and "another-1.0.dist-info" in installed().found
 
 
@@ -149,12 +156,15 @@ def test_a_start_over_an_edited_package_is_refused_or_marked(tmp_path):
 def test_the_trees_of_line_a3(pytestconfig, tmp_path):
     """Accept the fetched trees; one edit in a file of MindSpeed-LLM that no row targets is refused and named."""
     given = Path(pytestconfig.getoption("--upstream")).absolute()
-    line, trees = load_pins().line("a3"), trees_of(given)
-    assert [f for f in source_findings(line, roots_of("a3", trees)) if f.state != "fine"] == []
+    line, trees = load_pins().line("a3"), find_trees(given)
+    assert [f for f in source_findings(line, package_roots("a3", trees)) if f.state != "fine"] == []
     for name in ("verl", "Megatron-LM", "MindSpeed"):
         (tmp_path / name).symlink_to(given / name)
     subprocess.run(["git", "clone", "-q", "--shared", given / "MindSpeed-LLM", tmp_path / "MindSpeed-LLM"], check=True)
-    run, file = run_over("a3", trees_of(tmp_path)), tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py"
+    run, file = (
+        run_over("a3", find_trees(tmp_path)),
+        tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py",
+    )
     assert refuse_modified(run) == {}
     file.write_bytes(file.read_bytes() + b"\n")
     with pytest.raises(ConfigError, match="MindSpeed-LLM .*tasks/preprocess/parser.py"):

@@ -57,10 +57,10 @@ def test_allowed_values(allowed, good, bad):
     assert all(variable.accepts(value) for value in good) and not any(variable.accepts(value) for value in bad)
 
 
-# what a user may take over from another recipe, or from the other line
-OF_OTHER_RECIPES = {"reward_model.overlong_buffer", "algorithm.filter_groups", "actor_rollout_ref.model.lora_rank"}
-OF_OTHER_RECIPES |= {"reward_model.reward_kwargs"}  # of managers that recipe.rewards stands for
-OF_OTHER_RECIPES |= {"actor_rollout_ref.rollout.prompt_logprobs"}  # SamplingParams'
+# keys that a user may copy from another recipe, or from the other line
+FOREIGN_KEYS = {"reward_model.overlong_buffer", "algorithm.filter_groups", "actor_rollout_ref.model.lora_rank"}
+FOREIGN_KEYS |= {"reward_model.reward_kwargs"}  # read by reward managers that recipe.rewards replaces
+FOREIGN_KEYS |= {"actor_rollout_ref.rollout.prompt_logprobs"}  # a field of vLLM's SamplingParams
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -72,6 +72,10 @@ def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
             inside_engine = entry.key.startswith("actor_rollout_ref.rollout.engine_kwargs.vllm.")
             section, _, leaf = entry.key.rpartition(".")
             exists = leaf in (OmegaConf.select(config, section) or {}) or PINS.may_be_added(entry.key, line)
-            assert inside_engine or exists or entry.key in OF_OTHER_RECIPES, entry.key
+            assert inside_engine or exists or entry.key in FOREIGN_KEYS, entry.key
             neutral = entry.planned or value is None or value in entry.neutral
-            assert neutral or config.recipe.line != line, (name, entry.key, value)  # a config is for its own line
+            assert neutral or config.recipe.line != line, (
+                name,
+                entry.key,
+                value,
+            )  # a configuration is neutral on its own line only

@@ -18,7 +18,7 @@ from verl_patches.upstream.support import refused_keys, shell_findings, support_
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-OTHER = {  # another value than a neutral one, for keys of every kind
+REFUSED_VALUES = {  # values that are not neutral, for keys of every kind
     f"{ACTOR}.megatron.context_parallel_size": "2",
     f"{ACTOR}.checkpoint.contents": "[model]",
     f"{ROLLOUT}.mode": "async",
@@ -29,13 +29,13 @@ OTHER = {  # another value than a neutral one, for keys of every kind
     "+reward_model.overlong_buffer": "{enable: true, len: 8}",
     "trainer.del_local_ckpt_after_load": "true",
     "recipe.train.layers_per_stage": "[1]",
-    "recipe.train.fused_rope": "false",
+    "recipe.train.use_fused_rotary_pos_emb": "false",
     "recipe.train.adam_beta1": "0.8",
     "recipe.train.adam_eps": "1e-6",
 }
 
 
-def failed(overrides):
+def refused_details(overrides):
     """Return details of the keys that the line of the tiny run does not support."""
     return [check.detail for check in support_checks(composed(TINY, overrides)) if not check.ok]
 
@@ -43,8 +43,8 @@ def failed(overrides):
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_a_key_of_the_pin_file_is_refused_by_name(line):
     pins, given = load_pins(), [f"recipe.line={line}"]
-    assert {key.lstrip("+") for key in OTHER} <= {entry.key for entry in pins.unsupported}
-    for key, value in OTHER.items():
+    assert {key.lstrip("+") for key in REFUSED_VALUES} <= {entry.key for entry in pins.unsupported}
+    for key, value in REFUSED_VALUES.items():
         if key[0] != "+" or pins.may_be_added(key[1:], line):
             given.append(f"{key}={value}")
             continue
@@ -53,12 +53,14 @@ def test_a_key_of_the_pin_file_is_refused_by_name(line):
     keys = {override.lstrip("+").partition("=")[0] for override in given}
     entries = [entry for entry in pins.unsupported_on(line) if entry.key in keys]
     assert [entry.key for entry, _ in refused_keys(composed(TINY, given))] == [entry.key for entry in entries]
-    assert [detail.partition(" is ")[0] for detail in failed(given)] == [e.key for e in entries if not e.planned]
+    assert [detail.partition(" is ")[0] for detail in refused_details(given)] == [
+        e.key for e in entries if not e.planned
+    ]
 
 
 def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
     for_vllm = [f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"+{ROLLOUT}.engine_kwargs.vllm.load_format=null"]
-    assert failed(for_vllm) == failed(["recipe.line=a3"]) == []
+    assert refused_details(for_vllm) == refused_details(["recipe.line=a3"]) == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
 )
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_a_rollout_key_that_would_not_act_is_refused(line, override, words):
-    (fault,) = failed([f"recipe.line={line}", override])
+    (fault,) = refused_details([f"recipe.line={line}", override])
     assert words in fault and fault.startswith(override.lstrip("+").partition("=")[0])
 
 
@@ -87,10 +89,10 @@ def test_the_keywords_that_verl_passes_to_vllm_are_those_of_the_pin_file(line, p
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():
     neutral = [
-        "collective_timeout_minutes=30",
+        "distributed_timeout_minutes=30",
         "adam_beta2=0.999",
-        "alltoall_overlap=false",
-        "fused_expert_wgrad=false",
+        "moe_alltoall_overlap_comm=false",
+        "gemm_gradient_accumulation_fusion=false",
         "swap_optimizer=false",
     ]
     given = ["recipe.line=pypi", f"{LAYERS_KEY}=4"]
@@ -135,12 +137,12 @@ def test_variables_of_the_shell_are_compared_with_the_pins(line, name, value, st
 
 def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_shown():
     environ = {"HCCL_CONNECT_TIMEOUT": "60", "VLLM_API_KEY": "hush"}
-    findings = shell_findings("a3", environ, decided={"HCCL_CONNECT_TIMEOUT"})
+    findings = shell_findings("a3", environ, replaced={"HCCL_CONNECT_TIMEOUT"})
     assert [f.state for f in findings] == ["fine", "note"] and "hush" not in str(findings)
 
 
 def test_the_checks_of_a_config_name_a_wrong_variable_of_the_shell(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_MC2", "1")
-    monkeypatch.setenv("VLLM_USE_V1", "7")  # the launcher sets its own
+    monkeypatch.setenv("VLLM_USE_V1", "7")  # the launcher replaces this variable
     (check,) = environment_checks(composed(TINY))
     assert not check.ok and "VLLM_ENABLE_MC2" in check.detail

@@ -12,10 +12,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.upstream import modified, versions
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import Machine, compare
+from verl_patches.upstream.versions import Machine, compare_pins
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
-FILES = {  # as the installers of CANN 8 write them
+FILES = {  # contents as the installers of CANN 8 write them
     "driver/version.info": "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B220\n",
     "firmware/version.info": "Version=7.7.0.6.236\nfirmware_version=1.0\npackage_version=25.2.0\n",
     TOOLKIT: "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22SPC001B231\narch=aarch64\n",
@@ -52,7 +52,7 @@ def clones(tmp_path):
 
 @pytest.fixture
 def machine(ascend, clones, monkeypatch):
-    """Return the findings of `compare` on a machine that holds line a3, with some changes of Machine's fields."""
+    """Return the findings of `compare_pins` on a machine that holds line a3, with some changes of Machine's fields."""
     folder, pins = clones
     packages = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
@@ -62,7 +62,7 @@ def machine(ascend, clones, monkeypatch):
 
     def report(line="a3", trees=None, root=places.get, **changes):
         monkeypatch.setattr(modified, "installed_root", root)
-        return compare(line, Machine(**{**holds, **changes}), trees)
+        return compare_pins(line, Machine(**{**holds, **changes}), trees)
 
     def problems(**changes):
         return {f.name: f for f in report(**changes).findings if f.state == "problem"}
@@ -74,11 +74,14 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     report = machine.report()
     assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
     trees = Trees(folders=tuple({machine.places[name] for name in ("verl", "megatron", "mindspeed", "mindspeed_llm")}))
-    assert set(machine.problems(trees=trees, root=lambda _: None)) == {"vllm", "vllm-ascend"}  # given ones come first
+    assert set(machine.problems(trees=trees, root=lambda _: None)) == {
+        "vllm",
+        "vllm-ascend",
+    }  # trees given as an option have precedence
     fine, notes = ([f.name for f in report.findings if f.state == state] for state in ("fine", "note"))
     assert {*notes} >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
     assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}
-    assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
+    assert len(fine) == len({*fine})  # vllm, pinned by version and by commit, is listed once
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from verl_patches.layout.model_folder import INDEX, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.weights.convert import convert
-from verl_patches.weights.manifest import Manifest, in_data_order, whole_tensor
+from verl_patches.weights.manifest import Manifest, in_data_order, whole_entry
 from verl_patches.weights.plan import plan_conversion
-from verl_patches.weights.reader import DTYPES, tensor_bytes
+from verl_patches.weights.reader import DTYPE_NAMES, tensor_bytes
 from verl_patches.weights.run_folders import CHECKPOINTS, take_start
 from verl_patches.weights.source import open_source
-from verl_patches.weights.writer import complete_as, write_bytes, write_tensors
+from verl_patches.weights.writer import complete_folder, write_bytes, write_tensors
 
-NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # block size of DeepSeek's own folder
+NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
 SMALL_LAYOUT = parse_layout("tp2 pp2 ep6 etp1 @12 layers=1,1")
@@ -194,7 +194,7 @@ def make_start(home, steps=(), parent=None, source=None):
 
 def write_checkpoint(folder, weights, config, facts):
     """Write a checkpoint of one rank with these whole weights; without weights it has no file of the rank."""
-    entries = [whole_tensor(f"weight/{n}", DTYPES[t.dtype], t.shape, name=n) for n, t in weights.items()]
+    entries = [whole_entry(f"weight/{n}", DTYPE_NAMES[t.dtype], t.shape, name=n) for n, t in weights.items()]
     tensors = "rank_00000.safetensors"
     texts = {"config.json": json.dumps(config), "tokenizer.json": "{}"}
     names = (tensors, *texts) if weights else tuple(texts)
@@ -203,5 +203,5 @@ def write_checkpoint(folder, weights, config, facts):
         write_tensors(folder, tensors, in_data_order(entries), lambda entry: [tensor_bytes(weights[entry.region.name])])
     for name, text in texts.items():
         write_bytes(folder, name, text.encode())
-    complete_as(folder, Manifest(read_model_shape(config), "@1", "bf16", "x", names, facts=facts))
+    complete_folder(folder, Manifest(read_model_shape(config), "@1", "bf16", "x", names, facts=facts))
     return folder

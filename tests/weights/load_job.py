@@ -40,11 +40,11 @@ def _build(folder: Path, dtype: torch.dtype = torch.float32, with_ddp: bool = Fa
     return build_model(folder, dtype, load=False, wrap_with_ddp=with_ddp)[0]
 
 
-def _values(chunks) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in load._weights_of(chunks)}
+def _named_values(chunks) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in load._named_tensors(chunks)}
 
 
-def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def _unequal_names(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     assert found.keys() == expected.keys()
     return [n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])]
 
@@ -63,7 +63,7 @@ def folders_job(folders: dict[str, Path], layouts: list[str], layers: int) -> di
             for parameter in chunks[0].parameters():
                 parameter.fill_(torch.nan)
         read_bytes = load_weights(folder, chunks, key=key, layout=layout)
-        return _values(chunks), read_bytes
+        return _named_values(chunks), read_bytes
 
     def refused(*_, **__):
         raise AssertionError("a collective before the wait")
@@ -80,7 +80,7 @@ def folders_job(folders: dict[str, Path], layouts: list[str], layers: int) -> di
             results["layout given"] = read(folders["bf16"], f"{name}/given", placed)
         finally:
             dist.all_gather_object = gather
-        found[name] = {folder: (_unlike(values, expected), size) for folder, (values, size) in results.items()}
+        found[name] = {folder: (_unequal_names(values, expected), size) for folder, (values, size) in results.items()}
     return found
 
 
@@ -88,46 +88,48 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     """Load a second model that copies from the first; each result is (parameters that differ, bytes read)."""
     from tests.model.megatron_model import start_parallel
     from verl_patches.memory.offload import Params
-    from verl_patches.worker.models import load_model, reference_weights
+    from verl_patches.worker.models import copy_source, load_model
 
     start_parallel(parse_layout("tp2 @2"))
 
     def load(chunks, path=folder):
         return load_model(str(path), chunks, "pypi", 60.0)
 
-    def second(dtype=torch.float32, with_ddp=True, path=folder):
+    def load_second(dtype=torch.float32, with_ddp=True, path=folder):
         chunks = _build(folder, dtype, with_ddp)
         size = load(chunks, path)
-        return _unlike(_values(chunks), read[dtype]), size
+        return _unequal_names(_named_values(chunks), read[dtype]), size
 
     read: dict[torch.dtype, dict[str, torch.Tensor]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         chunks = _build(folder, dtype, with_ddp=True)
         load(chunks)
-        read[dtype] = _values(chunks)
-    found = {"actor after an actor": second()}
+        read[dtype] = _named_values(chunks)
+    found = {"actor after an actor": load_second()}
     reference = _build(folder)
-    found["reference"] = _unlike(_values(reference), read[torch.float32]), load(reference)
-    found["actor"] = second()
+    found["reference"] = _unequal_names(_named_values(reference), read[torch.float32]), load(reference)
+    found["actor"] = load_second()
     params = Params(reference)
     params.offload()
-    found["actor after offload"] = second()
+    found["actor after offload"] = load_second()
     state = reference[0].recipe_offload_state
     found["offloaded again"] = state.offloaded and not any(
         p.untyped_storage().nbytes() for p in reference[0].parameters()
     )
     params.load()
-    found["reference unlike"] = _unlike(_values(reference), read[torch.float32])
-    found["another folder"] = second(path=other)
-    found["bf16"] = second(torch.bfloat16)
-    reference_weights.value = str(folder), reference, False
+    found["reference unlike"] = _unequal_names(_named_values(reference), read[torch.float32])
+    found["another folder"] = load_second(path=other)
+    found["bf16"] = load_second(torch.bfloat16)
+    copy_source.value = str(folder), reference, False
     with torch.no_grad():
         next(iter(reference[0].parameters())).add_(1)
-    found["control"] = second()
+    found["control"] = load_second()
     for chunk in reference:
         for parameter in chunk.parameters():
-            parameter.data = parameter.data.to("cpu", torch.float64).float()  # other memory, as after verl's offload
-    found["after verl's offload"] = second()
+            parameter.data = parameter.data.to(
+                "cpu", torch.float64
+            ).float()  # verl's offload moves parameters to other memory, too
+    found["after verl's offload"] = load_second()
     return found
 
 

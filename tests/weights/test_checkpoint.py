@@ -31,23 +31,23 @@ from verl_patches.weights.checkpoint_files import (
     Walk,
     load_state,
     optimizer_shards,
-    problems_of_share,
-    read_state,
+    read_rank_state,
     set_step_counts,
+    share_problems,
     step_counts,
     write_rank,
 )
-from verl_patches.weights.manifest import Manifest, rank_files, state_of_rank, tensors_of_rank
+from verl_patches.weights.manifest import Manifest, rank_file_names, rank_state_file, rank_tensor_file
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
-from verl_patches.weights.writer import complete_as, write_bytes
+from verl_patches.weights.writer import complete_folder, write_bytes
 from verl_patches.worker import checkpoint as worker_checkpoint
-from verl_patches.worker.checkpoint import WorkerCheckpoint, generators, set_generators
+from verl_patches.worker.checkpoint import WorkerCheckpoint, generator_states, set_generator_states
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
 BIAS = "expert_bias"
-# layout and storage that write, and layout that reads; with "bf16" there are main parameters
+# (storage, layout that writes, layout that reads, "bf16" for a model with main parameters)
 PAIRS = [
     ("local", "ep2 @4", "ep2 @4", ""),
     ("local", "ep2 @4", "tp2 etp1 ep4 @8", "bf16"),
@@ -90,7 +90,7 @@ class Optimizer:
         return {"param": SimpleNamespace(start=start, end=stop)}
 
 
-def ranges_of(native, layout, rank):
+def cut_ranges(native, layout, rank):
     """Cut each parameter at random over its replicas."""
     at, found = layout.coordinates(rank), {}
     for number, chunk in enumerate(native):
@@ -98,7 +98,9 @@ def ranges_of(native, layout, rank):
             expert = ".experts." in name
             replicas, own = (layout.edp, at.edp) if expert else (layout.dp, at.dp)
             part = (at.pp, at.etp, at.ep) if expert else (at.pp, at.tp)
-            cut = random.Random(f"{number} {name} {part if expert else part[0]}")  # equal on TP ranks, as Megatron's
+            cut = random.Random(
+                f"{number} {name} {part if expert else part[0]}"
+            )  # TP ranks cut at equal places, as in Megatron
             points = [0, *sorted(cut.randint(0, parameter.numel()) for _ in range(replicas - 1)), parameter.numel()]
             if not name.endswith(BIAS):
                 found[id(parameter)] = points[own], points[own + 1]
@@ -112,7 +114,7 @@ def rank_state(whole, text, rank, storage, half, filled):
     native = packed["weight"]
     if half:
         native = [{n: t if n.endswith(BIAS) else t.bfloat16() for n, t in chunk.items()} for chunk in native]
-    optimizer = Optimizer(native, ranges_of(native, layout, rank))
+    optimizer = Optimizer(native, cut_ranges(native, layout, rank))
     state = TrainState(native, optimizer, BF16 if half else INVENTORY, layout, rank, STORAGES[storage][0])
     expected, names = {}, {id(p): (i, n) for i, chunk in enumerate(native) for n, p in chunk.items()}
     for shard in optimizer_shards(optimizer):
@@ -131,22 +133,22 @@ def rank_state(whole, text, rank, storage, half, filled):
     return state, copy, expected, names
 
 
-def live(piece):
-    return [place.of(piece.base) for place in piece.places]
+def piece_tensors(piece):
+    return [place.tensor_view(piece.base) for place in piece.places]
 
 
 def save(folder, whole, storage, text, half):
     layout = parse_layout(text)
-    files = tuple(rank_files(layout.world_size))
+    files = tuple(rank_file_names(layout.world_size))
     model = BF16.model if half else INVENTORY.model
     files = (*files, "config.json")
     folder.mkdir()
     write_bytes(folder, "config.json", json.dumps({"model_type": "deepseek_v3", **dataclasses.asdict(model)}).encode())
     for rank in range(layout.world_size):
         state, *_ = rank_state(whole, text, rank, storage, half, filled=True)
-        write_rank(folder, rank, state.written(), live, {"step_counts": step_counts(state.optimizer)})
+        write_rank(folder, rank, state.pieces_to_write(), piece_tensors, {"step_counts": step_counts(state.optimizer)})
     manifest = Manifest(model, text, "bf16" if half else "fp32", "x", files, facts={"step": 1})
-    return complete_as(folder, manifest)
+    return complete_folder(folder, manifest)
 
 
 @pytest.mark.parametrize(("storage", "saved", "resumed", "half"), PAIRS)
@@ -158,11 +160,11 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
     trained = sum(p.count for p in INVENTORY.parameters if p.trainable)
     every = sum(p.count for p in INVENTORY.parameters)
     assert elements == {"weight": every, **({"main": trained} if half else {}), **dict.fromkeys(MOMENTS, trained)}
-    with reader_of(tmp_path / "c") as reader:
+    with open_reader(tmp_path / "c") as reader:
         for rank in range(parse_layout(resumed).world_size):
             state, weights, expected, names = rank_state(whole, resumed, rank, storage, half, filled=False)
             load_state(state, reader)
-            set_step_counts(state.optimizer, read_state(tmp_path / "c", 0)["step_counts"])
+            set_step_counts(state.optimizer, read_rank_state(tmp_path / "c", 0)["step_counts"])
             for number, chunk in enumerate(weights):
                 assert all(torch.equal(state._native[number][name], tensor) for name, tensor in chunk.items())
             for shard in optimizer_shards(state.optimizer):
@@ -172,8 +174,8 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
                 assert state.optimizer.optimizer.state[shard.key]["step"] == 3.0
 
 
-def reader_of(folder):
-    return WeightReader(open_source(folder), verify=True, widen=True)
+def open_reader(folder):
+    return WeightReader(open_source(folder), verify=True, read_whole=True)
 
 
 @pytest.fixture
@@ -186,7 +188,7 @@ def small(tmp_path, whole):
 @pytest.mark.parametrize("place", [-1, 0.4, 0.7])
 def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, text, place):
     """Check one read, in the layout that wrote and in another, where ranks need parts of the stored tensors."""
-    path = small / tensors_of_rank(1)
+    path = small / rank_tensor_file(1)
     data = bytearray(path.read_bytes())
     data[int(place * len(data)) if place > 0 else -1] ^= 1
     path.write_bytes(data)
@@ -194,7 +196,7 @@ def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, t
     for rank in range(2):
         state, *_ = rank_state(whole, text, rank, "local", "", filled=False)
         try:
-            with reader_of(small) as reader:
+            with open_reader(small) as reader:
                 load_state(state, reader)
         except RecipeError as error:
             errors.append(str(error))
@@ -202,15 +204,15 @@ def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, t
 
 
 def test_a_damaged_file_without_tensors_is_named_by_one_rank(small):
-    path = small / state_of_rank(1)
+    path = small / rank_state_file(1)
     path.write_text(path.read_text() + " ")
-    found = [problems_of_share(small, rank, 2) for rank in range(2)]
+    found = [share_problems(small, rank, 2) for rank in range(2)]
     assert sorted(map(len, found)) == [0, 1] and path.name in "".join(sum(found, []))
 
 
 def test_a_state_that_is_in_no_file_is_named(small, whole):
     source, key = open_source(small), ("exp_avg", "model.embed_tokens.weight")
-    source.states[key] = [stored for stored in source.states[key] if stored.file == tensors_of_rank(0)]
+    source.states[key] = [stored for stored in source.states[key] if stored.file == rank_tensor_file(0)]
     state, *_ = rank_state(whole, "ep2 @2", 1, "local", "", filled=False)
     with WeightReader(source) as reader:
         with pytest.raises(
@@ -225,19 +227,19 @@ def test_a_walk_through_a_stack_finds_every_element_once():
     inside = [2 + line * 7 + place for line in range(5) for place in range(3)]
     for first in range(41):
         for last in range(first, 41):
-            start, stop = walk.before(first), walk.before(last)
+            start, stop = walk.elements_before(first), walk.elements_before(last)
             places = walk.places(start, stop, first)
-            found = [int(e) for place in places for e in place.of(flat[first:last]).flatten()]
+            found = [int(e) for place in places for e in place.tensor_view(flat[first:last]).flatten()]
             assert found == [at for at in inside if first <= at < last]
 
 
-# ---- of a worker
+# ---- a worker's checkpoint
 
 
 RECIPE = SimpleNamespace(platform="cpu", timeouts=SimpleNamespace(load_s=60.0))
 
 
-def same_error(folder):
+def load_error(folder):
     """Return the error of each rank when rank 1 finds a fault and rank 2 fails."""
 
     def problems(folder, rank, world_size):
@@ -247,7 +249,7 @@ def same_error(folder):
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
     checkpoint._state = SimpleNamespace(layout="ep4 @4")
-    with mock.patch.object(checkpoint_files, "problems_of_share", problems):
+    with mock.patch.object(checkpoint_files, "share_problems", problems):
         try:
             checkpoint.load(folder)
         except CheckpointError as error:
@@ -255,13 +257,13 @@ def same_error(folder):
 
 
 def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):
-    first, *others = ranks4.run(same_error, "/c/global_step_2")
+    first, *others = ranks4.run(load_error, "/c/global_step_2")
     assert others == [first] * 3
     assert "/c/global_step_2 cannot be resumed from" in first and "rank 2: OSError: no disk" in first
     assert "rank 1: rank_00001.safetensors, weight/x: expected sha256 1" in first
 
 
-def arrived_at_each_collective(folder):
+def arrivals_at_collectives(folder):
     """Return how many ranks had read when this one began each collective of a load; rank 1 is the last to read."""
     found, store = [], dist.distributed_c10d._get_default_store()
 
@@ -277,7 +279,7 @@ def arrived_at_each_collective(folder):
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
     checkpoint._state = SimpleNamespace(layout="ep4 @4")
-    patches = (checkpoint_files, "problems_of_share", problems), (worker_checkpoint, "raise_on_any_rank", collective)
+    patches = (checkpoint_files, "share_problems", problems), (worker_checkpoint, "raise_on_any_rank", collective)
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
@@ -288,7 +290,7 @@ def arrived_at_each_collective(folder):
 
 def test_ranks_of_slow_disks_are_not_waited_for_in_a_collective(ranks4):
     """Check this because HCCL would end the collective: its limit is independent of recipe.timeouts.load_s."""
-    assert ranks4.run(arrived_at_each_collective, "/c/global_step_3") == [[4]] * 4
+    assert ranks4.run(arrivals_at_collectives, "/c/global_step_3") == [[4]] * 4
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])
@@ -297,8 +299,8 @@ def test_generators_go_on_where_they_were(platform):
         return [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.rand(3).tolist()]
 
     draw(), np.random.randn()
-    found = json.loads(json.dumps(generators(platform)))
+    found = json.loads(json.dumps(generator_states(platform)))
     drawn = draw()
     assert draw() != drawn
-    set_generators(found, platform)
+    set_generator_states(found, platform)
     assert draw() == drawn

@@ -34,7 +34,7 @@ from verl_patches.shared_files import lock_file
 from verl_patches.weights import convert as convert_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import TRACKER
-from verl_patches.weights.megatron import FILE, ITERATION, rank_files
+from verl_patches.weights.megatron import ITERATION_FOLDER, MODEL_FILE, ranks_by_file
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
@@ -65,11 +65,11 @@ def test_round_trip_of_random_models_and_layouts(tmp_path, seed):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     name, tensor = next(iter(expected.items()))
-    tensor.view(torch.uint8)[0, 0] ^= 1  # control: one bit
+    tensor.view(torch.uint8)[0, 0] ^= 1  # control: one bit differs
     assert not is_same(read_folder(tmp_path / "back"), expected), name
 
 
-NAMED = {  # layout -> line, what the library calls its storage, a file and the rank that it is of
+RANK_FILES = {  # layout -> (line, storage of tests/layout, file, rank whose parameters it holds)
     "tp2 ep6 etp1 @6": ("a3", "mindspeed", "mp_rank_01_002", 5),
     "tp2 ep2 @4": ("a3", "mindspeed", "mp_rank_00_001", 2),
     "tp2 pp2 ep2 etp1 @4 layers=1,1": ("a3", "mindspeed", "mp_rank_01_001", 3),
@@ -78,14 +78,14 @@ NAMED = {  # layout -> line, what the library calls its storage, a file and the 
 }
 
 
-@pytest.mark.parametrize("text", NAMED)
+@pytest.mark.parametrize("text", RANK_FILES)
 def test_a_rank_has_its_librarys_parameters_in_megatrons_file(tmp_path, text):
     """Compare names, shapes and bytes with those that tests/layout packs by hand; torch reads with weights_only."""
-    (line, storage, place, rank), layout = NAMED[text], parse_layout(text)
+    (line, storage, place, rank), layout = RANK_FILES[text], parse_layout(text)
     tensors = make_folder(tmp_path / "hf", SMALL)
     run(tmp_path / "hf", tmp_path / "out", layout, line=line)
     assert (tmp_path / "out" / TRACKER).read_text() == "1"
-    state = torch.load(tmp_path / "out" / ITERATION / place / FILE, weights_only=True)
+    state = torch.load(tmp_path / "out" / ITERATION_FOLDER / place / MODEL_FILE, weights_only=True)
     expected = pack(tensors, build_inventory(SMALL), layout, rank, storage)
     keys = ["model"] if layout.vpp == 1 else ["model0", "model1"]
     assert {*state} == {*keys, "checkpoint_version", "iteration", "layout", "conversion"}
@@ -97,16 +97,18 @@ def test_a_rank_has_its_librarys_parameters_in_megatrons_file(tmp_path, text):
 
 def test_layouts_that_megatrons_names_or_mindspeed_cannot_hold_are_refused():
     for text, library, words in (
-        ("tp2 ep3 etp1 @6", "mindspeed", "an ep that|whole experts on TP x EP ranks"),
-        ("tp4 etp2 @4", "mindspeed", "whole experts on TP x EP ranks"),
-        ("etp2 @2", "megatron-local", "ranks with different experts have one name"),
+        ("tp2 ep3 etp1 @6", "mindspeed", "tp=2, ep=3, etp=1"),
+        ("tp4 etp2 @4", "mindspeed", "tp=4, ep=1, etp=2"),
+        ("etp2 @2", "megatron-local", "ranks with different experts would write the same file"),
     ):
         with pytest.raises(ConfigError, match=words):
-            rank_files(parse_layout(text), library)
-    names = rank_files(parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"), "mindspeed")
-    assert len(names) == 256 and names[f"mp_rank_03_007_007/{FILE}"] == 255
+            ranks_by_file(parse_layout(text), library)
+    names = ranks_by_file(parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"), "mindspeed")
+    assert len(names) == 256 and names[f"mp_rank_03_007_007/{MODEL_FILE}"] == 255
     tp, pp, ep = (range(n) for n in (4, 8, 8))
-    assert names.keys() == {f"mp_rank_{t:02d}_{p:03d}_{e:03d}/{FILE}" for t, p, e in itertools.product(tp, pp, ep)}
+    assert names.keys() == {
+        f"mp_rank_{t:02d}_{p:03d}_{e:03d}/{MODEL_FILE}" for t, p, e in itertools.product(tp, pp, ep)
+    }
 
 
 def test_fp8_to_bf16_and_megatron_and_back_to_fp8(tmp_path):
@@ -114,7 +116,7 @@ def test_fp8_to_bf16_and_megatron_and_back_to_fp8(tmp_path):
     _, values = make_fp8_folder(tmp_path, config)
     run(tmp_path / "fp8", tmp_path / "bf16")
     assert is_same(read_folder(tmp_path / "bf16"), values)
-    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == config  # without quantization_config
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == config  # it has no quantization_config
     run(tmp_path / "fp8", tmp_path / "megatron", SMALL_LAYOUT)
     run(tmp_path / "megatron", tmp_path / "from_megatron")
     assert is_same(read_folder(tmp_path / "from_megatron"), values)
@@ -138,7 +140,7 @@ def test_fp32_is_kept_or_rounded_and_the_bias_never(tmp_path):
     assert json.loads((tmp_path / "rounded" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     wide["lm_head.weight"] = wide["lm_head.weight"].bfloat16()
     store(tmp_path / "hf", wide)
-    with pytest.raises(ConfigError, match="lm_head.weight is BF16, expected F32, the torch_dtype"):
+    with pytest.raises(ConfigError, match="lm_head.weight: expected F32 .*found BF16"):
         run(tmp_path / "hf", tmp_path / "mixed", SMALL_LAYOUT)
 
 
@@ -156,7 +158,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, small):
     assert json.loads((tmp_path / "out" / "config.json").read_text())[MTP_LAYERS] == 0
 
 
-# ---- going on, damage
+# ---- conversions that were interrupted, and damage
 
 
 @pytest.mark.slow
@@ -176,7 +178,7 @@ def test_a_killed_conversion_goes_on_with_the_files_that_are_missing(tmp_path, s
     time.sleep(random.Random(seed).random() * seconds)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    finished = {*out.rglob(FILE), *out.glob("*.safetensors")}
+    finished = {*out.rglob(MODEL_FILE), *out.glob("*.safetensors")}
     before = {path: path.stat().st_mtime_ns for path in finished}
     result = run(tmp_path / "hf", out, layout, processes=2)
     assert result.kept == len(before) and not list(out.rglob("*.partial"))
@@ -184,7 +186,7 @@ def test_a_killed_conversion_goes_on_with_the_files_that_are_missing(tmp_path, s
     assert contents(out) == contents(tmp_path / "whole") != {}
     again = run(tmp_path / "hf", out, layout)
     assert (again.written, again.read_bytes) == (0, 0) and again.kept == result.kept + result.written
-    min(file for file in (*out.rglob(FILE), *out.glob("*.safetensors"))).unlink()
+    min(file for file in (*out.rglob(MODEL_FILE), *out.glob("*.safetensors"))).unlink()
     assert run(tmp_path / "hf", out, layout).written == 1
     run(out, tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), tensors)
@@ -204,12 +206,12 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "free_bytes", lambda folder: 1000)
-        with pytest.raises(RecipeError, match=r"out: \d+ bytes are to be written, 1000 are free"):
+        with pytest.raises(RecipeError, match=r"out: expected \d+ free bytes to write, found 1000"):
             run(small, out, SMALL_LAYOUT)
     assert not out.exists()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for layout, file in ((SMALL_LAYOUT, FILE), (None, "model-0000")):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # a write past it fails as on a full disk
+    for layout, file in ((SMALL_LAYOUT, MODEL_FILE), (None, "model-0000")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # a write past this size fails as on a full disk
         try:
             with pytest.raises(RecipeError, match=rf"{file}.*could not be written: .*same command again"):
                 run(small, out, layout)
@@ -235,14 +237,14 @@ def test_the_space_of_files_that_are_written_again_is_free(tmp_path, small, monk
 
     free(size - reused - 1)
     assert reused > 1000
-    with pytest.raises(RecipeError, match=rf"out: {size} bytes are to be written, {size - 1} are free"):
+    with pytest.raises(RecipeError, match=rf"out: expected {size} free bytes to write, found {size - 1}"):
         convert(plan, out)
     free(size - reused)
     convert(plan, out, processes=1)
 
 
 def test_a_file_that_another_process_writes_is_left_to_it(tmp_path, small):
-    file = tmp_path / "out" / ITERATION / "mp_rank_00_000_000" / f"{FILE}.partial"
+    file = tmp_path / "out" / ITERATION_FOLDER / "mp_rank_00_000_000" / f"{MODEL_FILE}.partial"
     file.parent.mkdir(parents=True)
     with lock_file(file), pytest.raises(RecipeError, match="another process writes this file"):
         run(small, tmp_path / "out", SMALL_LAYOUT)
@@ -254,7 +256,7 @@ def test_a_file_that_another_process_writes_is_left_to_it(tmp_path, small):
 def test_a_source_that_is_cut_off_meanwhile_is_named(tmp_path, small):
     plan = plan_conversion(open_source(small), SMALL_LAYOUT)
     os.truncate(small / "model-2.safetensors", 10_000)
-    with pytest.raises(RecipeError, match="model-2.safetensors: ends before byte .*changed since the start"):
+    with pytest.raises(RecipeError, match="model-2.safetensors: expected at least .* bytes, found fewer"):
         convert(plan, tmp_path / "out", processes=2)
     assert not (tmp_path / "out" / TRACKER).exists()
 
@@ -266,7 +268,7 @@ def test_wrong_use_is_refused_by_name(tmp_path, small):
     make_fp8_folder(tmp_path / "a", SMALL)
     fp8 = tmp_path / "a" / "fp8"
     for source, layout, dtype, words in (
-        (small, SMALL_LAYOUT, "fp8", "--dtype fp8: Megatron's files hold what training loads"),
+        (small, SMALL_LAYOUT, "fp8", "--dtype fp8: expected bf16 or keep"),
         (small, None, "int8", "expected one of bf16, fp8, keep"),
         (fp8, None, "fp8", "is stored in FP8; expected bf16"),
         (small, parse_layout("tp3 @3"), None, "tp=3 must divide num_attention_heads 4"),
@@ -283,14 +285,14 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path, small):
     run(small, tmp_path / "back")
     other = parse_layout("tp2 pp2 ep2 @8 layers=1,1")
     for folder, layout, words in (
-        ("out", None, "expected an empty or a new folder"),
-        ("out", other, r"mp_rank_\S+ is of another conversion or layout \(tp2 pp2 ep6 etp1"),
-        ("back", SMALL_LAYOUT, "expected an empty or a new folder"),
-        ("hf", None, "hf: model-1.safetensors is of another conversion"),
+        ("out", None, "expected a new or empty folder"),
+        ("out", other, r"mp_rank_\S+: expected a file .*layout tp2 pp2 ep6 etp1"),
+        ("back", SMALL_LAYOUT, "expected a new or empty folder"),
+        ("hf", None, "hf: model-1.safetensors: expected a file of this conversion"),
     ):
         with pytest.raises(ConfigError, match=words):
             run(small, tmp_path / folder, layout)
-    rewrite(small, lambda t: t["lm_head.weight"].add_(1))  # the same names, shapes and sizes, but another model's
+    rewrite(small, lambda t: t["lm_head.weight"].add_(1))  # names, shapes and sizes are equal, values differ
     for folder, layout in (("out", SMALL_LAYOUT), ("back", None)):
-        with pytest.raises(ConfigError, match="another conversion"):
+        with pytest.raises(ConfigError, match="expected a file of this conversion"):
             run(small, tmp_path / folder, layout)

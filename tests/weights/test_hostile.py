@@ -35,7 +35,7 @@ def is_incomplete(folder):
     return not list(folder.rglob("*.partial")) and not any((folder / last).exists() for last in (m.TRACKER, INDEX))
 
 
-# ---- bytes that are not those that were written
+# ---- bytes that differ from those written
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def flip(path, at=-1):
     path.write_bytes(data)
 
 
-def place_of(folder, key):
+def last_byte(folder, key):
     """Return (file, offset of the last byte) of a stored tensor: one bit there changes a value a little."""
     (file,) = (file for file in m.read_manifest(folder).files if file.tensors)
     end = file.size_bytes
@@ -64,13 +64,13 @@ def place_of(folder, key):
 @pytest.mark.parametrize("layout", [SMALL_LAYOUT, None])
 def test_a_flipped_bit_of_a_checkpoint_is_not_converted(tmp_path, checkpoint, layout):
     run(checkpoint, tmp_path / "control", layout)
-    path, at = place_of(checkpoint, f"weight/{NORM}")
+    path, at = last_byte(checkpoint, f"weight/{NORM}")
     flip(path, at)
     with pytest.raises(RecipeError, match=rf"{path.name}: {NORM}.*: expected sha256 .*manifest.json.*found"):
         run(checkpoint, tmp_path / "out", layout)
     assert is_incomplete(tmp_path / "out")
     flip(path, at)
-    run(checkpoint, tmp_path / "out", layout)  # goes on
+    run(checkpoint, tmp_path / "out", layout)  # control: the conversion continues
     open_source(tmp_path / "out")
 
 
@@ -86,7 +86,7 @@ def test_a_damaged_small_file_is_not_copied(tmp_path, checkpoint, name):
 # ---- values that are not finite
 
 
-def set_one(name, value):
+def set_element(name, value):
     """Return a change of one element of one tensor."""
 
     def change(tensors):
@@ -96,7 +96,7 @@ def set_one(name, value):
     return change
 
 
-NOT_FINITE = [  # (folder, tensor, value, what is said)
+NOT_FINITE = [  # (folder, tensor, value, words of the message)
     ("hf", DOWN, torch.nan, "NaN or infinity"),
     ("hf", "model.layers.1.mlp.gate.e_score_correction_bias", -torch.inf, "NaN or infinity"),
     ("fp8", DOWN, torch.nan, "holds NaN"),
@@ -112,7 +112,7 @@ WRITTEN = [(None, None), (SMALL_LAYOUT, None), (None, "fp8")]
 def test_a_value_that_is_not_finite_is_refused(tmp_path, source, name, value, words, layout, dtype):
     make_folder(tmp_path / "hf", SMALL) if source == "hf" else make_fp8_folder(tmp_path, SMALL)
     run(tmp_path / source, tmp_path / "control", layout, dtype)
-    rewrite(tmp_path / source, set_one(name, value))
+    rewrite(tmp_path / source, set_element(name, value))
     with pytest.raises(RecipeError, match=f"{name}: .*{words}"):
         run(tmp_path / source, tmp_path / "out", layout, dtype)
     assert is_incomplete(tmp_path / "out")
@@ -150,10 +150,10 @@ def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-# ---- folders that are not whole or not of DeepSeek-V3
+# ---- incomplete folders, and folders of other models
 
 
-def put(name, change):
+def change_tensor(name, change):
     """Return a change of one tensor of a folder."""
     return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
 
@@ -174,10 +174,13 @@ def resize(name, size):
 
 
 FAULTS = {
-    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, as {DOWN}"),
-    "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))), "not known to config.json, as x"),
-    "shape": (put(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
-    "fp8 head": (put(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, such as {DOWN}"),
+    "unknown tensor": (
+        lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))),
+        "not in config.json's model, such as x",
+    ),
+    "shape": (change_tensor(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
+    "fp8 head": (change_tensor(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
     "duplicate": (
         lambda f: (
             (f / "model-3.safetensors").write_bytes((f / "model-2.safetensors").read_bytes())
@@ -191,28 +194,34 @@ FAULTS = {
     ),
     "stale index": (
         lambda f: edit_index(f, lambda m: m.update({HEAD: [x for x in m.values() if x != m[HEAD]][0]})),
-        f"{HEAD}: .*index.json says model-.*it is in model-",
+        f"{HEAD}: expected in model-.*index.json.*found in model-",
     ),
-    "index without tensor": (lambda f: edit_index(f, lambda m: m.pop(HEAD)), f"{HEAD}: .*says nothing, it is in"),
-    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, as model-2"),
+    "index without tensor": (
+        lambda f: edit_index(f, lambda m: m.pop(HEAD)),
+        f"{HEAD}: expected in no file .*found in model-",
+    ),
+    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, such as model-2"),
     "truncated": (resize("model-2.safetensors", 100_000), "model-2.*: not a whole safetensors file"),
     "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
     "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings is True"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "model_type is 'llama', expected 'deepseek_v3'"),
-    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, as model.layers.2"),
+    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, such as model.layers.2"),
     "empty": (resize("model-2.safetensors", 0), "model-2.*: not a whole safetensors file"),
     "index of a path": (
         lambda f: edit_index(f, lambda m: m.update({HEAD: "../plain/model-2.safetensors"})),
-        "files named in .* are missing, as ../plain/model-2",
+        "files named in .* are missing, such as ../plain/model-2",
     ),
     "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
 }
 FP8_FAULTS = {
-    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"{SCALES} is missing, the scales of {DOWN}"),
-    "scale shape": (put(SCALES, lambda t: torch.ones(2, 2)), rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)"),
-    "scale dtype": (put(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
+    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"expected {SCALES}, the scales of {DOWN}"),
+    "scale shape": (
+        change_tensor(SCALES, lambda t: torch.ones(2, 2)),
+        rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)",
+    ),
+    "scale dtype": (change_tensor(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
     "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "no quantization_config, but"),
-    "scale of bf16": (put(DOWN, torch.Tensor.bfloat16), f"{SCALES} is the scale of no FP8 tensor"),
+    "scale of bf16": (change_tensor(DOWN, torch.Tensor.bfloat16), f"{SCALES}: expected the scales of an FP8 weight"),
 }
 
 
@@ -224,7 +233,7 @@ def test_a_bad_source_is_refused_by_name_before_anything_is_written(tmp_path, fa
     else:
         make_fp8_folder(tmp_path, SMALL)
         folder, (spoil, words) = tmp_path / "fp8", FP8_FAULTS[fault]
-    open_source(folder)  # control: it was right
+    open_source(folder)  # control: the folder is accepted
     spoil(folder)
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "out")

@@ -43,7 +43,7 @@ def test_every_folder_gives_the_same_parameters_at_every_layout(folders, run_ran
         assert len(unlike.pop("control")) == 1
         assert unlike == dict.fromkeys(unlike, [])
         for rank in ranks:
-            assert rank[layout]["deeper"] == rank[layout]["bf16"]  # recipe.num_hidden_layers: nothing more is read
+            assert rank[layout]["deeper"] == rank[layout]["bf16"]  # the two additional layers are not read
             sizes = {name: size for name, (_, size) in rank[layout].items()}
             assert sizes["fp8"] < 0.75 * sizes["bf16"]  # the embedding, the head and this tiny router are bf16
             assert sizes["megatron"] < 1.3 * sizes["bf16"]  # where TP cuts experts, whole lines of gate and up are read
@@ -55,20 +55,20 @@ def test_the_actor_copies_the_reference_and_reads_nothing(folders, run_ranks):
         "tests.weights.load_job:copies_job", folders["fp8"].parent / "plain", folders["bf16"], **WORKER
     ):
         nothing, size = ([], 0), found["actor after an actor"][1]
-        assert size > 0 and found["actor after an actor"][0] == []  # an actor is trained: it is no source
-        assert found["reference"][1] == size and found["reference"][0]  # before it was loaded
+        assert size > 0 and found["actor after an actor"][0] == []  # a trained model is not copied from
+        assert found["reference"][1] == size and found["reference"][0]  # it was not loaded yet
         assert found["actor"] == found["actor after offload"] == nothing
         assert found["offloaded again"] and found["reference unlike"] == []
-        assert found["bf16"] == ([], size)  # another dtype: read, and equal to what was read before
+        assert found["bf16"] == ([], size)  # a model of another dtype reads the folder again
         assert found["another folder"][1] == size and found["another folder"][0]
         unlike, read = found["control"]
-        assert len(unlike) == 1 and read == 0  # the value came from the reference
+        assert len(unlike) == 1 and read == 0  # the changed value came from the reference
         assert found["after verl's offload"] == found["control"]
 
 
 def test_the_wait_names_late_ranks(run_ranks):
     ranks = run_ranks("tests.weights.load_job:wait_job", size=3)
     assert ranks[0]["late"].startswith(
-        "FOLDER: rank 0 has read it and waited 0 s; 1 of 3 ranks have arrived, not rank 1, 2."
+        "FOLDER: rank 0 has loaded it and waited 0 s for the others; 1 of 3 ranks have loaded it, not rank 1, 2;"
     )
     assert "recipe.timeouts.load_s" in ranks[0]["late"] and all(rank["waited"] for rank in ranks)

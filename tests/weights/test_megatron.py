@@ -20,7 +20,7 @@ from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.weights.manifest import TRACKER
-from verl_patches.weights.megatron import FILE, ITERATION, Inert, folder_problems, read_rank_file
+from verl_patches.weights.megatron import ITERATION_FOLDER, MODEL_FILE, InertObject, crc_problems, read_rank_file
 from verl_patches.weights.source import open_source
 
 CONFIG = tiny_config()
@@ -40,7 +40,7 @@ def converter(a3_sources, monkeypatch):
     (source,) = a3_sources("MindSpeed-LLM")
 
     def load(name):
-        for absent in ("bitsandbytes", "torch_npu"):  # for QLoRA and for the device: not called
+        for absent in ("bitsandbytes", "torch_npu"):  # imported for QLoRA and for the device, not called
             monkeypatch.setitem(sys.modules, absent, types.ModuleType(absent))
         spec = importlib.util.spec_from_file_location(name, source / f"examples/mcore/deepseek3/{name}.py")
         module = importlib.util.module_from_spec(spec)
@@ -71,14 +71,14 @@ def test_mindspeeds_converters_and_ours_read_and_write_the_same(tmp_path, conver
     tensors = make_folder(hf, CONFIG)
     converter("convert_ckpt_deepseek3").CkptConvert(str(hf), str(tmp_path / "theirs"), **options(**sizes)).run()
     run(hf, tmp_path / "ours", parse_layout(text))
-    files = sorted(path.relative_to(tmp_path / "theirs") for path in (tmp_path / "theirs").rglob(FILE))
-    assert files == sorted(path.relative_to(tmp_path / "ours") for path in (tmp_path / "ours").rglob(FILE)) != []
+    files = sorted(path.relative_to(tmp_path / "theirs") for path in (tmp_path / "theirs").rglob(MODEL_FILE))
+    assert files == sorted(path.relative_to(tmp_path / "ours") for path in (tmp_path / "ours").rglob(MODEL_FILE)) != []
     for file in files:
         theirs = torch.load(tmp_path / "theirs" / file, weights_only=False)
         ours = torch.load(tmp_path / "ours" / file, weights_only=True)
         models = [key for key in theirs if key.startswith("model")]
         assert models and all(is_same(ours[key], theirs[key]) for key in models)
-        with pytest.raises(pickle.UnpicklingError):  # why they are read in another way
+        with pytest.raises(pickle.UnpicklingError):  # so Unpickler reads them
             torch.load(tmp_path / "theirs" / file, weights_only=True)
     with_small_files(tmp_path / "theirs", hf)
     run(tmp_path / "theirs", tmp_path / "back", expert_split=SPLIT[sizes.get("moe_tp_extend_ep")])
@@ -122,7 +122,7 @@ def folder(tmp_path):
 
 def resave(folder, change, **more):
     """Store each file again, as torch.save does, after `change` of its content."""
-    for path in folder.rglob(FILE):
+    for path in folder.rglob(MODEL_FILE):
         state = torch.load(path, weights_only=True)
         torch.save(change(state) or state, path, **more)
 
@@ -146,21 +146,23 @@ def test_a_folder_that_training_wrote_is_read_by_its_arguments(tmp_path, folder)
     assert open_source(folder).layout == "tp2 pp2 ep6 etp1 @12 layers=1,1"
     run(folder, tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), read_folder(tmp_path / "hf"))
-    found = read_rank_file(next(folder.rglob(FILE)))
-    assert issubclass(found.more["args"].params_dtype, Inert)
-    assert isinstance(found.more["rng_state"][0]["np_rng_state"][1], Inert)  # control: was a numpy array
+    found = read_rank_file(next(folder.rglob(MODEL_FILE)))
+    assert issubclass(found.other_entries["args"].params_dtype, InertObject)
+    assert isinstance(
+        found.other_entries["rng_state"][0]["np_rng_state"][1], InertObject
+    )  # control: it was a numpy array
 
 
 def test_a_folder_that_does_not_say_how_it_holds_experts_is_not_guessed(tmp_path, folder):
     resave(folder, as_trained(argparse.Namespace()))
-    with pytest.raises(ConfigError, match="how TP2 ranks share experts: expected --expert-split tp_extend_ep"):
+    with pytest.raises(ConfigError, match="how TP2 ranks hold experts; expected --expert-split tp_extend_ep"):
         open_source(folder)
     run(folder, tmp_path / "back", expert_split="tp_extend_ep")
-    sorted(folder.rglob(FILE))[-1].rename(tmp_path / "away")
+    sorted(folder.rglob(MODEL_FILE))[-1].rename(tmp_path / "away")
     with pytest.raises(ConfigError, match="expected 12 files of TP2 PP2 EP3, found 11"):
         open_source(folder, expert_split="tp_extend_ep")
-    (tmp_path / "away").rename(folder / ITERATION / "mp_rank_01_001_002" / FILE)
-    run(folder, tmp_path / "other", expert_split="etp")  # of equal shapes, but another model
+    (tmp_path / "away").rename(folder / ITERATION_FOLDER / "mp_rank_01_001_002" / MODEL_FILE)
+    run(folder, tmp_path / "other", expert_split="etp")  # shapes are equal, values are in other places
     tensors = read_folder(tmp_path / "hf")
     assert is_same(read_folder(tmp_path / "back"), tensors) and not is_same(read_folder(tmp_path / "other"), tensors)
 
@@ -178,18 +180,20 @@ class Touch:
 def test_a_pickle_that_would_run_code_runs_nothing_and_is_refused_as_a_model(tmp_path, folder):
     marks = [tmp_path / name for name in ("control", "argument", "model")]
     pickle.loads(pickle.dumps(Touch(marks[0])))
-    path = next(folder.rglob(FILE))
+    path = next(folder.rglob(MODEL_FILE))
     state = torch.load(path, weights_only=True)
     torch.save({**state, "args": Touch(marks[1])}, path)
     run(folder, tmp_path / "back")
     torch.save({**state, "model": {**state["model"], "a": Touch(marks[2])}}, path)
-    with pytest.raises(ConfigError, match=f"{path.parent.name}/{FILE}: model: 'a': expected a tensor, found mkdir"):
+    with pytest.raises(
+        ConfigError, match=f"{path.parent.name}/{MODEL_FILE}: model: 'a': expected a tensor, found mkdir"
+    ):
         open_source(folder)
     assert [mark.exists() for mark in marks] == [True, False, False]
 
 
-def spoil(folder, change):
-    path = sorted(folder.rglob(FILE))[0]
+def change_state(folder, change):
+    path = sorted(folder.rglob(MODEL_FILE))[0]
     state = torch.load(path, weights_only=True)
     change(state)
     torch.save(state, path)
@@ -204,30 +208,44 @@ FAULTS = {
     "no config.json": (lambda f: (f / "config.json").unlink(), f"no config.json beside {TRACKER}; copy"),
     "tracker": (lambda f: (f / TRACKER).write_text("../.."), "expected the number of an iteration, found '../..'"),
     "no iteration": (lambda f: (f / TRACKER).write_text("7"), "iter_0000007: expected mp_rank_TT"),
-    "missing file": (lambda f: sorted(f.rglob(FILE))[-1].unlink(), "1 files are missing, as mp_rank_01_001_002"),
+    "missing file": (
+        lambda f: sorted(f.rglob(MODEL_FILE))[-1].unlink(),
+        "1 files are missing, such as mp_rank_01_001_002",
+    ),
     "another file": (
-        lambda f: shutil.copytree(f / ITERATION / "mp_rank_00_000_000", f / ITERATION / "mp_rank_02_000_000"),
+        lambda f: shutil.copytree(
+            f / ITERATION_FOLDER / "mp_rank_00_000_000", f / ITERATION_FOLDER / "mp_rank_02_000_000"
+        ),
         "1 files are not of layout",
     ),
-    "cut off": (lambda f: os.truncate(next(f.rglob(FILE)), 9000), "not a whole file of torch.save"),
-    "no pickle": (lambda f: next(f.rglob(FILE)).write_bytes(b"PK"), "not a whole file of torch.save"),
-    "no model": (lambda f: spoil(f, lambda s: s.pop("model")), "expected model, or model0, model1"),
+    "cut off": (
+        lambda f: os.truncate(next(f.rglob(MODEL_FILE)), 9000),
+        "expected a complete file written by torch.save",
+    ),
+    "no pickle": (
+        lambda f: next(f.rglob(MODEL_FILE)).write_bytes(b"PK"),
+        "expected a complete file written by torch.save",
+    ),
+    "no model": (lambda f: change_state(f, lambda s: s.pop("model")), "expected key model, or model0, model1"),
     "another parameter": (
-        lambda f: spoil(f, lambda s: s["model"].update({"decoder.layers.0.lora": torch.ones(1)})),
+        lambda f: change_state(f, lambda s: s["model"].update({"decoder.layers.0.lora": torch.ones(1)})),
         "parameter 'decoder.layers.0.lora' is not a DeepSeek-V3 parameter",
     ),
-    "a parameter less": (lambda f: spoil(f, lambda s: s["model"].popitem()), "lacks 1 HF tensors"),
+    "a parameter less": (lambda f: change_state(f, lambda s: s["model"].popitem()), "lacks 1 HF tensors"),
     "shape": (
-        lambda f: spoil(f, lambda s: s["model"].update({"embedding.word_embeddings.weight": torch.ones(3, 3)})),
+        lambda f: change_state(f, lambda s: s["model"].update({"embedding.word_embeddings.weight": torch.ones(3, 3)})),
         r"embedding.word_embeddings.weight.* expected bfloat16 \(256, 128\)",
     ),
-    "strides": (lambda f: spoil(f, not_contiguous), r"linear_proj.weight: .* with strides .* contiguous tensors"),
+    "strides": (
+        lambda f: change_state(f, not_contiguous),
+        r"linear_proj.weight: expected a contiguous .* found strides",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_folder_is_refused_by_name(folder, fault):
-    open_source(folder)  # control
+    open_source(folder)  # control: the folder is accepted
     change, words = FAULTS[fault]
     change(folder)
     with pytest.raises(ConfigError, match=words):
@@ -235,12 +253,12 @@ def test_a_bad_folder_is_refused_by_name(folder, fault):
 
 
 def test_a_flipped_bit_is_found_by_the_zips_own_checksums(folder):
-    assert list(folder_problems(folder)) == []
-    path = next(folder.rglob(FILE))
+    assert list(crc_problems(folder)) == []
+    path = next(folder.rglob(MODEL_FILE))
     with zipfile.ZipFile(path) as file:
         info = max(file.infolist(), key=lambda each: each.file_size)
     data = bytearray(path.read_bytes())
     data[info.header_offset + 200] ^= 1
     path.write_bytes(data)
-    (problem,) = folder_problems(folder)
+    (problem,) = crc_problems(folder)
     assert str(path.relative_to(folder)) in problem and "CRC-32" in problem

@@ -21,7 +21,7 @@ SMALL = {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 1, "topk_grou
 ODD = SMALL | {"hidden_size": 300, "intermediate_size": 290, "moe_intermediate_size": 144, "torch_dtype": "bfloat16"}
 
 
-def some_regions(draw, name, shape, axes):
+def draw_regions(draw, name, shape, axes):
     """Yield the complete tensor, halves and random parts of it along each of `axes`."""
     yield Region(name, 0, 0, shape[0])
     for axis in axes:
@@ -31,7 +31,7 @@ def some_regions(draw, name, shape, axes):
         yield Region(name, axis, start, draw.randint(start + 1, shape[axis]))
 
 
-def wrong(folder, expected, seed=0, dtype=torch.float32):
+def unequal_regions(folder, expected, seed=0, dtype=torch.float32):
     """Return regions of `folder` that differ from those of the tensors `expected`.
 
     Megatron's folders are read along the axis that layouts cut, other folders along all.
@@ -41,9 +41,9 @@ def wrong(folder, expected, seed=0, dtype=torch.float32):
         for name, tensor in expected.items():
             axis = AXES[source.inventory.by_name[name].kind] or 0
             axes = [axis] if source.kind == "megatron" else range(tensor.dim())
-            for region in some_regions(draw, name, tuple(tensor.shape), axes):
+            for region in draw_regions(draw, name, tuple(tensor.shape), axes):
                 part = tensor.narrow(region.axis, region.start, region.rows).to(dtype)
-                target = torch.full((part.shape[-1], *part.shape[:-1]), torch.nan, dtype=dtype)  # strided
+                target = torch.full((part.shape[-1], *part.shape[:-1]), torch.nan, dtype=dtype)  # a strided target
                 target = target.movedim(0, -1)
                 reader.copy(region, target)
                 if not torch.equal(target, part):
@@ -54,15 +54,18 @@ def wrong(folder, expected, seed=0, dtype=torch.float32):
 @pytest.fixture(params=[1, 40_000, regions.BAND_BYTES])
 def band(request, monkeypatch):
     monkeypatch.setattr(regions, "BAND_BYTES", request.param)
-    monkeypatch.setattr(regions, "_LEAST_BYTES", {1: 1, 40_000: 300}.get(request.param, 4096))
+    monkeypatch.setattr(regions, "_LEAST_ROW_BYTES", {1: 1, 40_000: 300}.get(request.param, 4096))
 
 
 def test_regions_of_fp8_are_those_of_its_conversion_to_bf16(tmp_path, band):
     _, values = make_fp8_folder(tmp_path, tiny_config() | ODD)
-    assert wrong(tmp_path / "fp8", values) == [] and wrong(tmp_path / "fp8", values, 1, torch.bfloat16) == []
+    assert (
+        unequal_regions(tmp_path / "fp8", values) == []
+        and unequal_regions(tmp_path / "fp8", values, 1, torch.bfloat16) == []
+    )
     name = "model.layers.0.mlp.down_proj.weight"
-    values[name][5, 7] += 1  # control
-    assert {region.name for region in wrong(tmp_path / "fp8", values)} == {name}
+    values[name][5, 7] += 1  # control: one value differs
+    assert {region.name for region in unequal_regions(tmp_path / "fp8", values)} == {name}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,14 +73,14 @@ def test_regions_of_megatrons_files_of_any_layout_are_those_of_the_folder(tmp_pa
     config, layout, _ = random_case(seed)
     config |= {"q_lora_rank": 24}
     expected = make_folder(tmp_path / "hf", config, seed)
-    assert wrong(tmp_path / "hf", expected, seed) == []
+    assert unequal_regions(tmp_path / "hf", expected, seed) == []
     layouts = {"pypi": layout, "a3": parse_layout("tp2 ep2 etp1 @2" if layout.tp > 1 else "ep2 @2")}
     for line, split in layouts.items():
         run(tmp_path / "hf", tmp_path / line, split, line=line)
-        assert wrong(tmp_path / line, expected, seed) == []
+        assert unequal_regions(tmp_path / line, expected, seed) == []
         with WeightReader(open_source(tmp_path / line)) as reader:
             places = [reader.position(Region(name, 0, 0, tensor.shape[0])) for name, tensor in expected.items()]
-        assert len(set(places)) == len(places) or line == "a3"  # gate and up of a stack begin together
+        assert len(set(places)) == len(places) or line == "a3"  # in a3's stacks, gate and up begin at one place
 
 
 def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):

@@ -13,21 +13,21 @@ import pytest
 from tests.weights.cases import make_checkpoint, make_start
 from verl_patches.errors import ConfigError
 from verl_patches.weights.run_folders import (
-    START,
-    Chain,
+    START_FILE,
+    CheckpointChain,
     Link,
-    chain_of,
-    chain_of_start,
+    chain_steps,
+    checkpoint_chain,
     data_facts,
     find_start,
+    folder_bytes,
+    list_starts,
     path_to_resume,
     read_start,
-    remove,
+    remove_checkpoint,
     require_same_data,
-    size_bytes,
-    start_in,
-    starts_in,
-    steps_in_chain,
+    require_start,
+    start_chain,
     take_start,
 )
 
@@ -36,9 +36,9 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def saved(start):
+def chain_checkpoints(start):
     """Return {step: start} of the checkpoints of a start's chain."""
-    return {step: path.parents[1].name for step, path in chain_of_start(read_start(start)).checkpoints().items()}
+    return {step: path.parents[1].name for step, path in checkpoint_chain(read_start(start)).checkpoints().items()}
 
 
 # ---- starts
@@ -46,35 +46,35 @@ def saved(start):
 
 def test_starts_are_numbered_over_both_roots_and_latest_is_the_newest(tmp_path):
     home, other = tmp_path / "out/r", tmp_path / "disk/r"
-    (other / "0004").mkdir(parents=True)  # of a launcher that was killed before its record
+    (other / "0004").mkdir(parents=True)  # a launcher was killed before it wrote the record
     assert [take_start([home, other], None, None) for _ in range(2)] == ["0005", "0006"]
     assert take_start([home], ("0006", 3), None) == "0007"
     assert [os.readlink(place / "latest") for place in (home, other)] == ["0007", "0006"]
-    assert [start.name for start in starts_in(other)] == ["0005", "0006"]
+    assert [start.name for start in list_starts(other)] == ["0005", "0006"]
     assert read_start(home / "0007").parent == ("0006", 3) and read_start(home / "0006").saves_in == other / "0006"
     assert read_start(other / "0004") is None and read_start(tmp_path / "absent") is None
-    assert start_in(home / "0007").parent == ("0006", 3)
+    assert require_start(home / "0007").parent == ("0006", 3)
     with pytest.raises(ConfigError, match="absent: expected the folder of a start, with start.json, found none"):
-        start_in(tmp_path / "absent")
+        require_start(tmp_path / "absent")
 
 
-def _take(home, count):
+def _take_starts(home, count):
     for _ in range(count):
         take_start([home], None, None)
 
 
 def test_two_processes_never_take_the_same_folder(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        pool.starmap(_take, [(tmp_path, 10)] * 4)
-    assert [start.name for start in starts_in(tmp_path)] == [f"{number:04d}" for number in range(1, 41)]
+        pool.starmap(_take_starts, [(tmp_path, 10)] * 4)
+    assert [start.name for start in list_starts(tmp_path)] == [f"{number:04d}" for number in range(1, 41)]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"start": "0002", "from": {"start": "0002", "step": 1}}'])
 def test_a_damaged_record_is_named(tmp_path, text):
     start = make_start(tmp_path)
-    (start / START).write_text(text)
-    with pytest.raises(ConfigError, match=f"{start / START}: expected the record of a start"):
-        starts_in(tmp_path)
+    (start / START_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=f"{start / START_FILE}: expected the record of a start"):
+        list_starts(tmp_path)
 
 
 def test_a_chain_has_of_each_ancestor_the_steps_up_to_the_one_gone_on_after(tmp_path):
@@ -84,37 +84,37 @@ def test_a_chain_has_of_each_ancestor_the_steps_up_to_the_one_gone_on_after(tmp_
     second = make_start(home, (4, 5), ("0001", 3))
     third = make_start(home, (5, 6), ("0002", 4))
     fourth = make_start(home, (3,), ("0001", 2))
-    assert [(link.folder.name, link.last) for link in chain_of(read_start(third))] == [
+    assert [(link.folder.name, link.last_step) for link in start_chain(read_start(third))] == [
         ("0001", 3),
         ("0002", 4),
         ("0003", None),
     ]
-    assert saved(third) == {1: "0001", 2: "0001", 3: "0001", 4: "0002", 5: "0003", 6: "0003"}
-    assert saved(second)[5] == "0002" and saved(fourth) == {1: "0001", 2: "0001", 3: "0004"}
+    assert chain_checkpoints(third) == {1: "0001", 2: "0001", 3: "0001", 4: "0002", 5: "0003", 6: "0003"}
+    assert chain_checkpoints(second)[5] == "0002" and chain_checkpoints(fourth) == {1: "0001", 2: "0001", 3: "0004"}
     for start, begun in ((first, 1), (second, 4), (third, 5), (fourth, 3)):
         for step in range(begun, 8):
             (start / f"of_{step}").touch()
 
-    def files_of(folder):
+    def list_files(folder):
         return [(int(path.name[3:]), folder.name) for path in folder.glob("of_*")]
 
-    joined = steps_in_chain(read_start(third), files_of)
+    joined = chain_steps(read_start(third), list_files)
     assert [*joined.values()] == ["0001"] * 3 + ["0002"] + ["0003"] * 3 and [*joined] == list(range(1, 8))
     shutil.rmtree(second)
-    assert saved(third) == {5: "0003", 6: "0003"}  # what is left of a chain whose middle is gone
+    assert chain_checkpoints(third) == {5: "0003", 6: "0003"}  # the chain begins after the start whose folder is gone
 
 
 def test_a_start_that_went_on_from_a_start_which_saved_nothing_has_the_same_ancestor(tmp_path):
     make_start(tmp_path / "r", (1, 2))
     make_start(tmp_path / "r", (), ("0001", 2))
-    assert saved(make_start(tmp_path / "r", (3,), ("0002", 2))) == {1: "0001", 2: "0001", 3: "0003"}
+    assert chain_checkpoints(make_start(tmp_path / "r", (3,), ("0002", 2))) == {1: "0001", 2: "0001", 3: "0003"}
 
 
 def test_a_folder_that_was_copied_has_its_own_chain_and_checkpoints(tmp_path):
     make_start(tmp_path / "r", (1, 2))
     make_start(tmp_path / "r", (3,), ("0001", 2))
     copied = shutil.copytree(tmp_path / "r", tmp_path / "elsewhere/other", symlinks=True)
-    chain = chain_of_start(read_start(find_start(copied, tmp_path)))
+    chain = checkpoint_chain(read_start(find_start(copied, tmp_path)))
     assert all(path.is_relative_to(copied) for path in chain.checkpoints().values()) and len(chain.checkpoints()) == 3
     assert chain.newest() == copied / "0002/checkpoints/global_step_3"
 
@@ -140,11 +140,13 @@ def test_retention_counts_the_chain_and_removes_what_killed_saves_left(tmp_path,
     home = tmp_path / "r"
     first = make_start(home, (1, 2, 3))
     second = make_start(home, (4, 5), ("0001", 3))
-    make_checkpoint(first / "checkpoints", 8)  # after the step gone on after: of no chain but its own
+    make_checkpoint(
+        first / "checkpoints", 8
+    )  # a later step than the one that `second` continues: it belongs to `first` alone
     for start in (first, second):
         (start / "checkpoints/global_step_7").mkdir()
-    chain_of_start(read_start(second)).remove_oldest(keep, second / "checkpoints/global_step_5")
-    assert [*saved(second)] == kept and [*saved(first)][-1] == 8
+    checkpoint_chain(read_start(second)).remove_oldest(keep, second / "checkpoints/global_step_5")
+    assert [*chain_checkpoints(second)] == kept and [*chain_checkpoints(first)][-1] == 8
     assert not list(home.glob("*/checkpoints/global_step_7"))
 
 
@@ -154,18 +156,21 @@ def test_retention_removes_nothing_of_another_chain_nor_what_it_began_from(tmp_p
     fork = make_start(home, (3, 4), ("0001", 2))
     fresh = make_start(home, (1, 2))
     last = make_start(home, (5, 6), ("0001", 4))
-    chain = chain_of_start(read_start(last))
-    size = size_bytes(fork / "checkpoints")
-    assert chain.bytes_of_others() == {"0002": size, "0003": size_bytes(fresh / "checkpoints")}
+    chain = checkpoint_chain(read_start(last))
+    size = folder_bytes(fork / "checkpoints")
+    assert chain.other_start_bytes() == {"0002": size, "0003": folder_bytes(fresh / "checkpoints")}
     chain.remove_oldest(1, last / "checkpoints/global_step_6")
-    assert names(first / "checkpoints") == ["global_step_2"] and saved(last) == {2: "0001", 6: "0004"}
-    assert saved(fork) == {2: "0001", 3: "0002", 4: "0002"} and saved(fresh) == {1: "0003", 2: "0003"}
+    assert names(first / "checkpoints") == ["global_step_2"] and chain_checkpoints(last) == {2: "0001", 6: "0004"}
+    assert chain_checkpoints(fork) == {2: "0001", 3: "0002", 4: "0002"} and chain_checkpoints(fresh) == {
+        1: "0003",
+        2: "0003",
+    }
 
 
 def test_the_one_just_written_stays_where_older_runs_have_later_steps(tmp_path):
     path = make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 5)
-    Chain((Link(tmp_path),)).remove_oldest(1, path)
+    CheckpointChain((Link(tmp_path),)).remove_oldest(1, path)
     assert names(tmp_path) == ["global_step_2", "global_step_5"]
 
 
@@ -177,25 +182,25 @@ def test_a_removal_that_is_killed_leaves_no_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(OSError):
-        remove(path)
-    assert path.is_dir() and Chain((Link(tmp_path),)).checkpoints() == {}
+        remove_checkpoint(path)
+    assert path.is_dir() and CheckpointChain((Link(tmp_path),)).checkpoints() == {}
 
 
 @pytest.mark.parametrize("damage", ["manifest", "file"])
 def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_whole_one(tmp_path, damage):
     make_start(tmp_path / "r", (1, 2))
     start = make_start(tmp_path / "r", (3, 4), ("0001", 2))
-    for step, what in ((3, "file"), (4, damage)):  # 3 is no better
+    for step, what in ((3, "file"), (4, damage)):  # both checkpoints of this start are damaged
         folder = start / f"checkpoints/global_step_{step}"
         bad = next(folder.glob("rank*")) if what == "file" else folder / "manifest.json"
         bad.write_bytes(bad.read_bytes()[:-2])
     with pytest.raises(ConfigError) as caught:
-        chain_of_start(read_start(start)).newest()
+        checkpoint_chain(read_start(start)).newest()
     older = tmp_path / "r/0001/checkpoints/global_step_2"
     assert str(bad) in str(caught.value) and f"resume_from_path={older}" in str(caught.value)
     shutil.rmtree(tmp_path / "r/0001")
-    with pytest.raises(ConfigError, match="no older one of this run is whole"):
-        chain_of_start(read_start(start)).newest()
+    with pytest.raises(ConfigError, match="no undamaged older checkpoint"):
+        checkpoint_chain(read_start(start)).newest()
 
 
 def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile(tmp_path, monkeypatch):
@@ -203,16 +208,16 @@ def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile
     for name in "abc":
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(bytes(10))
-    assert size_bytes(tmp_path) == 30 and size_bytes(tmp_path / "absent") == 0
+    assert folder_bytes(tmp_path) == 30 and folder_bytes(tmp_path / "absent") == 0
 
-    def gone(path):  # the first folder below it
+    def gone(path):  # remove the first folder below tmp_path while it is read
         if os.fspath(path) != str(tmp_path):
             monkeypatch.setattr(os, "scandir", scandir)
             shutil.rmtree(path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", gone)
-    assert size_bytes(tmp_path) == 20 and len(names(tmp_path)) == 2
+    assert folder_bytes(tmp_path) == 20 and len(names(tmp_path)) == 2
 
 
 # ---- what can be resumed from
@@ -246,4 +251,6 @@ def test_other_data_are_refused_by_rows_and_digest_and_not_by_their_path(tmp_pat
             require_same_data(tmp_path, manifest, now, False)
         assert all(facts["sha256"][:12] in str(caught.value) for facts in (before, now))
         require_same_data(tmp_path, manifest, now, True)
-    require_same_data(tmp_path, manifest, data_facts([str(tmp_path / "absent")]), False)  # not on this machine
+    require_same_data(
+        tmp_path, manifest, data_facts([str(tmp_path / "absent")]), False
+    )  # these files are not on this machine

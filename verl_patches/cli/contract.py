@@ -22,10 +22,10 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.spec import split_place
 from verl_patches.patching.switches import switches_from_environment
-from verl_patches.upstream.checkouts import FETCH, LINE, Trees, git, trees_of
-from verl_patches.upstream.modified import roots_of, source_findings
+from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, Trees, find_trees, git
+from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import compare
+from verl_patches.upstream.versions import compare_pins
 
 LineOption = Annotated[str | None, typer.Option("--line", help="Set of pins: pypi or a3; default: of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
@@ -107,9 +107,9 @@ def fingerprint_command(
 
 def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:
     """Compare this machine with the pins: packages, commits, Ascend software, environment variables."""
-    report = compare(line, trees=trees_of(upstream))
-    if upstream is not None and report.line != LINE:
-        raise ConfigError(f"--upstream contains line {LINE}, but --line is {report.line}: give --line {LINE}")
+    report = compare_pins(line, trees=find_trees(upstream))
+    if upstream is not None and report.line != GIT_LINE:
+        raise ConfigError(f"--upstream contains line {GIT_LINE}, but --line is {report.line}: give --line {GIT_LINE}")
     exit_with_report(report, as_json)
 
 
@@ -118,9 +118,9 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     name = line or switches_from_environment().line
     pins, packages, rows = load_pins().line(name), PACKAGES[name], catalog.all_rows()
     if only:
-        packages = tuple(package for pin in pins.chosen(only).values() for package in pin.packages)
+        packages = tuple(package for pin in pins.choose_repositories(only).values() for package in pin.packages)
         rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
-    roots = roots_of(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
+    roots = package_roots(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
     here = {package: root for package, root in roots.items() if package in packages}
     missing_packages = [package for package in packages if package not in here]
     if upstream is None and missing_packages:
@@ -131,7 +131,7 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
     report = check_rows(rows, name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
-    todo = f"{FETCH}; to check packages that pip has installed, leave out --upstream"
+    todo = f"{FETCH_HINT}; to check packages that pip has installed, leave out --upstream"
     missing = []
     for package in missing_packages:
         found = f"absent: the rows of {package} were not checked"
@@ -179,7 +179,7 @@ def _package_roots(folder: Path, line: str, part: bool = False) -> dict[str, Pat
     missing = [str((root / package).relative_to(folder)) for package, root in places.items() if package not in roots]
     if missing and not (part and roots):
         wanted = f"clones of {', '.join(repositories)}" if repositories else f"the packages {', '.join(places)}"
-        todo = f"; {FETCH}" if repositories else ""
+        todo = f"; {FETCH_HINT}" if repositories else ""
         raise ConfigError(f"--upstream {folder}: expected {wanted}, found no {', '.join(missing)}{todo}")
     return roots
 

@@ -11,7 +11,7 @@ import typer
 
 from verl_patches.cli.output import Json, print_json, print_text, progress_bar
 from verl_patches.run.compose import output_root
-from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, write_rollout_data
 from verl_patches.weights.run_folders import find_start
 
 app = typer.Typer(no_args_is_help=True, help="Make data files for runs.")
@@ -26,13 +26,13 @@ def build_command(
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet with verl's columns from files, folders, HF datasets, s3:// or hf://."""
-    from verl_patches.tools.data.build import build
+    from verl_patches.tools.data.build import build_data
     from verl_patches.tools.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
     if not sys.stderr.isatty():  # tqdm, which datasets uses, then prints a line every so many records
         os.environ |= {"TQDM_MINITERS": str(settings.log_interval), "TQDM_MININTERVAL": "0", "TQDM_MAXINTERVAL": "inf"}
-    code, report = build(settings, overwrite)
+    code, report = build_data(settings, overwrite)
     if as_json:
         print_json({"exit": code, **report})
     else:
@@ -54,7 +54,7 @@ def from_rollouts_command(
     """Make SFT data or preference pairs from a run's responses and their rewards."""
     choice, folder = Choice(kind, best, threshold, margin), find_start(run, output_root())
     with progress_bar("steps", None, "step") as advance:
-        report = from_rollouts(folder, output, choice, overwrite, advance)
+        report = write_rollout_data(folder, output, choice, overwrite, advance)
     if as_json:
         print_json(report)
         return

@@ -18,7 +18,7 @@ from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run.compose import compose
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.upstream.checkouts import find_trees
 
 PRODUCTION_CONFIG = "deepseekv3_256die_true_weight"
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION_CONFIG}, or the smoke run's with platform=cpu), then overrides."
@@ -45,16 +45,16 @@ def doctor_command(
         name, *overrides = words
     else:
         name, overrides = _default_config(), words
-    run = with_recompute(compose(name, overrides, platform_rows, trees_of(upstream)))
+    run = with_recompute(compose(name, overrides, platform_rows, find_trees(upstream)))
     node = Node(run, head=head)
     if this_node or (node.nodes == 1 and run.recipe.ray_address is None):
-        report, nodes = doctor.this_node(node)
+        report, nodes = doctor.check_this_node(node)
     elif run.recipe.ray_address is None:
         fault = f"recipe.ray_address is null and trainer.nnodes is {node.nodes}; expected a running Ray's address"
         raise ConfigError(f"{fault}: set recipe.ray_address=auto, or give --this-node")
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
-        report, nodes = doctor.all_nodes(node, [name, *overrides, *options])
+        report, nodes = doctor.check_all_nodes(node, [name, *overrides, *options])
     if as_json:
         print_json({**report.as_dict(), "nodes": nodes})
     else:

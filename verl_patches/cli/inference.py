@@ -24,11 +24,11 @@ from verl_patches.run.compose import output_root
 from verl_patches.run.record.plots import save_figure
 from verl_patches.shared_files import write_whole
 from verl_patches.spec import RunSpec
-from verl_patches.step.rows import render
+from verl_patches.step.rows import render_chat
 from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer
 from verl_patches.tools.inference import rows, scores
 from verl_patches.tools.inference.model import Model, find_model, restart_in_environment, validation_sampling
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.upstream.checkouts import find_trees
 from verl_patches.values import printable
 
 CONVERSATION_TOKENS = 8192  # most tokens of a conversation, where the model takes more
@@ -63,8 +63,8 @@ def generate_command(
         tokenizer = read_tokenizer(source.folder)
         key = chosen.run.verl.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
-        with rows.resumable(output, _settings(chosen, prompts, sampling)) as lines:
-            done = lines.done
+        with rows.resumable_output(output, _settings(chosen, prompts, sampling)) as lines:
+            done = lines.count
             for _, prompt, completions in _outputs(chosen, prompts, sampling, done):
                 responses = [_response(each, tokenizer) for each in completions]
                 lines.add({"row": prompt.number, "prompt": prompt.row[key], "responses": responses})
@@ -93,7 +93,7 @@ def chat_command(
     with _stdout_to_stderr():
         tokenizer = read_tokenizer(source.folder)
         try:
-            template = render(tokenizer, [{"role": "user", "content": "MESSAGE"}])
+            template = render_chat(tokenizer, [{"role": "user", "content": "MESSAGE"}])
         except (ValueError, RecipeError) as error:
             raise ConfigError(f"{source.folder}: {error}") from None
         from verl_patches.tools.inference import engine as engines  # imports vllm
@@ -149,15 +149,15 @@ def eval_command(
     files = [Path(name) for name in names]
     most = min(data.max_prompt_length, chosen.length - 1)
     columns = data.reward_fn_key, "reward_model", "extra_info"
-    rewards, models = scores.scored_by(run)
+    rewards, models = scores.reward_facts(run)
     with _stdout_to_stderr():
         tokenizer = read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
-        with rows.resumable(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:
+        with rows.resumable_output(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:
             _write_scores(chosen, prompts, sampling, tokenizer, lines)
             report: dict[str, Any] = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
-            report["steps"] = scores.steps_of(lines.read())
+            report["steps"] = scores.checkpoint_scores(lines.read())
             if len(report["steps"]) > 1:
                 save_figure(scores.accuracy_figure(run.home.name, report["steps"]), output / "accuracy.png")
             write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
@@ -172,7 +172,7 @@ def _write_scores(
 ) -> None:
     """Write a line for each checkpoint and prompt that has none yet."""
     score, data = scores.scorer(chosen.run, tokenizer, prompts[0].row), chosen.run.verl.data
-    for step, prompt, completions in _outputs(chosen, prompts, sampling, lines.done):
+    for step, prompt, completions in _outputs(chosen, prompts, sampling, lines.count):
         scored = score(prompt.row, [each.token_ids for each in completions])
         source = prompt.row.get(data.reward_fn_key)
         line = {"step": step, "row": prompt.number, "data_source": "unknown" if source is None else str(source)}
@@ -202,7 +202,7 @@ def _prepare_model(
     path: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """Return the model, in a process with the environment of its configuration and the rows of the catalogue."""
-    trees = trees_of(upstream)
+    trees = find_trees(upstream)
     model = find_model(path, output_root(), config_name, overrides or [], trees, platform_rows, newest)
     check_switches(model.run)
     restart_in_environment(model.run)
@@ -248,9 +248,9 @@ def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[A
         from verl_patches.tools.inference.engine import Engine
 
         return nullcontext(Engine(folder, run, length))
-    from verl_patches.tools.inference.ranks import on_ray
+    from verl_patches.tools.inference.ranks import start_ranked_engine
 
-    return on_ray(folder, run, length)
+    return start_ranked_engine(folder, run, length)
 
 
 def _response(completion: Any, tokenizer: Any) -> dict[str, Any]:

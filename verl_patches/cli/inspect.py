@@ -25,7 +25,7 @@ from verl_patches.run.record import compare, report
 from verl_patches.run.record.curves import METRICS, Curves, read_curves
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.spec import RunSpec
-from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
+from verl_patches.upstream.checkouts import GIT_LINE, compare_verl_version, find_trees
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start
 
@@ -52,14 +52,14 @@ def config_command(
     as_json: Json = False,
 ) -> None:
     """Print the composed config as YAML, or with --explain the training engine's arguments for each key."""
-    run = compose_run(config_name, overrides or [], trees_of(upstream, verl_path))
+    run = compose_run(config_name, overrides or [], find_trees(upstream, verl_path))
     require_checks(hook_checks(run))
-    if explain and run.line != LINE:
+    if explain and run.line != GIT_LINE:
         raise ConfigError(
-            f"--explain is about the engine of line {LINE}, but recipe.line is {run.line}: "
-            f"add recipe.line={LINE}, or omit --explain"
+            f"--explain is about the engine of line {GIT_LINE}, but recipe.line is {run.line}: "
+            f"add recipe.line={GIT_LINE}, or omit --explain"
         )
-    fits, sentence = verl_check(run.line, run.trees)
+    fits, sentence = compare_verl_version(run.line, run.trees)
     if not fits:
         print_text(f"verl_patches: note: the defaults shown are of a verl that a run refuses: {sentence}", err=True)
     if explain:

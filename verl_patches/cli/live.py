@@ -32,9 +32,9 @@ from verl_patches.run.compose import output_root
 from verl_patches.run.record.record import PROGRESS_FILE, SUMMARY_FILE, last_lines, read_object, read_summary
 from verl_patches.run.record.report import medians, resumed_text, step_value
 from verl_patches.shared_files import LOCK, is_locked
-from verl_patches.trainer.record import NOW
+from verl_patches.trainer.record import NOW_FILE
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import find_start, starts_in
+from verl_patches.weights.run_folders import find_start, list_starts
 
 REFRESH_S = 2.0
 SHOWN_LINES = 5  # last lines of progress.log that are shown
@@ -77,7 +77,7 @@ def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     clocks. Raise ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
-    summary, doing = read_summary(folder), read_object(folder / NOW)
+    summary, doing = read_summary(folder), read_object(folder / NOW_FILE)
     steps, exit_reason = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
@@ -102,7 +102,7 @@ def _state(folder: Path, exit_reason: str, doing: Mapping[str, Any]) -> str:
     if exit_reason == "ok":
         return "ended"
     home = folder.resolve().parent
-    later = [start for start in starts_in(home) if start.name > folder.resolve().name]
+    later = [start for start in list_starts(home) if start.name > folder.resolve().name]
     locked = not later and is_locked(home / LOCK)  # by the launcher; None where no launcher made a lock
     if exit_reason != "running" and locked:
         return "ending"

@@ -38,12 +38,12 @@ from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summa
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
-from verl_patches.trainer.record import STEP
-from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
+from verl_patches.trainer.record import STEP_PREFIX
+from verl_patches.upstream.checkouts import find_trees, require_trees, require_verl_version
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
+from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
@@ -114,12 +114,12 @@ def smoke_command(
     """
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
-    inputs = smoke.inputs_of(options, output_root() / "cache")
-    all_overrides = smoke.overrides_of(options, inputs.overrides)
-    spec = _compose_startable_run(options.config_name, all_overrides, trees_of(upstream))
+    inputs = smoke.smoke_inputs(options, output_root() / "cache")
+    all_overrides = smoke.smoke_overrides(options, inputs.overrides)
+    spec = _compose_startable_run(options.config_name, all_overrides, find_trees(upstream))
     spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
-    require_verl(spec.line, spec.trees)
+    require_verl_version(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     ray_cluster.require_nodes(spec)
     _exit_on_failed_checks(disk_checks(spec, starts=True))
@@ -143,14 +143,14 @@ def train_command(
 
     With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for a wrong argument or setting.
     """
-    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
     run = _compose_startable_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
-    require_verl(run.line, run.trees)
+    require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     _exit_on_failed_checks([*_file_checks(run), *disk_checks(run, starts=True)])
@@ -200,7 +200,7 @@ def plan_command(
 
     The exit code is 1 if a check refuses the start.
     """
-    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream, verl_path)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=disk_gb_s)
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -384,7 +384,7 @@ def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iter
             if line.startswith("~ "):
                 stage.update(now, description=text)
                 again_at = 0.0
-                last = "" if line.startswith(STEP) else text
+                last = "" if line.startswith(STEP_PREFIX) else text
             if line.startswith(shown_prefixes):
                 console.print(text)
             elif piped and last and seconds >= again_at:
@@ -405,12 +405,12 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
-        if proof := smoke.PROVED.get(f"{run.line} {run.platform}"):
+        if proof := smoke.PROOF_TEXTS.get(f"{run.line} {run.platform}"):
             compared = run.recipe.weight_sync.enabled and run.recipe.logprob_check.action == "stop"
             if not run.samples:
                 proof = "training on fixed data runs here, without a rollout engine"
             exceptions = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
-            typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.NOT_PROVED}.")
+            typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.UNPROVED_TEXT}.")
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
@@ -436,7 +436,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
-        checkpoint = chain_of_start(start_in(record)).newest()
+        checkpoint = checkpoint_chain(require_start(record)).newest()
         if last_step_is_saved(run, record):
             return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead

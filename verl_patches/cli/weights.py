@@ -14,9 +14,9 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
 from verl_patches.weights.manifest import (
+    CHECKPOINT_NAME,
     CRITIC,
     MANIFEST,
-    SAVED,
     TRACKER,
     folder_problems,
     has_manifest,
@@ -24,9 +24,9 @@ from verl_patches.weights.manifest import (
     model_digest,
     read_manifest,
 )
-from verl_patches.weights.megatron import folder_problems as folder_problems_of_megatron
-from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, plan_conversion
-from verl_patches.weights.run_folders import chain_of_start, find_start, start_in
+from verl_patches.weights.megatron import crc_problems
+from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, conversion_costs, plan_conversion
+from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
@@ -73,7 +73,7 @@ def convert_command(
     opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
     to_layout = None if layout is None else parse_layout(layout)
     plan = plan_conversion(opened, to_layout, dtype, int(file_gb * GB), line)
-    result = _plan_summary(plan) | costs(plan)
+    result = _plan_summary(plan) | conversion_costs(plan)
     if dry_run:
         result["planning_s"] = round(time.perf_counter() - start, 2)
         if as_json:
@@ -116,10 +116,10 @@ def export_command(
 
 def _newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
-    if SAVED.fullmatch(path.name):
+    if CHECKPOINT_NAME.fullmatch(path.name):
         raise ConfigError(f"weights export: {path}: expected a complete checkpoint, found no {MANIFEST}; give another")
     run = find_start(path, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
-    if (newest := chain_of_start(start_in(run)).newest()) is None:
+    if (newest := checkpoint_chain(require_start(run)).newest()) is None:
         raise ConfigError(f"weights export: {run}: expected a complete checkpoint, found none, also of earlier starts")
     return newest
 
@@ -182,7 +182,7 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
         count = sum(len(manifest.files) for manifest in manifests.values())
         checked = f"{count} files, {size / GB:.3f} GB: sizes and sha256"
     elif (folder / TRACKER).is_file():
-        problems += folder_problems_of_megatron(folder)
+        problems += crc_problems(folder)
         checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
         checked = f"names, shapes, sizes and {INDEX}; a HF folder has no checksums"

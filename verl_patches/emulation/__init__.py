@@ -20,14 +20,14 @@ from verl_patches.emulation.rows import ROWS
 from verl_patches.errors import ConfigError
 from verl_patches.patching.hooks import after_import
 
-__all__ = ["DEVICE_NODES", "ROWS", "called", "require", "start", "summary"]
+__all__ = ["DEVICE_NODES", "ROWS", "device_usage", "require", "start_device", "total_usage"]
 DEVICE_NODES = "/dev/davinci*"
-_EMULATED = "npu_emulated"
+_EMULATED_NPU = "npu_emulated"
 
 
 def require(platform: str) -> None:
     """Raise ConfigError on npu_emulated if this machine has torch_npu or an Ascend device node; import nothing."""
-    if platform != _EMULATED:
+    if platform != _EMULATED_NPU:
         return
     found = sorted(glob.glob(DEVICE_NODES))[:3]
     spec = importlib.util.find_spec("torch_npu")
@@ -35,39 +35,39 @@ def require(platform: str) -> None:
         found.append(f"torch_npu at {spec.origin}")
     if found:
         raise ConfigError(
-            f"platform npu_emulated: expected a machine without an NPU, found {', '.join(found)}. Its numbers are "
-            "references in plain torch on a CPU: use recipe.platform=npu on this machine"
+            f"platform npu_emulated: expected a machine without an NPU, found {', '.join(found)}. The emulation "
+            "computes on the CPU; use recipe.platform=npu on this machine"
         )
 
 
-def start(platform: str) -> None:
+def start_device(platform: str) -> None:
     """Add the device to torch on npu_emulated, as soon as torch is imported; call once a process, after the patches."""
-    if platform == _EMULATED:
-        after_import("torch", _start_device)
+    if platform == _EMULATED_NPU:
+        after_import("torch", _add_device)
 
 
-def _start_device(torch: ModuleType) -> None:
+def _add_device(torch: ModuleType) -> None:
     from verl_patches.emulation.npu import device
 
     device.start()
 
 
-def called(platform: str) -> dict[str, Any] | None:
+def device_usage(platform: str) -> dict[str, Any] | None:
     """Return how this process has used the emulated device so far; None on platform cpu.
 
-    The keys are functions ({name: calls of the reference}), graphs (how many were traced), groups (hccl.groups()).
+    The keys are functions ({name: calls of the reference}), graphs (how many were traced), groups (group_configs()).
     """
-    if platform != _EMULATED:
+    if platform != _EMULATED_NPU:
         return None
     from verl_patches.emulation import op_schemas  # here: they import torch
-    from verl_patches.emulation.npu.hccl import groups
+    from verl_patches.emulation.npu.hccl import group_configs
     from verl_patches.emulation.npu.packages import Graphs
 
-    return {"functions": dict(op_schemas.CALLS), "graphs": len(Graphs.traced), "groups": groups()}
+    return {"functions": dict(op_schemas.CALL_COUNTS), "graphs": len(Graphs.traced), "groups": group_configs()}
 
 
-def summary(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the sum of all workers' `called` results for summary.json; None on platform cpu.
+def total_usage(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the sum of all workers' `device_usage` for summary.json; None on platform cpu.
 
     functions adds up the calls of all workers, graphs is the largest count of a worker, groups the first worker's.
     """

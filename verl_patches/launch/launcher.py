@@ -33,22 +33,22 @@ from verl_patches.run.run_start import driver_run, next_start
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
-from verl_patches.upstream.checkouts import commit_of
+from verl_patches.upstream.checkouts import head_commit
 from verl_patches.upstream.modified import files_text
 
 POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-_TEMP = "vr-"  # "vp-" was the prefix of launchers that held their folder by another kind of lock
-_OWNER = "owner"  # file in a run's temporary folder, whose lock its launcher holds
+_TEMP_PREFIX = "vr-"  # "vp-" was the prefix of launchers that held their folder by another kind of lock
+_OWNER_FILE = "owner"  # file in a run's temporary folder, whose lock its launcher holds
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # kept of the end of each of Ray's log files
-_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ERRORS = "Error|Exception|Interrupt|Exit|Died|Timeout"
-_OF_THE_WATCH = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
-_ERROR = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERRORS}))(?:\(\w+\))?(?::|$)")
+_RAY_LINE_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
+_COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR_SUFFIXES = "Error|Exception|Interrupt|Exit|Died|Timeout"
+_WATCH_ERROR = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
+_ERROR_LINE = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERROR_SUFFIXES}))(?:\(\w+\))?(?::|$)")
 
 
 @dataclass
@@ -92,34 +92,34 @@ def _run_start(
     run_began: float,
 ) -> tuple[Outcome, NextStart | None]:
     """Run the driver of a new start to its end; return (outcome, where the next start goes on, None without one)."""
-    run = driver_run(restarts.run(), start, make_start_folder(restarts.given, start))
+    run = driver_run(restarts.run(), start, make_start_folder(restarts.base_run, start))
     folder, watch, began = run.folder, MemoryWatch(), time.monotonic()
-    head = _head(run) | ({"dirty": dict(dirty)} if dirty else {})
+    head = _summary_head(run) | ({"dirty": dict(dirty)} if dirty else {})
     head |= {"restarts": [*restarts.records]} if restarts.records else {}
     lines = [*start_notes(os.environ, run.platform == "npu")]
     for name, files in dirty.items():
         lines.append(f"| dirty: {name} is not as pinned (drift={run.recipe.drift}): {files_text(files)}")
     for line in lines:
         Progress(folder).say(line)
-    progress, again = _NewLines(folder / "progress.log", on_line), None
+    progress, again = _LineReader(folder / "progress.log", on_line), None
     code, reason = _run_driver(run, watch, progress, run_began)
-    if reason is not None and restarts.another(code, reason, folder):
+    if reason is not None and restarts.allows_restart(code, reason, folder):
         try:
-            again = next_start(restarts.given)
-            Progress(folder).say(f"| {restarts.after(code, reason, folder)}")
+            again = next_start(restarts.base_run)
+            Progress(folder).say(f"| {restarts.record_failure(code, reason, folder)}")
         except (ConfigError, OSError) as error:
-            reason = f"{reason}; not started again: {error}"
+            reason = f"{reason}; no restart: {error}"
     head["wall_s"] = wall_s = round(time.monotonic() - began, 1)
     try:
         code, reason = write_summary(folder, code, reason, head, watch.peaks())
     except RecipeError as error:  # of a full disk, for which the driver ended too
         return Outcome(code or 1, str(error), folder, wall_s, watch.peaks()), None
-    _draw(folder)
+    _draw_figures(folder)
     progress.read()
     return Outcome(code, reason, folder, wall_s, watch.peaks()), again
 
 
-def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: float) -> tuple[int, str | None]:
+def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _LineReader, began: float) -> tuple[int, str | None]:
     """Run the driver and end all processes that it started; return `_supervise`'s (exit code, reason or None)."""
     folder = run.folder
     OmegaConf.save(run.verl, folder / environment.CONFIG_FILE)
@@ -156,7 +156,7 @@ def _supervise(
     descendants: Descendants,
     watch: MemoryWatch,
     signals: list[int],
-    progress: _NewLines,
+    progress: _LineReader,
     started: float,
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; return (exit code, reason or None if neither launcher nor log has one)."""
@@ -188,8 +188,8 @@ def _supervise(
     progress.read()
     if reason is None and code:  # read the log before other processes write what ending them causes
         reason = last_error(folder / "driver.log")
-        if reason is None or not _OF_THE_WATCH.match(reason):  # the error of a watch counts most: it sees all nodes
-            reason = _reason_of_driver(_summary_of_driver(folder)) or reason
+        if reason is None or not _WATCH_ERROR.match(reason):  # the error of a watch counts most: it sees all nodes
+            reason = _driver_reason(_driver_summary(folder)) or reason
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
@@ -220,7 +220,7 @@ def _recorded_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-class _NewLines:
+class _LineReader:
     """Pass each new complete line of a growing file to `on_line`."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]):
@@ -235,31 +235,32 @@ class _NewLines:
 @contextmanager
 def short_temp_dir() -> Iterator[Path]:
     """Yield a folder for a run's sockets and temporary files; a socket's path may have 107 bytes."""
-    parent = _short_parent()
-    _remove_abandoned(parent)
-    temp = Path(tempfile.mkdtemp(prefix=_TEMP, dir=parent))
+    parent = _short_parent_folder()
+    _remove_abandoned_folders(parent)
+    temp = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=parent))
     try:
-        with lock_file(temp / f".{_OWNER}"):
-            (temp / f".{_OWNER}").rename(temp / _OWNER)  # so it is never seen unlocked while the launcher lives
+        with lock_file(temp / f".{_OWNER_FILE}"):
+            # renamed once it is locked: other launchers never see it unlocked while this one lives
+            (temp / f".{_OWNER_FILE}").rename(temp / _OWNER_FILE)
             yield temp
     finally:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def _short_parent() -> Path:
+def _short_parent_folder() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
-        longest = len(os.fsencode(parent)) + len(f"/{_TEMP}xxxxxxxx") + len(_RAY_SOCKET)
+        longest = len(os.fsencode(parent)) + len(f"/{_TEMP_PREFIX}xxxxxxxx") + len(_RAY_SOCKET)
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
             return Path(parent)
     raise ConfigError(
-        f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
-        f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
+        f"TMPDIR: expected a writable folder whose path leaves room for Ray's sockets ({SOCKET_PATH_BYTES} bytes in "
+        f"all), found {tempfile.gettempdir()}, and /tmp cannot be used either. Set TMPDIR to a folder with a short path"
     )
 
 
-def _remove_abandoned(parent: Path) -> None:
+def _remove_abandoned_folders(parent: Path) -> None:
     """Remove temporary folders whose launcher was killed: nobody on any host holds the lock of their owner file."""
-    for owner in parent.glob(f"{_TEMP}*/{_OWNER}"):
+    for owner in parent.glob(f"{_TEMP_PREFIX}*/{_OWNER_FILE}"):
         try:
             with lock_file(owner):
                 shutil.rmtree(owner.parent, ignore_errors=True)
@@ -267,12 +268,12 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
-def _head(run: RunSpec) -> dict[str, Any]:
+def _summary_head(run: RunSpec) -> dict[str, Any]:
     """Return the facts for a summary.json that the driver did not write, with the commits of imported checkouts."""
     head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
     head |= {"resumed_step": run.start.step, "layout": {"train": str(run.train), "rollout": str(run.rollout)}}
     if run.trees.folders:
-        head["upstream"] = {folder.name: commit_of(folder) for folder in run.trees.folders}
+        head["upstream"] = {folder.name: head_commit(folder) for folder in run.trees.folders}
     return head
 
 
@@ -280,10 +281,10 @@ def last_error(log: Path) -> str | None:
     """Return the last exception of a log, with its whole message and without Ray's wrapping; None without one."""
     if not log.exists():
         return None
-    text = _end_of(log, _LOG_END_BYTES).decode(errors="replace")
-    lines = [_PREFIX.sub("", _COLOUR.sub("", line)) for line in text.splitlines()]
+    text = _read_end(log, _LOG_END_BYTES).decode(errors="replace")
+    lines = [_RAY_LINE_PREFIX.sub("", _COLOUR_CODE.sub("", line)) for line in text.splitlines()]
     for number, line in reversed(list(enumerate(lines))):
-        match = _ERROR.match(line)
+        match = _ERROR_LINE.match(line)
         if match and match[1] != "RayTaskError":
             message = [line]
             for text in lines[number + 1 : number + 12]:
@@ -301,18 +302,18 @@ def copy_ray_logs(temp: Path, to: Path) -> None:
             if source.suffix not in (".log", ".out", ".err") or not source.is_file():
                 continue
             with suppress(FileNotFoundError):  # rotated away
-                if text := _end_of(source, _RAY_LOG_BYTES):
+                if text := _read_end(source, _RAY_LOG_BYTES):
                     to.mkdir(parents=True, exist_ok=True)
                     (to / source.name).write_bytes(text)
 
 
-def _end_of(file: Path, size: int) -> bytes:
+def _read_end(file: Path, size: int) -> bytes:
     with file.open("rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
         return opened.read()
 
 
-def _draw(folder: Path) -> None:
+def _draw_figures(folder: Path) -> None:
     """Draw training.png and memory.png from summary.json; print a line where that fails."""
     try:
         summary = read_summary(folder)
@@ -321,17 +322,17 @@ def _draw(folder: Path) -> None:
         if any(step.get("memory") for step in summary["steps"]):
             save_figure(memory_figure(summary), folder / "memory.png")
     except ConfigError as error:
-        Progress(folder).say(f"| not drawn: {error}")
+        Progress(folder).say(f"| training.png or memory.png was not drawn: {error}")
 
 
-def _summary_of_driver(folder: Path) -> dict[str, Any]:
+def _driver_summary(folder: Path) -> dict[str, Any]:
     try:
         return read_object(folder / SUMMARY_FILE)
     except ConfigError:  # not a JSON object
         return {}
 
 
-def _reason_of_driver(summary: Mapping[str, Any]) -> str | None:
+def _driver_reason(summary: Mapping[str, Any]) -> str | None:
     """Return why the run ended, as its driver wrote it; the log's last error may be that of any process."""
     reason = summary.get("exit")
     return None if reason in ("running", "failed", "ok") else reason
@@ -346,13 +347,13 @@ def write_summary(
 
     A driver that exits 0 without a summary that says "ok" has not run to its end: that is an error, code 1.
     """
-    summary = _summary_of_driver(folder)
+    summary = _driver_summary(folder)
     if code == 0 and summary.get("exit") == "ok":
         reason = "ok"
     elif code == 0:
-        code, reason = 1, _reason_of_driver(summary) or "the driver ended without finishing its summary"
+        code, reason = 1, _driver_reason(summary) or "the driver exited with 0 before it had completed its summary.json"
     elif reason is None:
-        reason = f"the driver exited with {code}; its log shows no error"
+        reason = f"the driver exited with {code}; driver.log shows no error"
     minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     # not the driver's, which may have ended before it wrote them
     known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}

@@ -25,7 +25,7 @@ _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in 
 
 
 def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
-    """Return {engine, network} of every worker, the form that ray_start.start and worker_settings.send_settings take.
+    """Return {engine, network} of every worker, as start_ray and send_settings (trainer/) take them.
 
     engine: verl's actor_rollout_ref section with the facts of the run; line a3 prepares its engine from it before
     Megatron is imported.
@@ -40,7 +40,7 @@ def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
 
 
 def ray_options(run: RunSpec) -> dict[str, Any]:
-    """Return the arguments of ray_start.start that join recipe.ray_address, or start a local Ray for this run alone."""
+    """Return the arguments of start_ray that join recipe.ray_address, or start a local Ray for this run alone."""
     recipe = run.recipe
     options = {
         "environment": worker_environment(run),
@@ -95,7 +95,7 @@ def require_nodes(run: RunSpec) -> None:
     if port is not None and (holder := port_holder(port, ("127.0.0.1", ""))):
         raise ConfigError(
             f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
-            "port, or null for any free one"
+            "port, or null to use any free port"
         )
     if run.recipe.ray_address is not None:
         check_nodes(run, list_nodes(run.recipe.ray_address))
@@ -108,42 +108,43 @@ def require_nodes(run: RunSpec) -> None:
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
     """Refuse `nodes` unless trainer.nnodes of them have trainer.n_gpus_per_node devices each."""
-    resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
-    held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
-    left_out = run.recipe.restart.without_nodes
+    resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
+    device_counts = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
+    left_out = run.recipe.restart.exclude_nodes
     enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < run.verl.trainer.nnodes:
-        found = ", ".join(f"{address}: {count}" for address, count in held[:20]) or "no node"
+        found = ", ".join(f"{address}: {count}" for address, count in device_counts[:20]) or "no node"
+        found += f", without {', '.join(left_out)}" if left_out else ""
         raise ConfigError(
             f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} each "
-            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}"
-            f"{', without ' + ', '.join(left_out) if left_out else ''}). "
+            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(nodes)} ({found}). "
             "Start the missing ones (--dry-run prints the ray commands) or correct the config"
         )
 
 
 def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the nodes of list_nodes() that have trainer.n_gpus_per_node devices."""
-    resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
+    resource, wanted = _device_resource(run), run.verl.trainer.n_gpus_per_node
     return [node for node in nodes if int(node["resources"].get(resource, 0)) >= wanted]
 
 
-def leave_out(run: RunSpec) -> None:
-    """Keep this job off recipe.restart.without_nodes by giving their devices to placement groups that nothing uses.
+def reserve_left_out_nodes(run: RunSpec) -> None:
+    """Keep this job off recipe.restart.exclude_nodes by giving their devices to placement groups that nothing uses.
 
     The driver calls this before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray
     gives the devices back when the job ends. Names of nodes that do not exist are ignored.
     """
     import ray
 
-    wanted, resource = set(run.recipe.restart.without_nodes), _resource(run)
+    wanted, resource = set(run.recipe.restart.exclude_nodes), _device_resource(run)
     for node in ray_nodes.living_nodes() if wanted else ():
         address, count = node["address"], node["resources"].get(resource, 0)
         if count and wanted & {node["id"], address}:
             group = ray.util.placement_group([{resource: count, f"node:{address}": 0.001}], strategy="STRICT_PACK")
             if not group.wait(ANSWER_S):
-                log.warning("node %s could not be left out: another job has devices of it", address)
+                text = "node %s (recipe.restart.exclude_nodes) may get workers: another job holds devices of it"
+                log.warning(text, address)
 
 
-def _resource(run: RunSpec) -> str:
+def _device_resource(run: RunSpec) -> str:
     return "NPU" if run.verl.trainer.device == "npu" else "GPU"

@@ -14,28 +14,28 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
-from verl_patches.launch.supervise.watcher import COLLECTIVE, RECORD, fault_in
+from verl_patches.launch.supervise.watcher import COLLECTIVE_FAULT, RECORD_FILE, fault_kind
 from verl_patches.run.files import total_steps
 from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
-from verl_patches.trainer.record import NOW
-from verl_patches.weights.run_folders import chain_of_start, start_in
+from verl_patches.trainer.record import NOW_FILE
+from verl_patches.weights.run_folders import checkpoint_chain, require_start
 
-_NO_USE = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
+_FINAL_REASON = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
     r"^interrupted by|^still running after"
     r"|(?:^|[\s.])(?:ConfigError|PatchError|WeightSyncError|SkippedStepsError|AlarmError|CheckpointError)\b"
 )
-_OF_USE = re.compile(  # reasons after which another start may go well
+_RETRYABLE_REASON = re.compile(  # reasons after which another start may go well
     r"\b(?:StallError|LostNodeError|WorkerDiedError|worker process(?:es)? died|ActorDiedError|ActorUnavailableError"
     r"|WorkerCrashedError|NodeDiedError|RaySystemError|ray\.exceptions\.OutOfMemoryError|DistBackendError|DistNetworkError"
     r"|DistStoreError)\b|^driver ended by|^no output for|Connection (?:reset|closed) by peer"
 )
 
 
-def may_help(reason: str) -> bool:
+def is_retryable(reason: str) -> bool:
     """Return whether another try may succeed: processes, nodes and connections fail by chance, settings do not."""
-    return bool(_OF_USE.search(reason) or fault_in(reason)) and not _NO_USE.search(reason)
+    return bool(_RETRYABLE_REASON.search(reason) or fault_kind(reason)) and not _FINAL_REASON.search(reason)
 
 
 def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
@@ -45,74 +45,74 @@ def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     """
     doing = {}
     with suppress(ConfigError):  # a damaged checkpoint
-        doing = read_object(folder / NOW)
+        doing = read_object(folder / NOW_FILE)
     total = doing.get("steps") or total_steps(run)
     try:
-        saved = chain_of_start(start_in(folder)).checkpoints()
+        saved = checkpoint_chain(require_start(folder)).checkpoints()
     except OSError:  # a failing disk; the search for the next start's checkpoint reports it
         return False
     return total is not None and max(saved, default=0) >= total
 
 
 class Restarts:
-    """Decide and record the restarts of one run, `given`."""
+    """Decide and record the restarts of one run, `base_run`."""
 
     def __init__(self, run: RunSpec):
-        self.given = run
-        self._times = run.recipe.restart.times
-        self._left_out = list(run.recipe.restart.without_nodes)
+        self.base_run = run
+        self._max_restarts = run.recipe.restart.max_restarts
+        self._left_out_nodes = list(run.recipe.restart.exclude_nodes)
         self.records: list[dict[str, Any]] = []
 
     def run(self) -> RunSpec:
         """Return the run of the next start: the given one, without faulty nodes."""
-        return changed_run(self.given, {"recipe.restart.without_nodes": list(self._left_out)})
+        return changed_run(self.base_run, {"recipe.restart.exclude_nodes": list(self._left_out_nodes)})
 
-    def another(self, code: int, reason: str | None, folder: Path) -> bool:
+    def allows_restart(self, code: int, reason: str | None, folder: Path) -> bool:
         """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""
-        if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
+        if not code or reason is None or len(self.records) >= self._max_restarts or not is_retryable(reason):
             return False
-        return not last_step_is_saved(self.given, folder)
+        return not last_step_is_saved(self.base_run, folder)
 
-    def after(self, code: int, reason: str, folder: Path) -> str:
+    def record_failure(self, code: int, reason: str, folder: Path) -> str:
         """Record the start in `folder`, which failed, and return the message for the next one."""
         culprits, raised = self._culprits(folder)
-        left_out = self._leave_out(self._blamed(culprits, raised))
+        left_out = self._leave_out_nodes(self._faulty_culprits(culprits, raised))
         record = {"start": folder.name, "reason": reason, "exit_code": code, "culprits": culprits}
         self.records.append({**record, "left_out": left_out})
-        return f"restart {len(self.records)} of {self._times}, from the newest checkpoint{left_out}: {reason}"
+        return f"restart {len(self.records)} of {self._max_restarts}, from the newest checkpoint{left_out}: {reason}"
 
     def _culprits(self, folder: Path) -> tuple[list[dict[str, Any]], str | None]:
         """Return the failed start's culprits, and the kind of error that they raised, where the watch recorded them."""
-        if self.given.recipe.watch.action == "report":
+        if self.base_run.recipe.watch.action == "report":
             return [], None  # the record may be of an earlier stall, which the run survived
         try:
-            record = read_object(folder / RECORD)
+            record = read_object(folder / RECORD_FILE)
             return list(record["culprits"]), record.get("raised")
         except (ConfigError, KeyError, TypeError):
             return [], None
 
-    def _blamed(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
+    def _faulty_culprits(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
         """Return the culprits whose node is at fault; of a failed collective only one that the last start named too."""
-        if raised != COLLECTIVE:
+        if raised != COLLECTIVE_FAULT:
             return culprits
         before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()
         return [culprit for culprit in culprits if culprit.get("node") in before]
 
-    def _leave_out(self, culprits: Sequence[dict[str, Any]]) -> str:
-        """Leave the culprits' nodes out of the next start where enough others exist, and return a text about it."""
+    def _leave_out_nodes(self, culprits: Sequence[dict[str, Any]]) -> str:
+        """Leave the culprits' nodes out of the next start where enough others exist; return what the message adds."""
         names = {culprit["node"] for culprit in culprits if culprit.get("node")}
-        if self.given.recipe.ray_address is None or not names:
+        if self.base_run.recipe.ray_address is None or not names:
             return ""
         try:
-            fit = nodes_with_devices(self.given, list_nodes(self.given.recipe.ray_address))
+            fit = nodes_with_devices(self.base_run, list_nodes(self.base_run.recipe.ray_address))
         except ConfigError as error:
-            return f" (the nodes are unknown: {error})"
-        known = {*names, *self._left_out}
+            return f" (no node is left out, as Ray's nodes cannot be listed: {error})"
+        known = {*names, *self._left_out_nodes}
         faulty = {node["address"] for node in fit if node["id"] in names}
         others = [node for node in fit if not known & {node["id"], node["address"]}]
         if not faulty:
             return ""  # Ray has lost them already
-        if len(others) < self.given.verl.trainer.nnodes:
-            return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
-        self._left_out += sorted(faulty)
+        if len(others) < self.base_run.verl.trainer.nnodes:
+            return f", again on {', '.join(sorted(faulty))}, as Ray has no spare node"
+        self._left_out_nodes += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"

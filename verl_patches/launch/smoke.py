@@ -32,13 +32,15 @@ from verl_patches.model.tiny import make_tiny_model
 make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
-# "line platform" -> what a smoke run there proves if it ends well; NOT_PROVED: what none proves (docs/ascend.md)
-PROVED = {
+# "line platform" -> what a smoke run there proves if it ends well; UNPROVED_TEXT: what none proves (docs/ascend.md)
+PROOF_TEXTS = {
     "pypi cpu": "the whole loop (patches, layouts, weight sync) runs here on packages of line pypi, not production's",
     "a3 cpu": "production's verl, Megatron and MindSpeed run the whole loop here, with vLLM's engine V0",
     "a3 npu_emulated": "production's Python runs the whole loop here: verl, Megatron, MindSpeed, vLLM V1, vllm-ascend",
 }
-NOT_PROVED = "anything about NPU kernels and their numerics, HCCL, torchair's compiler, what fits on a device, or speed"
+UNPROVED_TEXT = (
+    "anything about NPU kernels and their numerics, HCCL, torchair's compiler, what fits on a device, or speed"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class SmokeOptions:
         """Return the name of the config file that the run is composed from."""
         return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
 
-    def choice_of(self, group: str) -> str:
+    def chosen_name(self, group: str) -> str:
         """Return the name that the last override GROUP=NAME chooses, or the default."""
         names = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
         return names[-1] if names else DEFAULTS[group]
@@ -83,7 +85,7 @@ class SmokeOptions:
             return self.run
         parts = ["learn" if self.learn else "smoke"]
         for group, default in DEFAULTS.items():
-            if (name := self.choice_of(group)) != default:
+            if (name := self.chosen_name(group)) != default:
                 parts.append(f"rollout_{name}" if group == "rollout" else name)
         if self.line != "pypi":
             parts.append("npu_emulated" if self.emulate_npu else self.line)
@@ -91,17 +93,17 @@ class SmokeOptions:
 
     def check(self) -> None:
         """Raise ConfigError for a layout that the line lacks, and for options that do not go together."""
-        check_choice("layout", self.choice_of("layout"), CONFIGS_DIR / "layout" / self.line)
+        check_choice("layout", self.chosen_name("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
-            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
+            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only line for NPUs")
         if self.learn and self.replay_rollout:
             raise ConfigError(
-                f"--learn with --replay-rollout {self.replay_rollout}: recorded responses do not change, so nothing is "
-                "learnt; remove one"
+                f"--learn with --replay-rollout {self.replay_rollout}: expected one of the two, as recorded responses "
+                "do not change and nothing would be learnt"
             )
 
 
-def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
+def smoke_overrides(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
     """Return all Hydra overrides of a smoke: those of its options, of model and data (`Inputs`), then the user's.
 
     layout=NAME becomes layout=LINE/NAME. Raise ConfigError for a wrong combination.
@@ -112,12 +114,12 @@ def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]
         f"recipe.run={_quoted(options.run_name)}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
-        f"layout={options.line}/{options.choice_of('layout')}",
+        f"layout={options.line}/{options.chosen_name('layout')}",
         *(f"{section}.seed={options.seed}" for section in seeded),
     ]
     if options.emulate_npu:
         overrides += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
-        overrides.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
+        overrides.append("recipe.train.distributed_timeout_minutes=18")  # HCCL's AIV mode allows no more
     if options.steps:
         overrides.append(f"trainer.total_training_steps={options.steps}")
     if options.replay_rollout:
@@ -154,24 +156,25 @@ class Inputs:
         if not self.model.exists():
             say(f"making the tiny model, seed {self.options.seed}")
             words = str(self.model), str(self.options.seed), str(CONFIGS_DIR / self.options.model_shape)
-            _run([sys.executable, "-c", _MAKE_MODEL, *words], "the tiny model")
+            _run_command([sys.executable, "-c", _MAKE_MODEL, *words], "the tiny model")
         for folder, task in self.tasks.items():
             if not folder.exists():
                 say(f"preparing the data: {folder.name.partition('-')[0]}")
                 _make_data(task, folder)
 
 
-def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
+def smoke_inputs(options: SmokeOptions, cache: Path) -> Inputs:
     """Return the model and data of `options`; a digest of all that a folder is made from is in its name.
 
     An objective on fixed data (algo=...) has only the learnable task, with answers.
     """
-    algorithm = options.choice_of("algo")
+    algorithm = options.chosen_name("algo")
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
-    given = {"input": SAMPLE, "tokenizer_name_or_path": model, "seq_length": PROMPT_TOKENS}
+    paths = {"input": SAMPLE, "tokenizer_name_or_path": model}
     maths = ["-m", "verl_patches", "data", "build", str(SAMPLE.with_name("sample.yaml"))]
-    maths += [f"{key}={json.dumps(str(value)) if isinstance(value, Path) else value}" for key, value in given.items()]
+    maths += [f"{key}={json.dumps(str(path))}" for key, path in paths.items()]
+    maths.append(f"seq_length={PROMPT_TOKENS}")
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
@@ -184,7 +187,7 @@ def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
 def _make_data(task: Sequence[str], folder: Path) -> None:
     making = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        _run([sys.executable, *task, "-o", str(making)], "the data")
+        _run_command([sys.executable, *task, "-o", str(making)], "the data")
         making.rename(folder)
     except OSError:
         if not folder.exists():  # false where another run has made it meanwhile
@@ -193,17 +196,17 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _run(command: Sequence[str], product: str) -> None:
+def _run_command(command: Sequence[str], product: str) -> None:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     env, text = {**os.environ, **settings, "PYTHONPATH": path}, f"command: {' '.join(command)}"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, env=env)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"smoke: {product} was not made within {PREPARE_S} s; {text}") from None
+        raise ConfigError(f"smoke: making {product} took more than {PREPARE_S} s and was stopped; {text}") from None
     if done.returncode:
         tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise ConfigError(f"smoke: {product} could not be made (exit {done.returncode}):\n  {tail}\n  {text}")
+        raise ConfigError(f"smoke: making {product} failed with exit code {done.returncode}:\n  {tail}\n  {text}")
 
 
 def _digest(files: Sequence[Path], *words: str) -> str:

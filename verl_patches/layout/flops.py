@@ -113,7 +113,9 @@ def forward_flops(model: ModelShape, tokens: float, length: float) -> float:
 def batch_forward_flops(model: ModelShape, lengths: Sequence[int]) -> float:
     """Return the FLOPs of a forward pass over sequences of these lengths, whose squares count for attention."""
     tokens = sum(lengths)
-    return forward_flops(model, tokens, sum(length * length for length in lengths) / tokens) if tokens else 0.0
+    if not tokens:
+        return 0.0
+    return forward_flops(model, tokens, sum(length * length for length in lengths) / tokens)
 
 
 def passes(

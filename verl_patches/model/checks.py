@@ -16,13 +16,8 @@ from verl_patches.spec import A3, RunSpec
 from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR = "actor_rollout_ref.actor.megatron"
-
 _PARALLEL_SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
-
-
 _RECOMPUTE_KEYS = "granularity", "method", "num_layers"
-
-
 _HF_NUMBERS = {  # keys of config.json that training reads in addition to the sizes of layout/inventory.py
     "rope_theta": Positive,
     "rms_norm_eps": Positive,
@@ -42,19 +37,18 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
     """
     model, hf = run.model, run.hf_config
     faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
-    faults += [unlike] if (unlike := config_mismatches(hf)) else []
+    if mismatches := config_mismatches(hf):
+        faults.append(mismatches)
     if not hf.get("n_shared_experts"):
         faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
     if not faults and groups and chosen and (experts % groups or chosen > groups):
-        faults.append(
-            f"n_group is {groups} and topk_group {chosen}; expected n_group to divide n_routed_experts {experts}, and "
-            "topk_group from 1 to n_group"
-        )
+        faults.append(f"n_group {groups} must divide {experts} experts, and topk_group {chosen} be at most n_group")
     if not faults:
         try:
             found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
-            faults += [unlike] if (unlike := size_differences(found, model)) else []
+            if mismatches := size_differences(found, model):
+                faults.append(mismatches)
         except ConfigError as error:
             faults.append(str(error))
     where = "the model's config.json, changed by actor_rollout_ref.model.override_config.model_config"
@@ -80,7 +74,10 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
         "critic": run.critic,
         "reward model": run.verl.reward_model if run.reward_models else None,
     }
-    for name, other in ((name, section.megatron) for name, section in others.items() if section is not None):
+    for name, section in others.items():
+        if section is None:
+            continue
+        other = section.megatron
         unequal = [f"{key} {actor[key]} != {other[key]}" for key in keys if actor[key] != other[key]]
         fault = (
             f"expected actor and {name} to share one layout, as verl initializes Megatron once per process "
@@ -88,18 +85,18 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
         )
         yield either(f"actor = {name}", not unequal, "one layout", fault)
     if run.recipe.train.expert_split == "tp_extend_ep":
-        held = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
+        detail = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
         fault = (
             "expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp "
             f"{train.tp}; found {train.etp} and {train.ep}"
         )
-        yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
+        yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, detail, fault)
 
 
 def _stage_fault(train: ParallelLayout, model: ModelShape) -> str | None:
     """Return why an update on line a3 would hang with these pipeline stages, None where it would not."""
     layers = [train.stage_layers(stage, model.num_hidden_layers) for stage in range(train.pp)]
-    dense = [stage for stage, held in enumerate(layers) if not any(map(model.is_moe, held))]
+    dense = [stage for stage, layer_ids in enumerate(layers) if not any(map(model.is_moe, layer_ids))]
     if train.ep == 1 or not dense:
         return None
     return (
@@ -113,14 +110,14 @@ def _stage_fault(train: ParallelLayout, model: ModelShape) -> str | None:
 def expert_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse a training layout in which Megatron would compute wrong expert outputs."""
     train = run.train
-    held = f"experts are whole, {train.ep} ranks share them"
+    detail = f"experts are whole, {train.ep} ranks share them"
     if train.etp > 1:
-        held = f"each expert is split over {train.etp} ranks, as tp"
+        detail = f"each expert is split over {train.etp} ranks, as tp"
     fault = (
         f"expected ep > 1 or etp = tp at tp {train.tp}: "
         "with ep 1 and etp 1 Megatron sums expert outputs of different tokens over TP ranks"
     )
-    yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, held, fault)
+    yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, detail, fault)
 
 
 def recomputation_checks(run: RunSpec) -> Iterator[Check]:
@@ -128,9 +125,9 @@ def recomputation_checks(run: RunSpec) -> Iterator[Check]:
     for name, section in {"actor_rollout_ref": run.verl.actor_rollout_ref, "critic": run.critic}.items():
         if section is None or not section.model.enable_gradient_checkpointing:
             continue
-        given = section.model.get("gradient_checkpointing_kwargs") or {}
-        kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTE_KEYS)
-        if kind == "full" and method != "block" and number == 0:
+        kwargs = section.model.get("gradient_checkpointing_kwargs") or {}
+        granularity, method, layers = (kwargs.get(f"activations_checkpoint_{key}") for key in _RECOMPUTE_KEYS)
+        if granularity == "full" and method != "block" and layers == 0:
             fault = (
                 f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, found "
                 f"{method}: Megatron's loop over layers would never end. Set it, or enable_gradient_checkpointing=false"
@@ -155,8 +152,8 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
     yield from (Check("engine arguments", False, text) for text in refused)
     if not refused:
-        held = f"all {len(rows)} keys are supported; `config --explain` shows the argument of each"
-        yield Check("engine arguments", True, held)
+        detail = f"all {len(rows)} keys are supported; `config --explain` shows the argument of each"
+        yield Check("engine arguments", True, detail)
 
 
 # keys of config.json that change what a model computes but not its sizes

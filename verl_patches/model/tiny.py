@@ -75,7 +75,9 @@ def tiny_config(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     for key, value in (overrides or {}).items():
         if key not in config:
             raise ConfigError(f"tiny model: unknown config key {key!r}; expected one of {', '.join(sorted(config))}")
-        config[key] = {**config[key], **value} if key == "rope_scaling" and value else value
+        if key == "rope_scaling" and value:
+            value = {**config[key], **value}
+        config[key] = value
     return config
 
 
@@ -108,7 +110,8 @@ def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Ten
     with torch.device("meta"):
         hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
         model = AutoModelForCausalLM.from_config(hf_config)
-    for name, shape in ((name, tensor.shape) for name, tensor in model.state_dict().items()):
+    for name, tensor in model.state_dict().items():
+        shape = tensor.shape
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # 32 bits of `seed` count
         if name.endswith("e_score_correction_bias"):
             # Never negative: transformers marks an excluded group's experts with 0.0, Megatron and vLLM with -inf, and

@@ -105,9 +105,8 @@ def _package(place: str) -> str:
 
 def _can_be_bound(spec: PatchSpec) -> bool:
     """Return whether other modules can bind the target; False for attributes of classes, new names and module stubs."""
-    return (
-        not spec.is_module_stub and "." not in split_place(spec.target)[1] and spec.kind not in ("register", "extend")
-    )
+    is_attribute = "." in split_place(spec.target)[1]
+    return not (spec.is_module_stub or is_attribute or spec.kind in ("register", "extend"))
 
 
 class Part(NamedTuple):
@@ -225,9 +224,8 @@ class RowCheck:
         lines = {node.name: node.lineno for node in ast.walk(tree) if isinstance(node, fp.DEFINITIONS)}
         near = difflib.get_close_matches(qualname.rpartition(".")[2], lines, n=3, cutoff=0.5)
         details = tuple(f"near: {name}, line {lines[name]}" for name in near)
-        return Part(
-            "problem", f"{qualname} is not in {_relative_path(file, self.spec.target_module)}", _RETARGET_TODO, details
-        )
+        text = f"{qualname} is not in {_relative_path(file, self.spec.target_module)}"
+        return Part("problem", text, _RETARGET_TODO, details)
 
     def _compare_version(self, pinned: str | None, here: str) -> Part:
         """Compare the package's version instead, as the target has no Python source (and had none when reviewed)."""

@@ -72,11 +72,12 @@ class Engine:
         """Decide which rows are wanted, and refuse a wanted row that needs one which is off."""
         self.wanted: set[str] = set()
         for name, row in self._rows.items():
-            wanted, row.decided = self.switches.decide(row.spec)
-            row.reason = row.decided
-            self.wanted |= {name} if wanted else set()
-        for name in (name for name in self.specs if name in self.wanted):
-            for need in self.specs[name].needs:
+            wanted, row.switch_reason = self.switches.decide(row.spec)
+            row.reason = row.switch_reason
+            if wanted:
+                self.wanted.add(name)
+        for name, spec in self.specs.items():
+            for need in spec.needs if name in self.wanted else ():
                 if need not in self.wanted:
                     raise ConfigError(
                         f"row {name} needs {need}, which is off ({self._rows[need].reason}); "
@@ -107,8 +108,8 @@ class Engine:
         with self._lock:
             for row in self._order:
                 if row.hook is None:
-                    row.state, row.reason, row.applied = "waiting", row.decided, row.applied + 1
-                    row.hook = functools.partial(self._install, row, row.applied)
+                    row.state, row.reason, row.apply_count = "waiting", row.switch_reason, row.apply_count + 1
+                    row.hook = functools.partial(self._install, row, row.apply_count)
                 if row.spec.is_module_stub:
                     hooks.add_module_stub(row.spec.target, row.spec.provider)
                     row.state = "active"
@@ -129,7 +130,7 @@ class Engine:
             return
         for need in (self._rows[name] for name in row.spec.needs):
             if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
-                self._install(need, need.applied, module)  # so a row wraps what it needs in any order of hooks
+                self._install(need, need.apply_count, module)  # so a row wraps what it needs in any order of hooks
         policy = self.switches.drift
         prepared = self._unmet_need(row.spec) or prepare(row.spec, module, self.switches.line, policy)
         with self._lock:
@@ -142,7 +143,7 @@ class Engine:
                 self._open_bindings.update(row.spec.bindings if row.in_place else ())
                 for binding in row.spec.bindings:
                     self._bind(row, binding)
-            row.state, row.reason = prepared.state, prepared.reason or row.decided
+            row.state, row.reason = prepared.state, prepared.reason or row.switch_reason
             stops = prepared.state == "failed" or (prepared.state != "active" and policy == "strict")
             if not stops:
                 row.module = module
@@ -155,22 +156,23 @@ class Engine:
             self._close_binding(row, binding)
 
     def _is_done(self, row: Row, nth: int, module: ModuleType) -> bool:
-        return row.applied != nth or row.hook is None or row.module is module
+        return row.apply_count != nth or row.hook is None or row.module is module
 
     def _unmet_need(self, spec: PatchSpec) -> Prepared | None:
         """Return the state of a row that needs one which was not applied; None if all needed rows were applied."""
         for need in (self._rows[name] for name in spec.needs):
             needs_class = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
             if need.state == "unsupported" or (needs_class and not need.in_place):
-                return Prepared(
-                    "unsupported", f"it needs row {need.spec.id}, which is {need.state} and was not applied"
-                )
+                text = f"it needs row {need.spec.id}, which is {need.state} and was not applied"
+                return Prepared("unsupported", text)
         return None
 
     def _revert_dependents(self, left: Row) -> None:
         """Revert the rows that need one which was not applied."""
+        if left.state != "unsupported":
+            return
         leaving = []
-        for row in self._order if left.state == "unsupported" else ():  # in _order, a needed row comes first
+        for row in self._order:  # a needed row comes first
             unmet = self._unmet_need(row.spec) if row.hook is not None else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason

@@ -213,5 +213,8 @@ def import_source(name: str) -> str:
     if module is None and name in _STUBS.providers and top not in _STUBS.providers:
         return "ours"  # a module that an installed package lacks
     module = module or sys.modules.get(top)
-    loader = getattr(importlib.util.find_spec(top) if module is None else module.__spec__, "loader", None)
-    return "ours" if isinstance(loader, _AliasLoader) else "package" if loader else ""
+    spec = importlib.util.find_spec(top) if module is None else module.__spec__
+    loader = getattr(spec, "loader", None)
+    if isinstance(loader, _AliasLoader):
+        return "ours"
+    return "package" if loader else ""

@@ -160,10 +160,10 @@ class Row:
     """Hold one row's state in one process."""
 
     spec: PatchSpec
-    decided: str = ""  # the reason why it is on or off
+    switch_reason: str = ""  # the reason why it is on or off
     state: str = "off"
     reason: str = ""
-    applied: int = 0  # counts apply() after revert(), so that a hook of an earlier apply() has no effect
+    apply_count: int = 0  # counts apply() after revert(), so that a hook of an earlier apply() has no effect
     hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
     module: ModuleType | None = None  # the module where it was applied, or left out by policy
     place: Slot | None = None
@@ -203,8 +203,12 @@ class Row:
             if self.spec.kind != "override" and self.place.current() is self.installed:
                 self.place.restore()
         for key, (before, ours) in self.entries.items():
-            if self.registry.get(key) is ours:
-                self.registry.pop(key) if before is MISSING else self.registry.__setitem__(key, before)
+            if self.registry.get(key) is not ours:
+                continue
+            if before is MISSING:
+                self.registry.pop(key)
+            else:
+                self.registry[key] = before
         self.place, self.installed, self.registry, self.entries = None, MISSING, None, {}
 
     def replacement_text(self, expected: Any, open_bindings: Set[str]) -> str:
@@ -291,7 +295,11 @@ def _make_replacement(spec: PatchSpec, original: Any) -> Any:
         return provided
     if spec.kind == "subclass":
         return make_subclass(original, provided)
-    new = provided(original) if spec.kind == "wrap" else provided() if spec.kind == "register" else provided
+    new = provided
+    if spec.kind == "wrap":
+        new = provided(original)
+    elif spec.kind == "register":
+        new = provided()
     if spec.kind == "register" and not isinstance(new, dict):
         raise TypeError(f"a register provider must return a dict, this one returned {describe(new)}")
     if spec.kind == "wrap" and callable(original) and not callable(unwrap(new)):

@@ -24,9 +24,9 @@ def refused_calls(upstream: Any, new: Any, package: str, bound: bool = False) ->
     return [] if {p.kind for p in target.parameters.values()} == _VARIADIC else _call_faults(target, replacement, bound)
 
 
-def _signature(of: Any, follow_wrapped: bool = True) -> Signature | None:
+def _signature(function: Any, follow_wrapped: bool = True) -> Signature | None:
     try:
-        return inspect.signature(of, follow_wrapped=follow_wrapped)
+        return inspect.signature(function, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
         return None
 

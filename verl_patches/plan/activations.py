@@ -22,8 +22,8 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
     shared     3 b T f shared / tp                         as dense_mlp
 
 w is the head width padded to a multiple of 128, 256 at 671B; with `unpadded` q and k have their own width and v is a
-part of kv_b_proj's output. alltoall_overlap saves the same bytes; those that it holds at once are not modelled, nor
-are context parallelism, dynamic batches and fragmentation.
+part of kv_b_proj's output. moe_alltoall_overlap_comm saves the same bytes; those that it holds at once are not
+modelled, nor are context parallelism, dynamic batches and fragmentation.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Passes:
     `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
     `entropy`: whether the update's loss has it. `chunked_logits`: whether log-probs are computed in chunks (rows
     logprob.*). `recorded_tokens`: tokens of a replica's step whose routed experts are recorded
-    (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: whether weight gradients are added in
-    place. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a
-    reward model.
+    (recipe.train.routing_replay). `gemm_gradient_accumulation_fusion`, `gradient_accumulation_fusion`: whether weight
+    gradients are added in place. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a
+    critic; `reward_tokens`: of a reward model.
     """
 
     update_tokens: int
@@ -76,8 +76,8 @@ class Passes:
     entropy: bool = False
     chunked_logits: bool = True
     recorded_tokens: int = 0
-    fused_expert_wgrad: bool = False
-    fused_linear_wgrad: bool = False
+    gemm_gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool = False
     critic_tokens: int = 0
     critic_batches: int = 0
     reward_tokens: int = 0
@@ -120,14 +120,14 @@ def _attention_width(model: ModelShape, unpadded: bool) -> int:
     return 4 * width + (v if width != v else 0)
 
 
-def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> dict[str, int]:
+def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, routed: int, passes: Passes) -> dict[str, int]:
     """Return {kept_activations, working_activations, logits, weight_gradient} bytes of an update on a rank of `stage`.
 
-    `held`: routed experts of a layer on this rank. kept: of all micro batches in flight, min(pp - stage, micro batches)
-    with 1F1B (megatron/core/pipeline_parallel/schedules.py, num_warmup_microbatches): a recomputed group of layers
-    saves its input, another layer saves all. working: the recomputed group, the experts' send and receive buffers, and
-    gradients of the activations of half a layer (attention or MLP), an upper bound. The last stage's logits and the
-    layers' work do not exist at once, so that the smaller is left out.
+    `routed`: routed experts of a layer on this rank. kept: of all micro batches in flight, min(pp - stage, micro
+    batches) with 1F1B (megatron/core/pipeline_parallel/schedules.py, num_warmup_microbatches): a recomputed group of
+    layers saves its input, another layer saves all. working: the recomputed group, the experts' send and receive
+    buffers, and gradients of the activations of half a layer (attention or MLP), an upper bound. The last stage's
+    logits and the layers' work do not exist at once, so that the smaller is left out.
     """
     tokens, size = passes.update_tokens, DTYPE_BYTES[model.torch_dtype]
     layers = layout.stage_layers(stage, model.num_hidden_layers)
@@ -140,14 +140,13 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
     if last:
         saved += 2 * hidden  # input of the final norm, and of the head
     working = max((sum(sum(layer.values()) for layer in group) for group in groups), default=0)
-    working += max((_half_layer_bytes(layer) for layer in terms), default=0) + _dispatch_bytes(
-        model, tokens, layout, passes, layers
-    )
+    working += max((_half_bytes(layer) for layer in terms), default=0)
+    working += _dispatch_bytes(model, tokens, layout, passes, layers)
     logits = logits_bytes(model, tokens, layout, passes, gradient=True, entropy=passes.entropy) if last else 0
     return {
         "kept_activations": min(layout.pp - stage, passes.micro_batches) * saved,
         **_larger_term(working, logits),
-        "weight_gradient": _weight_gradient_bytes(model, layout, stage, held, passes),
+        "weight_gradient": _weight_gradient_bytes(model, layout, stage, routed, passes),
     }
 
 
@@ -157,9 +156,8 @@ def forward_bytes(
     """Return {working_activations, logits} bytes of a forward pass alone: half a layer (upper bound)."""
     layers = layout.stage_layers(stage, model.num_hidden_layers)
     terms = _stage_terms(model, layers, tokens, layout, passes)
-    working = max((_half_layer_bytes(layer) for layer in terms), default=0) + _dispatch_bytes(
-        model, tokens, layout, passes, layers
-    )
+    working = max((_half_bytes(layer) for layer in terms), default=0)
+    working += _dispatch_bytes(model, tokens, layout, passes, layers)
     last = stage == layout.pp - 1
     logits = logits_bytes(model, tokens, layout, passes, gradient=False, entropy=entropy) if last else 0
     return _larger_term(working, logits)
@@ -197,7 +195,7 @@ def _stage_terms(
     return [kind_terms[model.is_moe(layer)] for layer in layers]
 
 
-def _half_layer_bytes(layer: dict[str, int]) -> int:
+def _half_bytes(layer: dict[str, int]) -> int:
     """Return the bytes of the larger half of a layer: attention, or MLP."""
     attention = sum(layer[term] for term in _ATTENTION_TERMS)
     return max(attention, sum(layer.values()) - attention)
@@ -214,11 +212,14 @@ def _dispatch_bytes(
     return DTYPE_BYTES[model.torch_dtype] * model.hidden_size * (sent + received)
 
 
-def _weight_gradient_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> int:
+def _weight_gradient_bytes(model: ModelShape, layout: ParallelLayout, stage: int, routed: int, passes: Passes) -> int:
     """Return the bytes of the largest weight gradient in the model's dtype, before it joins the fp32 gradients."""
     size, hidden = DTYPE_BYTES[model.torch_dtype], model.hidden_size
     moe = any(model.is_moe(layer) for layer in layout.stage_layers(stage, model.num_hidden_layers))
-    experts = 0 if passes.fused_expert_wgrad or not moe else held * hidden * 2 * model.moe_intermediate_size
+    experts = (
+        0 if passes.gemm_gradient_accumulation_fusion or not moe else routed * hidden * 2 * model.moe_intermediate_size
+    )
     vocabulary = -(-model.vocab_size // layout.tp) * hidden
-    outer = vocabulary if stage == 0 or (stage == layout.pp - 1 and not passes.fused_linear_wgrad) else 0
+    has_head = stage == layout.pp - 1 and not passes.gradient_accumulation_fusion
+    outer = vocabulary if stage == 0 or has_head else 0
     return size * max(experts // layout.etp, outer)

@@ -55,7 +55,7 @@ def published_run() -> StepInput:
         micro_batch=1,
         ref_micro_batch=8,
         recompute_layers=4,
-        alltoall_overlap=True,
+        moe_alltoall_overlap_comm=True,
         swap_optimizer=True,
         tensor_cache=True,
         copies=train.tp * train.pp,

@@ -113,7 +113,9 @@ def served_bytes(inventory: Inventory, rollout: ParallelLayout, rank: int, libra
 def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:
     """Return the bytes of the groups of one trained model."""
     static, dtype = static_bytes(inventory, setting.train, rank, setting.train_library), inventory.model.torch_dtype
-    per_value, pieces = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces
+    per_value, pieces = OPTIMIZER_BYTES, setting.swap_pieces
+    if dtype == "float32":
+        per_value -= GRAD_BYTES
     states = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
     return {
         groups.params: static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype],
@@ -213,7 +215,7 @@ def simulate_ranks(schedule: Schedule, setting: Setting, unmoved_groups: Collect
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
-            "both must be all ranks of the run"
+            "expected all ranks of the run in both"
         )
     rank_groups: dict[tuple, list[int]] = {}
     for rank in range(train.world_size):
@@ -239,19 +241,19 @@ def phase_moments(
 
 def phase_peak(phase: str, step: Collection[RankGroup], setting: Setting) -> dict[str, Any]:
     """Return {phase, peak_bytes, rank, bytes: {group or term: bytes at the peak}} of the first rank with the most."""
-    held = {each.ranks[0]: _peak_terms(phase, each, setting) for each in step}
-    rank = max(held, key=lambda r: (sum(held[r].values()), -r))
-    return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
+    sizes = {each.ranks[0]: _peak_terms(phase, each, setting) for each in step}
+    rank = max(sizes, key=lambda r: (sum(sizes[r].values()), -r))
+    return {"phase": phase, "peak_bytes": sum(sizes[rank].values()), "rank": rank, "bytes": sizes[rank]}
 
 
 def _peak_terms(phase: str, each: RankGroup, setting: Setting) -> dict[str, int]:
     """Return {memory group or term: bytes} at these ranks' peak of a phase: in its moves of groups, or in its work."""
     moment, moments = each.moments[phase], []
     for groups, terms in ((moment.at_peak, {}), (moment.resident, work_bytes(setting, each.ranks[0], phase))):
-        held = {group: each.sizes[group] for group in each.sizes if group in groups}
-        held |= {term: size for term, size in terms.items() if size}
-        moments.append(held | process_bytes(setting, kv_cache=bool(held.get("kv_cache"))))
-    return max(moments, key=lambda held: sum(held.values()))
+        sizes = {group: each.sizes[group] for group in each.sizes if group in groups}
+        sizes |= {term: size for term, size in terms.items() if size}
+        moments.append(sizes | process_bytes(setting, kv_cache=bool(sizes.get("kv_cache"))))
+    return max(moments, key=lambda sizes: sum(sizes.values()))
 
 
 def memory_peaks(schedule: Schedule, setting: Setting, unmoved_groups: Collection[str] = ()) -> dict[str, Any]:

@@ -153,9 +153,8 @@ def with_recompute(run: RunSpec) -> RunSpec:
     """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
 
     The number is that of `fewest_recomputed_layers` with MARGIN_BYTES left, or all layers where sizes do not divide,
-    which the checks of a plan refuse. Recomputed activations are the same values, so another number changes no result,
-    also in a resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or
-    method.
+    which the checks of a plan refuse. Recomputed activations are equal, so the number changes no result, also in a
+    resumed run. Raise ConfigError on line pypi, which counts no activations, and for another granularity or method.
     """
     if OmegaConf.select(run.verl, LAYERS_KEY) != "auto":
         return run
@@ -188,14 +187,14 @@ def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
     for phase in short:
         largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
         failing.setdefault((phase["rank"], largest), []).append(phase)
-    said = []
+    sentences = []
     for (rank, largest), phases in failing.items():
         phase = max(phases, key=lambda each: each["peak_bytes"])
         terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
         names = ", ".join(each["phase"] for each in phases)
         need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {room / 1e9:.2f}"
-        said.append(f"{names}: die {rank} needs {need}; largest: {terms}")
-    return said
+        sentences.append(f"{names}: die {rank} needs {need}; largest: {terms}")
+    return sentences
 
 
 @functools.lru_cache(maxsize=2)
@@ -269,8 +268,8 @@ def run_passes(run: RunSpec, replicas: int) -> Passes:
         entropy=bool(actor.entropy_coeff),
         chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= run.rows,
         recorded_tokens=data.train_batch_size * section.rollout.n // replicas * longest if train.routing_replay else 0,
-        fused_expert_wgrad=train.fused_expert_wgrad,
-        fused_linear_wgrad=train.fused_linear_wgrad,
+        gemm_gradient_accumulation_fusion=train.gemm_gradient_accumulation_fusion,
+        gradient_accumulation_fusion=train.gradient_accumulation_fusion,
         critic_tokens=critic_size * longest,
         critic_batches=critic_batches,
         reward_tokens=(run.verl.reward_model.micro_batch_size_per_gpu or 1) * longest,
@@ -329,12 +328,11 @@ def _host_group_bytes(setting: Setting, rank: int) -> dict[str, int]:
 def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     """Return the plan of the node whose workers pin most; the parts of a host copy are equal within a stage."""
     whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
+    saves = run.verl.trainer.save_freq > 0
 
     def rank_bytes(rank: int) -> dict[str, int]:
         sizes = _host_group_bytes(whole, rank)
-        return host_bytes(
-            sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=run.verl.trainer.save_freq > 0
-        )
+        return host_bytes(sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=saves)
 
     fullest = max(_node_bytes(run, memory.setting.train, rank_bytes), key=lambda node: sum(node.values()))
     return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(run)}

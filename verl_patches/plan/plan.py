@@ -113,15 +113,13 @@ def _verdict(
     if failed := [check.name for check in checks if not check.ok]:
         text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
         if search is None or _LAYOUT_CHECKS.isdisjoint(failed):
-            return {
-                "verdict": f"{text}; next: change what {'it names' if len(failed) == 1 else 'they name'}",
-                "next": [],
-            }
+            names = "it names" if len(failed) == 1 else "they name"
+            return {"verdict": f"{text}; next: change the settings that {names}", "next": []}
         return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": search}]}
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
         if check.detail.startswith("a start is refused"):
-            text += f", but a start is refused until the note on {check.name} is mended"
+            text += f", but a start is refused until the note on {check.name} is resolved"
         elif memory and check.note and check.name == "host memory":
             need = memory["host"]["node_bytes"] / 2**30
             text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
@@ -147,13 +145,12 @@ def _train_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
     """Return ranks, groups and layers of the training; layers or experts are missing where they cannot be split."""
     layout, model = run.train, run.model
     stages = range(layout.pp) if ok["layers"] else ()
+    experts = model.n_routed_experts if ok["train experts"] else None
     return {
         "layout": str(layout),
         "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
         "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
-        "ranks": _rank_entries(
-            layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if ok["train experts"] else None
-        ),
+        "ranks": _rank_entries(layout, ("tp", "dp", "pp", "ep"), experts),
     }
 
 
@@ -174,19 +171,19 @@ def _rollout_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
 def _memory_check(plan: dict[str, Any]) -> Check:
     """Return the memory plan as a check of the dry run; it refuses no start, as it is a model with assumptions."""
     if plan["hbm_bytes"] is None:
-        return Check("memory", True, "modelled, with no die to compare with on this platform")
+        return Check("memory", True, "modelled; not compared, as this platform has no dies")
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
     if short := memory_shortages(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
-    said, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
+    text, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
     if layers is not None:
         layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
         left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
-        said += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
+        text += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
         if left < MARGIN_BYTES:
-            said += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for what is not counted"
-            return Check("memory", True, f"modelled: {said}", note=True)
-    return Check("memory", True, f"modelled: {said}")
+            text += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for memory that the model does not count"
+            return Check("memory", True, f"modelled: {text}", note=True)
+    return Check("memory", True, f"modelled: {text}")
 
 
 def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
@@ -195,11 +192,11 @@ def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
     largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
     pins = f"modelled: workers pin {need / 2**30:.0f} GiB of the fullest node, most of it for {largest}"
     if limit is None and plan["hbm_bytes"] is not None:
-        said = f"{pins}; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
-        yield Check("host memory", True, said, note=True)
+        text = f"{pins}; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
+        yield Check("host memory", True, text, note=True)
     elif limit is not None:
         todo = "" if need <= limit else "; use more nodes, over which the optimizer is sharded"
-        yield Check("host memory", need <= limit, f"{pins}; it has {limit / 2**30:.0f}{todo}")
+        yield Check("host memory", need <= limit, f"{pins}; the node has {limit / 2**30:.0f}{todo}")
 
 
 def _rank_entries(
@@ -210,8 +207,8 @@ def _rank_entries(
         place = layout.coordinates(rank)
         entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
         if experts is not None:
-            held = layout.local_experts(rank, experts, rest_on_last)
-            entry["experts"] = [held.start, held.stop - 1]
+            local = layout.local_experts(rank, experts, rest_on_last)
+            entry["experts"] = [local.start, local.stop - 1]
         entries.append(entry)
     return entries
 

@@ -27,10 +27,10 @@ from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
 ACTOR_KEY, REF_KEY, ROLLOUT_KEY = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-SEATS_KEY, GRAPHS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
-_TP_SIZES, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
-# most pairs that are planned, and fewest that must pass, as the costs are not exact
-_MOST_PLANS, _FEWEST_RESULTS = 60, 12
+MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
+GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
+_TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
+_MOST_PLANS, _FEWEST_RESULTS = 60, 12  # pairs that are planned, and that must pass, as the costs are not exact
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
@@ -45,7 +45,8 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
         raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
     if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":
         needs = "recipe.platform=npu, recipe.line=a3 and recipe.train.expert_split=tp_extend_ep"
-        raise ConfigError(f"plan --search: expected {needs}")
+        found = f"{run.platform}, {run.line} and {run.recipe.train.expert_split}"
+        raise ConfigError(f"plan --search: expected {needs}; found {found}")
     given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
     batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:  # take the nearest batch that the dies divide
@@ -69,7 +70,7 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if not listed:
         reason, number = (refused.most_common(1) or [("memory: no training layout fits a die", 0)])[0]
         text = f"no layout for {dies} dies passes a plan; {number} of the {refused.total()} that were planned: {reason}"
-        raise ConfigError(f"{text}; where memory is short, take more --dies or fewer recipe.num_hidden_layers")
+        raise ConfigError(f"{text}; if memory is short, use more --dies or fewer recipe.num_hidden_layers")
     return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
 
 
@@ -109,12 +110,14 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
         if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
             continue
         layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
-        seats = min(math.ceil(step.responses / layout.dp), _MOST_SEATS, step.token_budget)
-        graphs = [*(size for size in sizes or () if size < seats), seats]
-        keys = rollout_keys(tp, ranks) | {SEATS_KEY: seats, **({} if sizes is None else {GRAPHS_KEY: graphs})}
+        seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
+        graphs = [*(size for size in sizes or () if size < seqs), seqs]
+        keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}
+        if sizes is not None:
+            keys[GRAPHS_KEY] = graphs
         if (run.recipe.logprob_check.sequences or 0) % layout.dp:
             keys["recipe.logprob_check.sequences"] = None  # one for each replica
-        one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
+        one = replace(step, rollout=layout, max_num_seqs=seqs, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
         kv_bytes = share - sync.received_bytes  # the rest of the share beside the weights
         one = replace(one, kv_bytes=kv_bytes)
@@ -157,7 +160,7 @@ def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[
 
 def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
     """Return the keys that give instances of `ranks` ranks, as many as there are dies for."""
-    instances = {"recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
+    instances = {"recipe.rollout.data_parallel_size": ranks // tp, "recipe.rollout.instances": None}
     return {f"{ROLLOUT_KEY}.tensor_model_parallel_size": tp, **instances}
 
 

@@ -27,12 +27,12 @@ def instance_config(config: DictConfig) -> DictConfig:
     What it trained on how many nodes does not matter, so the layout of the training need not fit its number of ranks.
     Raise ConfigError where an instance does not fill its nodes.
     """
-    tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
+    tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.data_parallel_size
     dies = min(tp * dp, config.trainer.n_gpus_per_node)
     if tp * dp % dies:
         raise ConfigError(
-            f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.dp {dp}), expected whole nodes of "
-            f"trainer.n_gpus_per_node={dies} dies: change one of them"
+            f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.data_parallel_size {dp}), expected "
+            f"whole nodes of trainer.n_gpus_per_node={dies} dies: change one of them"
         )
     return change_config(config, _instance_keys(tp * dp // dies, dies))
 
@@ -48,7 +48,7 @@ def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
 def _single_instance(run: RunSpec, dp: int, dies: int) -> RunSpec:
     """Return `run` as one instance of `dp` x tp ranks with experts split over them, on nodes of `dies`."""
     layout = rollout_layout(1, dp, run.rollout.tp)
-    rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=True)
+    rollout = replace(run.recipe.rollout, data_parallel_size=dp, instances=1, enable_expert_parallel=True)
     recipe = replace(run.recipe, rollout=rollout, objective=replace(run.recipe.objective, name="rl"))
     nodes = {"trainer.nnodes": layout.world_size // dies, "trainer.n_gpus_per_node": dies}
     return replace(run.with_verl(nodes), recipe=recipe, train=ParallelLayout(layout.world_size), rollout=layout)
@@ -57,24 +57,26 @@ def _single_instance(run: RunSpec, dp: int, dies: int) -> RunSpec:
 def instance_checks(run: RunSpec) -> list[Check]:
     """Check that NPUs can run the instance of `instance_config` with this model's weights, as far as modelled."""
     need, share = _die_bytes(run)
-    said = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
+    text = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
     if need > share:
-        said += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
-        said += f"; {serving_text(serving_plan(run))}"
-    return [*hccl.hccl_checks(run), Check("memory", need <= share, said)]
+        text += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
+        text += f"; {serving_text(serving_plan(run))}"
+    return [*hccl.hccl_checks(run), Check("memory", need <= share, text)]
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:
     """Return {nodes, dies, dtype, dp, die_bytes, share_bytes} of the rollout instance that needs the fewest nodes.
 
-    dies: of a node. dp: its recipe.rollout.dp. die_bytes: weights on the fullest die with the KV of one longest
-    response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run. If no number of nodes
-    suffices, nodes and the last three are None.
+    dies: of a node. dp: its recipe.rollout.data_parallel_size. die_bytes: weights on the fullest die with the KV of one
+    longest response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run. If no number of
+    nodes suffices, nodes and the last three are None.
     """
     dies, tp = run.hardware.node_dies, run.rollout.tp
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
-    for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
+    for ranks in range(dies, experts + 1, dies):
+        if experts % ranks or ranks % tp:
+            continue
         tried = _single_instance(run, ranks // tp, dies)
         need, share = _die_bytes(tried)
         if need <= share and hccl.check_machine(tried).ok:
@@ -86,9 +88,9 @@ def serving_text(plan: dict[str, Any]) -> str:
     """Return a `serving_plan` as a sentence."""
     if plan["nodes"] is None:
         return f"no number of nodes of {plan['dies']} dies holds the weights in {plan['dtype']} (modelled)"
-    held = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
+    memory = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
     nodes = f"{plan['nodes']} node(s) of {plan['dies']} dies hold the weights in {plan['dtype']}"
-    return f"{nodes}: {held}, with recipe.rollout.dp={plan['dp']}"
+    return f"{nodes}: {memory}, with recipe.rollout.data_parallel_size={plan['dp']}"
 
 
 def _die_bytes(run: RunSpec) -> tuple[int, int]:

@@ -169,13 +169,13 @@ class StepInput:
     mini_batches: int = 1
     epochs: int = 1
     recompute_layers: PerStage = 0
-    alltoall_overlap: bool = False
+    moe_alltoall_overlap_comm: bool = False
     swap_optimizer: bool = False
     balanced_lengths: bool = False
     tensor_cache: bool = False
     copies: int = 1
     max_prompt_length: int = 1024
-    seats: int = 64
+    max_num_seqs: int = 64
     graph_sizes: tuple[int, ...] = (64,)
     token_budget: int = 1024
     prefix_caching: bool = False
@@ -230,8 +230,11 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
         dense += sizes.split / layout.tp + sizes.whole + sizes.shared / (1 if whole_shared else layout.tp)
         routed += sizes.expert * model.n_routed_experts / (layout.ep * layout.etp)
     table = model.vocab_size * model.hidden_size / layout.tp
-    ends = (stage == 0) + (stage == layout.pp - 1)
-    return dense + ends * table, routed
+    if stage == 0:
+        dense += table  # embedding
+    if stage == layout.pp - 1:
+        dense += table  # head
+    return dense, routed
 
 
 # training
@@ -262,7 +265,7 @@ def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants:
     flops += 2 * (run.expert_load[0] - 1) * model.num_experts_per_tok * sizes.expert * tokens
     compute = compute_s(flops / layout.tp / layout.cp, efficiency)
     gathered, exchanged = map(network_s, _layer_bytes(run, moe, tokens))
-    if run.alltoall_overlap:  # runs behind the shared experts
+    if run.moe_alltoall_overlap_comm:  # runs behind the shared experts
         behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
         exchanged = max(0.0, exchanged - behind)
     return _LayerTime(compute, gathered + exchanged)
@@ -300,7 +303,9 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
     row = model.hidden_size * DTYPE_BYTES[model.torch_dtype] * tokens / layout.tp / layout.cp
     stage_seconds = []
     for stage in range(layout.pp):
-        seconds = network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
+        seconds = 0.0
+        if layout.pp > 1:
+            seconds = network_s(row) * (2 if train else 1)
         for number, layer in enumerate(layout.stage_layers(stage, model.num_hidden_layers)):
             one = passes[model.is_moe(layer)]
             seconds += one.forward
@@ -443,7 +448,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     layout, lengths = run.rollout, run.lengths
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
-    seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
+    sequences = max(1.0, min(run.max_num_seqs, replica, _kv_sequences(run, mean)))
     syncs = run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
     fixed = constants.engine_step_s * run.engine_ratio + syncs
 
@@ -454,16 +459,16 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
         return decode_s(run, running, context, find_tier(running), constants) + fixed
 
     seconds = _prefill_s(run, replica, constants)
-    if replica > seats:  # a finished response gives its seat to a waiting one
-        seconds += (replica - seats) / seats * mean * step(seats, lengths.prompt + mean / 2)
+    if replica > sequences:  # a finished response makes room for a waiting one
+        seconds += (replica - sequences) / sequences * mean * step(sequences, lengths.prompt + mean / 2)
     width, every = last / _SEGMENTS, run.rebalance_every
     at = (np.arange(_SEGMENTS) + 0.5) * width
-    fullest = fullest_replica(layout.dp // layout.edp, seats, [lengths.survival(tokens) for tokens in at])
+    fullest = fullest_replica(layout.dp // layout.edp, sequences, [lengths.survival(tokens) for tokens in at])
     for tokens, most in zip(at.tolist(), fullest, strict=True):
         context = lengths.prompt + tokens
         running = most
         if every:  # the last exchange, on average every / 2 steps ago, gave all replicas the mean
-            running = min(most, max(1.0, seats * lengths.survival(tokens - every / 2)))
+            running = min(most, max(1.0, sequences * lengths.survival(tokens - every / 2)))
             exchange = DP_SYNC_S["gloo"]
             if find_tier(running) < find_tier(most):
                 moved = math.ceil((most - running) * context)
@@ -473,21 +478,22 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     return seconds
 
 
-def fullest_replica(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
+def fullest_replica(replicas: int, sequences: float, survival: Sequence[float]) -> list[float]:
     """Return, for each probability in `survival`, how many responses run on the fullest of `replicas`: expected, >= 1.
 
-    Each of a replica's `seats` responses still runs with that probability.
+    Each of a replica's `sequences` responses still runs with that probability.
     """
-    count = max(1, round(seats))
-    of = np.arange(count + 1)
+    count = max(1, round(sequences))
+    counts = np.arange(count + 1)
     chance = np.clip(np.asarray(survival)[:, None], 1e-15, 1 - 1e-15)
-    ways = math.lgamma(count + 1) - np.array([math.lgamma(k + 1) + math.lgamma(count - k + 1) for k in of])
-    below = np.exp(ways + of * np.log(chance) + (count - of) * np.log1p(-chance)).cumsum(1)  # [segments, count + 1]
+    ways = math.lgamma(count + 1) - np.array([math.lgamma(k + 1) + math.lgamma(count - k + 1) for k in counts])
+    chances = np.exp(ways + counts * np.log(chance) + (count - counts) * np.log1p(-chance))  # [segments, count + 1]
+    below = chances.cumsum(1)
     most = (1 - np.minimum(below[:, :-1], 1) ** replicas).sum(1)
-    return np.maximum(most * seats / count, 1.0).tolist()
+    return np.maximum(most * sequences / count, 1.0).tolist()
 
 
-def _kv_seats(run: StepInput, mean: float) -> float:
+def _kv_sequences(run: StepInput, mean: float) -> float:
     """Return the number of responses whose KV the cache holds, at the mean length of prompt and response."""
     if run.kv_bytes is None:
         return math.inf

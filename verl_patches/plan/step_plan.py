@@ -72,7 +72,7 @@ class Workload:
 
     def __post_init__(self):
         if self.lengths and (self.prompt_tokens or self.response_tokens):
-            raise ConfigError("--lengths has prompts and responses: leave out --prompt-tokens and --response-tokens")
+            raise ConfigError("--lengths sets both lengths: leave out --prompt-tokens and --response-tokens")
         for name in ("prompt_tokens", "response_tokens", "disk_gb_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -124,13 +124,13 @@ def step_input(
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
         recompute_layers=recomputation(run)[0],
-        alltoall_overlap=recipe.train.alltoall_overlap,
+        moe_alltoall_overlap_comm=recipe.train.moe_alltoall_overlap_comm,
         swap_optimizer=recipe.train.swap_optimizer or actor.megatron.optimizer_offload,
         balanced_lengths=run.verl.trainer.balance_batch,
         tensor_cache=recipe.tensor_cache.enabled,
         copies=1 if "dispatch.put_once" in rows else train.tp * train.pp,
         max_prompt_length=data.max_prompt_length,
-        seats=run.max_num_seqs,
+        max_num_seqs=run.max_num_seqs,
         graph_sizes=graphs,
         engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,
@@ -283,16 +283,16 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
     size = DTYPE_BYTES[run.torch_dtype]
     beside = 0 if size == 4 else size  # fp32 weights are the optimizer's own
     elements = sum(sum(stage_elements(run.model, train, stage, library)) for stage in range(train.pp))
-    held = elements * train.world_size / train.pp
+    total = elements * train.world_size / train.pp
     if run.reads_weights:
         file = run.model_folder / "config.json"
         quantized = file.exists() and QUANTIZATION in read_json_object(file)
-        parts.append(("first start", held if quantized else size * held))
+        parts.append(("first start", total if quantized else size * total))
     if run.verl.trainer.save_freq > 0:
         trained = [build_inventory(run.model, value=name == "critic") for name in run.trained_sections]
         saved = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         parts.append(("save", (beside + OPTIMIZER_BYTES) * saved))
-        parts.append(("load", beside * len(trained) * held + OPTIMIZER_BYTES * saved))
+        parts.append(("load", beside * len(trained) * total + OPTIMIZER_BYTES * saved))
     rows = [{"part": part, "bytes": round(of), "seconds": round(of / gb_s / 1e9, 1)} for part, of in parts]
     return {"gb_s": gb_s, "parts": rows}
 
@@ -322,7 +322,7 @@ def released_bytes(moments: Mapping[str, PhaseMemory], sizes: Mapping[str, int])
     cached = total = 0
     for _ in range(2):  # the second step starts with what the first one left
         total = 0
-        for move in (move for moment in moments.values() for move in moment.moves):
+        for move in [move for moment in moments.values() for move in moment.moves]:
             if move.verb == "empty_cache":
                 total, cached = total + cached, 0
             elif move.verb in ("offload", "free"):

@@ -19,8 +19,8 @@ def as_npu(platform: str) -> bool:
 def load_emulation(platform: str) -> ModuleType | None:
     """Return the package that emulates a device, with its ROWS and hooks; None on a platform with a device.
 
-    It is loaded by name and only here, so that runs on a device do not import it. Hooks: require, start, called,
-    summary.
+    It is loaded by name and only here, so that runs on a device do not import it. Hooks: require, start_device,
+    device_usage, total_usage.
     """
     return importlib.import_module("verl_patches.emulation") if platform in NO_DEVICE else None
 

@@ -88,16 +88,15 @@ def make_blocks(
                 held = tensor_shards(inventory, train, train_library, parameter)
                 needed = tensor_shards(inventory, rollout, rollout_library, parameter)
                 intervals[key] = list(_tensor_intervals(held, needed))
-            ends = tuple((interval.holders, interval.receivers) for interval in intervals[key])
-            alike[ends].append((parameter, intervals[key]))
+            rank_indices = tuple((interval.holders, interval.receivers) for interval in intervals[key])
+            alike[rank_indices].append((parameter, intervals[key]))
         for members in alike.values():
             blocks += _group_blocks(members, *sides)
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
     if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
         raise ConfigError(
             f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, the bytes of one row of "
-            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. "
-            f"Increase recipe.reshard.bucket_bytes, for example to {DEFAULT_BUCKET_BYTES}"
+            f"{region.name} along axis {region.axis}; found {bucket_bytes!r}. Set for example {DEFAULT_BUCKET_BYTES}"
         )
     return blocks
 

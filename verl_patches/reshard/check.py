@@ -25,9 +25,7 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
     if sorted(rank_plans) != list(range(plan.world_size)):
-        raise RecipeError(
-            f"reshard plan: expected a plan for each of {plan.world_size} ranks, found plans for {len(rank_plans)}"
-        )
+        raise RecipeError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
     for rank, rank_plan in sorted(rank_plans.items()):
         if rank_plan.rank != rank:
             raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}")

@@ -108,7 +108,9 @@ class Trace(TorchDispatchMode):
         kind = _operation_kind(func)
         if kind == "view":
             return func(*args, **kwargs)
-        return (self._write if kind == "write" else self._compute)(func, args, kwargs)
+        if kind == "write":
+            return self._write(func, args, kwargs)
+        return self._compute(func, args, kwargs)
 
     def _compute(self, func: Any, args: tuple, kwargs: dict) -> Any:
         origin = self._find_origin(args, kwargs)
@@ -142,9 +144,7 @@ class Trace(TorchDispatchMode):
         origin = self._find_origin(args, kwargs)
         if origin is not None:  # the loader's own memory depends on a weight from now on
             for tensor in written:
-                self._track(
-                    tensor, origin.name, origin.reason or f"{func} changes it or copies it to the loader's own memory"
-                )
+                self._track(tensor, origin.name, origin.reason or f"{func} changes it or copies it elsewhere")
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
                 return _in_place_result(func, written)
         return func(*args, **kwargs)
@@ -154,7 +154,8 @@ class Trace(TorchDispatchMode):
             return self._record_copy(args[0], args[1])
         value = self._fill_value(func, args)
         if value is not None:
-            self.constants += [Constant(value, live[0])] if live[0].numel() else []
+            if live[0].numel():
+                self.constants.append(Constant(value, live[0]))
         elif any(tensor.numel() for tensor in live):
             self._refuse(self._find_origin(args, kwargs), f"{func} writes it")
 
@@ -172,7 +173,9 @@ class Trace(TorchDispatchMode):
         self.copies.append(Copy(origin.name, spread, target))
 
     def _refuse(self, origin: _Origin | None, reason: str) -> None:
-        name, reason = (origin.name, origin.reason or reason) if origin else (self._current, reason)
+        name = self._current
+        if origin is not None:
+            name, reason = origin.name, origin.reason or reason
         self.problems.append(f"{name}: {reason}")
 
     def _fill_value(self, func: Any, args: tuple) -> float | None:
@@ -219,7 +222,9 @@ def _written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]
 def _in_place_result(func: Any, written: list[torch.Tensor]) -> Any:
     """Return the value of an operation that writes in place: its target, its targets, or None."""
     count = len(func._schema.returns)
-    return None if count == 0 else written[0] if count == 1 else tuple(written)
+    if count == 0:
+        return None
+    return written[0] if count == 1 else tuple(written)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,8 +288,7 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
     writes += [(f"the constant {constant.value:g}", constant.target) for constant in trace.constants]
     written = {names[storage_id(target)] for _, target in writes}
     loaded = dict(model.named_parameters()) | {name: before[name] for name in written}
-    failure = "vLLM's load_weights would leave elements stale or write them twice"
-    _raise_problems(rank, write_faults(loaded, writes), failure)
+    _raise_problems(rank, write_faults(loaded, writes), "vLLM's load_weights does not write each element once")
     views = {name: view_id(tensor) for name, tensor in loaded.items()}
     return Destinations(tensors, tuple(trace.constants), model, views)
 
@@ -296,7 +300,8 @@ def _map_copies(
     tensors, problems = dict[str, tuple[RolloutTensor, ...]](), []
     for copy in copies:
         owner = names[storage_id(copy.target)]
-        private, place = private_format(copy.target), _locate_copy(inventory.by_name[copy.name], copy, owner)
+        private = private_format(copy.target)
+        place = _locate_copy(inventory.by_name[copy.name], copy, owner)
         if private is not None:
             problems.append(f"{copy.name}: {owner} is stored in the private NPU format {private}")
         elif place is None:

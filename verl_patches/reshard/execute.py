@@ -149,8 +149,11 @@ class Compiler:
             for wanted, target in self._target_views(region):
                 unpack.targets.append(target)
                 unpack.sources.append(region_view(view, region, wanted, self.parameters[region.name].shape))
-        splits = [[sum(map(self._wire_bytes, side.get(peer, ()))) for peer in range(self.world_size)] for side in plan]
-        return Bucket(pack, unpack, send, receive, *splits)
+        return Bucket(pack, unpack, send, receive, self._splits(plan.send), self._splits(plan.receive))
+
+    def _splits(self, segments: Mapping[int, Sequence[Region]]) -> list[int]:
+        """Return the bytes of each peer's segment."""
+        return [sum(map(self._wire_bytes, segments.get(peer, ()))) for peer in range(self.world_size)]
 
     def _wire_views(
         self, buffer: torch.Tensor, segments: Mapping[int, Sequence[Region]]
@@ -165,9 +168,7 @@ class Compiler:
     def _add_copy(self, copies: Copies, region: Region, target: torch.Tensor) -> None:
         source, wire = self.sources.get(region.name), self._dtype(region)
         if source is None:
-            raise ReshardError(
-                f"reshard: rank {self.plan.rank} must send or copy {region}, but it trains no part of that tensor"
-            )
+            raise ReshardError(f"reshard: rank {self.plan.rank} must send or copy {region}, but trains none of it")
         view = source.read(region)
         if tuple(view.shape) != tuple(target.shape) or torch.promote_types(view.dtype, wire) != wire:
             raise ReshardError(

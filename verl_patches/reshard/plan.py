@@ -293,10 +293,11 @@ class ReshardPlan:
             else:
                 receive[piece.bucket][piece.sender] += regions
         local = tuple(region for block in self._local_blocks_by_rank[rank] for region in block.regions)
-        sides = zip(send, receive, strict=True)
-        return RankPlan(
-            rank, local, tuple(BucketPlan(*(dict(sorted(side.items())) for side in pair)) for pair in sides)
-        )
+        buckets = [
+            BucketPlan(dict(sorted(sent.items())), dict(sorted(received.items())))
+            for sent, received in zip(send, receive, strict=True)
+        ]
+        return RankPlan(rank, local, tuple(buckets))
 
     @functools.cached_property
     def sent_bytes(self) -> list[int]:

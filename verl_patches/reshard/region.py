@@ -84,7 +84,8 @@ def overlap(a: Region, b: Region, shape: Sequence[int]) -> Region | None:
 def contains(held: Region, wanted: Region, shape: Sequence[int]) -> bool:
     """Return whether `wanted` has rows, and all of them lie in `held`, a region of the same HF tensor of `shape`."""
     held, wanted = _with_common_axis(held, wanted, shape)
-    return held[:2] == wanted[:2] and held.start <= wanted.start < wanted.stop <= held.stop
+    same_rows = (held.name, held.axis) == (wanted.name, wanted.axis)
+    return same_rows and held.start <= wanted.start < wanted.stop <= held.stop
 
 
 def region_view(tensor: Any, held: Region, wanted: Region, shape: Sequence[int]) -> Any:
@@ -100,8 +101,10 @@ def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tup
 
     Raises ConfigError for pieces cut along different axes.
     """
-    shared = sorted((s for s in (overlap(wanted, p, shape) for p in pieces) if s is not None), key=lambda s: s[1:])
-    wanted = wanted.along_axis(shared[0].axis, shape) if shared else wanted
+    overlaps = (overlap(wanted, piece, shape) for piece in pieces)
+    shared = sorted((part for part in overlaps if part is not None), key=lambda part: part[1:])
+    if shared:
+        wanted = wanted.along_axis(shared[0].axis, shape)
     missing, doubled, reached = [], [], wanted.start
     for piece in shared:
         if piece.axis != wanted.axis:
@@ -117,10 +120,7 @@ def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tup
 
 
 def _different_axes(a: Region, b: Region) -> ConfigError:
-    return ConfigError(
-        f"reshard: cannot compare {a} with {b}: they are cut along different axes; expected one axis for each tensor "
-        "(layout/sharding.py, AXES)"
-    )
+    return ConfigError(f"reshard: cannot compare {a} with {b}: expected both to be cut along one axis")
 
 
 def _with_common_axis(a: Region, b: Region, shape: Sequence[int]) -> tuple[Region, Region]:

@@ -55,10 +55,7 @@ class ParameterContents(NamedTuple):
     stacking: str
 
     def shape(self, hf_shape: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return the parameter's shape.
-
-        hf_shape: the shape of its joined HF tensors, if stacked that of one of `count` experts.
-        """
+        """Return the parameter's shape; `hf_shape`: of its joined HF tensors, if stacked of one of `count` experts."""
         if self.stacking == UNSTACKED:
             return tuple(hf_shape)
         rows, columns = hf_shape
@@ -178,9 +175,7 @@ def train_tensors_from_native(
 ) -> dict[str, TrainTensor]:
     """Return the same as `train_tensors`, from names and tensors of each model chunk, without Megatron."""
     if len(native) != layout.vpp:
-        raise ConfigError(
-            f"reshard: rank {rank} has {len(native)} model chunks; expected {layout.vpp}, the vpp of layout {layout}"
-        )
+        raise ConfigError(f"reshard: rank {rank} has {len(native)} model chunks; expected {layout.vpp} ({layout})")
     shards = local_parameters(inventory, layout, rank, library).shards
     by_place = {(s.parameter.kind, s.parameter.layer, s.parameter.expert): s for s in shards.values()}
     experts = layout.local_experts(rank, inventory.model.n_routed_experts)
@@ -190,18 +185,19 @@ def train_tensors_from_native(
         for name, parameter in parameters.items():
             contents, parameter = parameter_contents(name, library), parameter.detach()
             layer = _global_id(layers, contents.layer)
+            held_experts: Sequence[int | None] = experts
+            if contents.stacking == UNSTACKED:
+                held_experts = [_global_id(experts, contents.expert)]
             stack = [
                 [_shard_at(by_place, (kind, layer, expert), name, rank) for kind in contents.kinds]
-                for expert in (experts if contents.stacking != UNSTACKED else [_global_id(experts, contents.expert)])
+                for expert in held_experts
             ]
             _check_shape(name, parameter, contents, stack, rank)
             for shard, part in _shard_views(contents, parameter, stack):
                 hf = shard.parameter
                 if hf.name in tensors:
                     first = tensors[hf.name].parameter
-                    raise ConfigError(
-                        f"reshard: rank {rank}: parameters {first} and {name} both hold {hf.name}; expected one of them"
-                    )
+                    raise ConfigError(f"reshard: rank {rank}: both {first} and {name} hold {hf.name}, expected one")
                 tensors[hf.name] = TrainTensor(shard_region(shard), hf.shape, part, chunk, name, parameter)
     missing = [name for name in shards if name not in tensors]
     if missing:
@@ -296,9 +292,8 @@ def _check_model(models: list[Any], inventory: Inventory, layout: ParallelLayout
     facts.append(("(expert TP rank, expert TP)", (at.etp, layout.etp), etp))
     for chunk, model in enumerate(models[: layout.vpp]):
         layers = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers}  # Megatron counts from 1
-        facts.append(
-            (f"layers of model chunk {chunk}", list(_chunk_layers(inventory, layout, rank, chunk)), list(layers))
-        )
+        expected_layers = list(_chunk_layers(inventory, layout, rank, chunk))
+        facts.append((f"layers of model chunk {chunk}", expected_layers, list(layers)))
         for layer, mlp in layers.items():
             if hasattr(mlp, "local_expert_indices"):
                 facts.append((f"experts of layer {layer}", experts, list(mlp.local_expert_indices)))

@@ -62,8 +62,9 @@ class Verifier:
     def poison(self) -> None:
         """Fill all live memory that the sync must write with NaN."""
         with torch.no_grad():
-            for part in (part for parts in self.destinations.values() for part in parts):
-                part.tensor.fill_(float("nan"))
+            for parts in self.destinations.values():
+                for part in parts:
+                    part.tensor.fill_(float("nan"))
 
     @torch.no_grad()
     def check(self) -> int:
@@ -121,8 +122,7 @@ class Verifier:
         for kind, dtype in sorted(set().union(*gather(here)), key=str):
             if dtypes.setdefault(kind, dtype) != dtype:
                 raise ReshardError(
-                    f"reshard: {kind}: expected one dtype in the rollout memory of all ranks, found {dtypes[kind]} "
-                    f"and {dtype}"
+                    f"reshard: {kind}: expected one dtype in rollout memory, found {dtypes[kind]} and {dtype}"
                 )
         return dtypes
 
@@ -144,12 +144,10 @@ class Verifier:
         if not unequal:
             return
         by_rank = gather([copy for copy in copies if copy.number in unequal[:_SHOWN_REGIONS]])
-        lines = [
-            self._explain(
-                number, [(rank, c) for rank, rank_copies in enumerate(by_rank) for c in rank_copies if c[0] == number]
-            )
-            for number in unequal[:_SHOWN_REGIONS]
-        ]
+        lines = []
+        for number in unequal[:_SHOWN_REGIONS]:
+            same = [(rank, c) for rank, rank_copies in enumerate(by_rank) for c in rank_copies if c.number == number]
+            lines.append(self._explain(number, same))
         raise ReshardError(
             f"reshard: {len(unequal)} of {len(self.regions)} regions of the rollout weights differ from training; stop "
             "the run, do not generate with them\n  " + "\n  ".join(lines)
@@ -230,8 +228,7 @@ def check_map(
         model.load_weights(values())
         changed = [name for name, tensor in model.named_parameters() if _parameter_checksum(tensor) != before[name]]
     return [
-        f"{name} on rank {rank}: expected no change when its contents are loaded again, found a change: the weight "
-        "sync writes it to a wrong place"
+        f"{name} on rank {rank}: expected no change when loaded again, found one: the weight sync writes it wrongly"
         for name in changed
     ]
 

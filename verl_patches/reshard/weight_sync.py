@@ -25,8 +25,7 @@ from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_librar
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
-# all-reduces of a sync before the executor's: the engine is ready (worker/sharding.py), and the maps are valid
-CHECK_ALL_REDUCES = 2
+CHECK_ALL_REDUCES = 2  # number before the executor's: the engine is ready (worker/sharding.py), the maps are valid
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class WorkerReshard:
             problems = catch_errors(lambda: check_map(model, self.destinations.tensors, shapes, self.rank))
             raise_on_any_rank(problems, None, self.device, "vLLM's load_weights writes to other places")
         self.verified = True
-        regions = len(verifier.regions)
-        log.info("weight sync verified: %d regions over all ranks, %d elements on this rank", regions, elements)
+        log.info("weight sync verified: %d regions, %d elements on this rank", len(verifier.regions), elements)
 
     def take_reports(self) -> list[dict[str, Any]]:
         """Return the reports of the syncs since the last call."""

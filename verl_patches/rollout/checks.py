@@ -21,21 +21,22 @@ def rollout_checks(run: RunSpec) -> Iterator[Check]:
     rollout, engine, recipe = run.rollout, run.engine, run.recipe.rollout
     experts, heads = run.model.n_routed_experts, run.model.num_attention_heads
     if rollout.ep <= experts and experts % rollout.ep:
-        held, last = experts // rollout.ep, experts - (rollout.ep - 1) * (experts // rollout.ep)
-        yield Check("rollout experts", True, f"{held} of {experts} experts a rank, {last} on the last")
+        per_rank = experts // rollout.ep
+        last = experts - (rollout.ep - 1) * per_rank
+        yield Check("rollout experts", True, f"{per_rank} of {experts} experts a rank, {last} on the last")
     else:
-        keys = "recipe.rollout.dp or rollout.tensor_model_parallel_size"
+        keys = "recipe.rollout.data_parallel_size or rollout.tensor_model_parallel_size"
         yield experts_check("rollout experts", rollout.ep, experts, keys)
     yield divides("rollout heads", heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size", "heads a rank")
-    wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
+    wanted = {"enable_expert_parallel": recipe.enable_expert_parallel, "data_parallel_size": recipe.data_parallel_size}
     found = {key: engine.get(key) for key in wanted}
     unequal = [f"{key} is {found[key]}, expected {wanted[key]}" for key in wanted if found[key] != wanted[key]]
-    fault = f"{'; '.join(unequal)}: set recipe.rollout, the engine's arguments follow it"
+    fault = f"{'; '.join(unequal)}: change recipe.rollout instead, from which these arguments are derived"
     yield either("engine_kwargs.vllm", not unequal, "agrees with recipe.rollout", fault)
-    if recipe.expert_parallel and rollout.ep == 1:
+    if recipe.enable_expert_parallel and rollout.ep == 1:
         text = (
-            "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
-            "found 1 rank an instance, where vLLM ignores it"
+            "recipe.rollout.enable_expert_parallel needs rollout.tensor_model_parallel_size x "
+            "recipe.rollout.data_parallel_size > 1; found 1 rank an instance, where vLLM ignores it"
         )
         yield Check("expert parallel", False, text)
 
@@ -54,17 +55,17 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
         return  # prompts may be split
     longest = rollout.max_model_len or run.longest_tokens
     budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
-    held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
+    text = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = (
         f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_ASCEND}.scheduler=ascend"
-        ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
-        "answer, for which generate() waits without end (vllm_ascend.core.scheduler.AscendScheduler.schedule)"
+        ": it schedules a prompt, or a preempted response with its prompt, as a whole and drops a longer one without "
+        "an answer, so that generate() hangs (vllm_ascend.core.scheduler.AscendScheduler.schedule)"
     )
-    yield either("Ascend scheduler", budget >= longest, held, fault)
+    yield either("Ascend scheduler", budget >= longest, text, fault)
     if options.get("chunked_prefill_for_mla") and run.recipe.rollout.ascend.prefix_caching:
         text = (
-            f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
-            "off: without chunked prefill a prompt's cached prefix is left out of its attention "
+            f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching are all on; expected one of them "
+            "off: without chunked prefill, attention ignores the cached prefix of a prompt "
             "(vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder.build, vllm-ascend issue 1553)"
         )
         yield Check("Ascend scheduler", False, text)
@@ -74,9 +75,9 @@ def _prefix_cache(run: RunSpec) -> Iterator[Check]:
     row = "rollout.llm_arguments"
     if not run.recipe.rollout.ascend.prefix_caching and row not in run.rows:
         text = (
-            f"{_ASCEND}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
-            "(verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__), is off; "
-            "expected the row, or prefix_caching=true"
+            f"{_ASCEND}.prefix_caching is false and row {row} is off, so verl's enable_prefix_caching=True applies "
+            "(verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__); "
+            f"expected recipe.patches without -{row}, or prefix_caching=true"
         )
         yield Check("prefix cache", False, text)
 
@@ -94,29 +95,30 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
         "the KV of decode tokens would not be written (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward); "
         f"expected recipe.patches without -{row}, or no graphs"
     )
-    held = f"KV of all tokens in batches of decodes and prefills: row {row}"
-    yield either("mixed batches", row in run.rows, held, fault)
+    text = f"row {row} writes the KV of all tokens in batches of decodes and prefills"
+    yield either("mixed batches", row in run.rows, text, fault)
 
 
 def _graphs(run: RunSpec) -> Iterator[Check]:
     """Refuse graphs with experts over 2 to 15 ranks: their all-to-all has lengths that graphs cannot capture."""
     recipe, ranks = run.recipe, run.world_size
-    few = recipe.rollout.expert_parallel and 1 < ranks < MC2_MIN_RANKS
+    few = recipe.rollout.enable_expert_parallel and 1 < ranks < MC2_MIN_RANKS
     if few and recipe.platform == "npu" and run.graphs:
         text = (
-            f"{_ASCEND}.graphs with experts split over {ranks} ranks, expected at least "
-            f"{MC2_MIN_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
-            "all-to-all below (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair cannot trace"
+            f"{_ASCEND}.graphs is true with experts split over {ranks} ranks, expected at least "
+            f"{MC2_MIN_RANKS}, recipe.rollout.enable_expert_parallel=false, or graphs=false: with fewer ranks "
+            "vllm-ascend uses an all-to-all (vllm_ascend.ascend_forward_context.get_fused_moe_state), which torchair "
+            "cannot trace"
         )
         yield Check("graphs", False, text)
 
 
 def _graph_sizes(run: RunSpec) -> Iterator[Check]:
     """Refuse graph sizes above max_num_seqs, which the pinned vllm-ascend drops without an error."""
-    seats, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
-    if seats and (above := [size for size in sizes if size > seats]):
+    limit, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
+    if limit and (above := [size for size in sizes if size > limit]):
         text = (
-            f"{_ASCEND}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
+            f"{_ASCEND}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {limit}: "
             "vllm-ascend drops larger ones "
             "(vllm_ascend.worker.model_runner_v1.NPUModelRunner.check_torchair_graph_batch_sizes)"
         )
@@ -127,8 +129,8 @@ def _groups(run: RunSpec) -> Iterator[Check]:
     row, groups = "rollout.ascend_expert_groups", run.hf_config.get("n_group")
     if run.model.n_routed_experts != 256 and groups not in (None, 1) and row not in run.rows:
         text = (
-            f"row {row} is off with {run.model.n_routed_experts} routed experts in {groups} groups; expected the row, "
-            "256 experts or 1 group: vllm-ascend ranks groups by their best expert, not by two "
-            "(vllm_ascend.ops.fused_moe.native_grouped_topk)"
+            f"row {row} is off with {run.model.n_routed_experts} routed experts in {groups} groups; expected "
+            f"recipe.patches without -{row}, 256 experts or 1 group: vllm-ascend ranks a group by its best expert, "
+            "DeepSeek-V3 by its two best (vllm_ascend.ops.fused_moe.native_grouped_topk)"
         )
         yield Check("expert groups", False, text)

@@ -26,14 +26,14 @@ def defer_outputs(update_from_output: Callable) -> Callable:
 
     @functools.wraps(update_from_output)
     def update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        running, made = self.running, model_runner_output
-        if _is_one_token_step(self, scheduler_output, made):
-            rows: tuple[Any, Any, Any] = made.logprobs or (None, None, None)
+        running, result = self.running, model_runner_output
+        if _is_one_token_step(self, scheduler_output, result):
+            rows: tuple[Any, Any, Any] = result.logprobs or (None, None, None)
             ids, log_probs, ranks = rows
             left = []
             for request in running:
-                index = made.req_id_to_index[request.request_id]
-                (token,) = made.sampled_token_ids[index]
+                index = result.req_id_to_index[request.request_id]
+                (token,) = result.sampled_token_ids[index]
                 held = _held_tokens(request)
                 if held is None or _ends_request(request, token, self.max_model_len):
                     left.append(request)
@@ -45,7 +45,7 @@ def defer_outputs(update_from_output: Callable) -> Callable:
         else:
             left = running
         by_id = {request.request_id: request for request in left if request.__dict__.get(_HELD_TOKENS)}
-        outputs = update_from_output(self, scheduler_output, made)
+        outputs = update_from_output(self, scheduler_output, result)
         for each in outputs.values():
             for output in each.outputs:
                 if (request := by_id.get(output.request_id)) is not None:
@@ -58,14 +58,14 @@ def defer_outputs(update_from_output: Callable) -> Callable:
     return update
 
 
-def _is_one_token_step(scheduler: Any, scheduled: Any, made: Any) -> bool:
+def _is_one_token_step(scheduler: Any, scheduled: Any, result: Any) -> bool:
     running = scheduler.running
     return (
-        not (scheduled.scheduled_new_reqs or scheduled.scheduled_spec_decode_tokens or made.prompt_logprobs_dict)
-        and made.spec_token_ids is None
+        not (scheduled.scheduled_new_reqs or scheduled.scheduled_spec_decode_tokens or result.prompt_logprobs_dict)
+        and result.spec_token_ids is None
         and not (scheduler.log_stats or scheduler.connector or getattr(scheduler, "outputs_each_step", False))
-        and len(running) == len(scheduled.num_scheduled_tokens) == len(made.sampled_token_ids)
-        and all(len(tokens) == 1 for tokens in made.sampled_token_ids)
+        and len(running) == len(scheduled.num_scheduled_tokens) == len(result.sampled_token_ids)
+        and all(len(tokens) == 1 for tokens in result.sampled_token_ids)
     )
 
 
@@ -74,9 +74,8 @@ def _held_tokens(request: Any) -> list[tuple] | None:
     if _HELD_TOKENS not in request.__dict__:
         params = request.sampling_params
         at_once = params.output_kind.name != "FINAL_ONLY" or params.detokenize or params.prompt_logprobs is not None
-        request.__dict__[_HELD_TOKENS] = (
-            None if at_once or request.use_structured_output or request.has_encoder_inputs else []
-        )
+        at_once = at_once or request.use_structured_output or request.has_encoder_inputs
+        request.__dict__[_HELD_TOKENS] = None if at_once else []
     return request.__dict__[_HELD_TOKENS]
 
 
@@ -109,10 +108,10 @@ def add_log_probs(update: Callable) -> Callable:
     def update_all(self: Any, logprobs_lists: Any) -> None:
         if self.num_logprobs or self.tokenizer is not None:
             return update(self, logprobs_lists)
-        total, made = self.cumulative_logprob, self.logprobs
+        total, result = self.cumulative_logprob, self.logprobs
         for (token, *_), (log_prob, *_), rank in zip(*logprobs_lists, strict=True):
             total += log_prob
-            made.append({token: Logprob(log_prob, rank)})
+            result.append({token: Logprob(log_prob, rank)})
         self.cumulative_logprob = total
 
     return update_all
@@ -137,9 +136,9 @@ def reuse_schedule(schedule: Callable) -> Callable:
             or self.encoder_cache_manager.freed
             or not all(r.num_tokens == r.num_computed_tokens + 1 < self.max_model_len for r in running)
         ):
-            made = schedule(self)
-            self.__dict__[LAST_SCHEDULE] = made if _is_reusable(self, made) else None
-            return made
+            result = schedule(self)
+            self.__dict__[LAST_SCHEDULE] = result if _is_reusable(self, result) else None
+            return result
         for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
             computed = request.num_computed_tokens
             self._cached_reqs_data[data.req_id].popleft()  # update_from_output puts the same object back
@@ -155,15 +154,15 @@ def reuse_schedule(schedule: Callable) -> Callable:
     return next_step
 
 
-def _is_reusable(scheduler: Any, made: Any) -> bool:
-    """Return whether `made` schedules each running request, in their order, for one token, and nothing else."""
-    cached = made.scheduled_cached_reqs
+def _is_reusable(scheduler: Any, result: Any) -> bool:
+    """Return whether `result` schedules each running request, in their order, for one token, and nothing else."""
+    cached = result.scheduled_cached_reqs
     return (
-        not (made.scheduled_new_reqs or made.scheduled_spec_decode_tokens or made.scheduled_encoder_inputs)
-        and made.grammar_bitmask is None
+        not (result.scheduled_new_reqs or result.scheduled_spec_decode_tokens or result.scheduled_encoder_inputs)
+        and result.grammar_bitmask is None
         and scheduler.connector is None
         and len(scheduler.kv_cache_config.kv_cache_groups) == 1
-        and len(cached) == made.total_num_scheduled_tokens == len(scheduler.running)
+        and len(cached) == result.total_num_scheduled_tokens == len(scheduler.running)
         and not any(data.resumed_from_preemption for data in cached)
         and all(data.req_id == request.request_id for data, request in zip(cached, scheduler.running, strict=True))
     )

@@ -111,7 +111,7 @@ def dp_rank_and_leader(rank: int, world_size: int, dp: int, ranks_per_replica: i
     instance = dp * ranks_per_replica
     if world_size % instance:
         raise ConfigError(
-            f"rollout: world size {world_size} is no multiple of "
+            f"rollout: world size is {world_size}; expected a multiple of "
             f"data_parallel_size {dp} x {ranks_per_replica} ranks a replica (tp x pp); "
             "change actor_rollout_ref.rollout.tensor_model_parallel_size or "
             "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
@@ -147,9 +147,9 @@ def _set_dp_rank(parallel_config) -> None:
 
     if set_to := os.environ.get(_DP_PORT):
         raise ConfigError(
-            f"rollout: {_DP_PORT} is {set_to}, expected unset: vllm-ascend takes it for the DP group of every TP rank "
-            "of this engine (vllm_ascend.patch.platform.patch_common.patch_distributed.parallel_config_get_dp_port), "
-            "which need a port each; unset it where Ray was started"
+            f"rollout: {_DP_PORT} is {set_to}, expected unset: vllm-ascend uses this one port for the DP groups of all "
+            "TP ranks (vllm_ascend.patch.platform.patch_common.patch_distributed.parallel_config_get_dp_port), "
+            "but each group needs its own; unset it in the shell that runs `ray start`"
         )
     rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
     dp_rank, leader = dp_rank_and_leader(rank, dist.get_world_size(), dp, replica)

@@ -124,10 +124,10 @@ def plan_moves(
         receivers = _place_evenly(-(-(items.tokens + reserve_tokens) // block_size), loads, free, tier)
         if receivers is None:
             continue
-        held: np.ndarray = -(-items.tokens // block_size)
-        busiest = max(np.bincount(side, held).max() for side in (items.donors, receivers))
+        blocks: np.ndarray = -(-items.tokens // block_size)
+        busiest = max(np.bincount(side, blocks).max() for side in (items.donors, receivers))
         if cost.gain_s(before, tier) > cost.moves_s(busiest):
-            return MovePlan(_group_moves(items, receivers), before, tier, int(held.sum()))
+            return MovePlan(_group_moves(items, receivers), before, tier, int(blocks.sum()))
     return MovePlan((), before, before)
 
 

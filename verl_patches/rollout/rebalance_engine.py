@@ -166,28 +166,25 @@ class Rebalancer:
     def _exchange(self) -> list[Any]:
         """Exchange requests (collective), and return the requests of this rank that have ended elsewhere."""
         rows = self._gather_rows()
-        made = self._plan_moves(rows)
+        plan = self._plan_moves(rows)
         # true while requests may run on other ranks; once all have ended, one more exchange finds nothing
-        self.has_moved_requests = bool(rows[:, _FOREIGN].any()) or bool(made.moves)
+        self.has_moved_requests = bool(rows[:, _FOREIGN].any()) or bool(plan.moves)
         if not self.has_moved_requests:
             return []
         segments: list[bytes] = []
-        self._run_or_raise(lambda: segments.extend(self._pack_segments(made.moves)), "moving requests cannot be packed")
+        self._run_or_raise(lambda: segments.extend(self._pack(plan.moves)), "moving requests cannot be packed")
         received: list[bytes] = self._exchange_segments(segments)
         outputs: list[Any] = []
         arrivals: list[tuple[MovedRequest, Any]] = []
         expected = [
-            int(rows[m.donor, _LENGTHS + at]) for m in made.moves if m.receiver == self.rank for at in m.requests
+            int(rows[m.donor, _LENGTHS + at]) for m in plan.moves if m.receiver == self.rank for at in m.requests
         ]
-        self._run_or_raise(
-            lambda: self._unpack_segments(received, expected, outputs, arrivals), "moving requests cannot be received"
-        )
-        if made.moves:
-            self._exchange_blocks(made.moves, arrivals)
-            self._run_or_raise(
-                lambda: self._reschedule_requests(made.moves, arrivals), "moved requests cannot be scheduled"
-            )
-            self.moved_count += sum(len(move.requests) for move in made.moves)
+        unpack = functools.partial(self._unpack, received, expected, outputs, arrivals)
+        self._run_or_raise(unpack, "moving requests cannot be received")
+        if plan.moves:
+            self._exchange_blocks(plan.moves, arrivals)
+            self._run_or_raise(lambda: self._reschedule(plan.moves, arrivals), "moved requests cannot be scheduled")
+            self.moved_count += sum(len(move.requests) for move in plan.moves)
         return outputs
 
     def _run_or_raise(self, work: Callable[[], None], todo: str) -> None:
@@ -207,7 +204,7 @@ class Rebalancer:
         if (unequal := (rows != rows[:, :1]).any((1, 2))).any():
             raise RebalanceError(
                 f"{RebalanceError.task}: the tensor-parallel ranks of DP rank {int(unequal.argmax())} hold different "
-                "requests; expected equal ones, as their schedulers get the same; look for unequal prompts or settings"
+                "requests; expected the same ones; look for prompts or engine arguments that differ between them"
             )
         return rows[:, 0]
 
@@ -229,7 +226,7 @@ class Rebalancer:
         state = InstanceState(rows[:, _LENGTHS:], rows[:, _FREE])
         return plan_moves(state, self.tiers, self.block_size, self.every, self.cost)
 
-    def _pack_segments(self, moves: Sequence[RequestMove]) -> list[bytes]:
+    def _pack(self, moves: Sequence[RequestMove]) -> list[bytes]:
         """Return the segment for each DP rank: tokens generated here for its requests, and requests that move there."""
         leaving = {move.receiver: self._requests_to_move(move) for move in moves if move.donor == self.rank}
         segments = []
@@ -271,16 +268,16 @@ class Rebalancer:
         dist.all_to_all_single(received, data, sizes_in.tolist(), sizes.tolist(), group=self.dp.cpu_group)
         return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
 
-    def _unpack_segments(
+    def _unpack(
         self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[MovedRequest, Any]]
     ) -> None:
         """Give results to the output processor, and KV blocks to requests, which have `expected` tokens in KV."""
         segments = [unpack_segment(segment) for segment in received]
-        results = [result for of_segment, _ in segments for result in of_segment]
-        moved = [each for _, of_segment in segments for each in of_segment]
+        results = [result for results_of_one, _ in segments for result in results_of_one]
+        moved = [each for _, results_of_one in segments for each in results_of_one]
         if [each.computed for each in moved] != expected:
             found = [each.computed for each in moved]
-            raise RebalanceError(f"requests of {found} tokens in KV came, the plan has {expected}")
+            raise RebalanceError(f"received requests of {found} tokens in KV; expected {expected}, as planned")
         processed = self.engine.output_processor.process_outputs([result.output() for result in results])
         outputs += processed.request_outputs
         for each in moved:
@@ -302,9 +299,10 @@ class Rebalancer:
 
     def _kv_caches(self) -> list[torch.Tensor]:
         """Return the KV cache's tensors [blocks, ...] of all layers."""
-        return [
-            each for cache in self.runner.kv_caches for each in (cache if isinstance(cache, (tuple, list)) else [cache])
-        ]
+        tensors: list[torch.Tensor] = []
+        for cache in self.runner.kv_caches:
+            tensors += cache if isinstance(cache, (tuple, list)) else [cache]
+        return tensors
 
     def _kv_blocks(self, request: Any, computed: int) -> list[int]:
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -315,14 +313,16 @@ class Rebalancer:
         sent, received = [0] * self.dp.world_size, [0] * self.dp.world_size
         leaving, coming, arriving = [], [], iter(arrivals)
         for move in moves:  # in order of donors, then receivers
-            for request in self._requests_to_move(move) if move.donor == self.rank else ():
-                blocks = self._kv_blocks(request, request.num_computed_tokens)
-                leaving += blocks
-                sent[move.receiver] += len(blocks)
-            for moved, request in [next(arriving) for _ in move.requests] if move.receiver == self.rank else ():
-                blocks = self._kv_blocks(request, moved.computed)
-                coming += blocks
-                received[move.donor] += len(blocks)
+            if move.donor == self.rank:
+                for request in self._requests_to_move(move):
+                    blocks = self._kv_blocks(request, request.num_computed_tokens)
+                    leaving += blocks
+                    sent[move.receiver] += len(blocks)
+            if move.receiver == self.rank:
+                for moved, request in [next(arriving) for _ in move.requests]:
+                    blocks = self._kv_blocks(request, moved.computed)
+                    coming += blocks
+                    received[move.donor] += len(blocks)
         device = self.runner.device
         leaving_at, coming_at = (torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (leaving, coming))
         for cache in self._kv_caches():
@@ -331,12 +331,13 @@ class Rebalancer:
             cache[coming_at] = into
             self._counts["bytes"] += len(leaving) * _block_bytes(cache)
 
-    def _reschedule_requests(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[MovedRequest, Any]]) -> None:
+    def _reschedule(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[MovedRequest, Any]]) -> None:
         leaving = [request for move in moves if move.donor == self.rank for request in self._requests_to_move(move)]
         vars(self.scheduler).pop(LAST_SCHEDULE, None)
         if leaving:
             self._remove_requests(leaving)
-            self._counts["requests"] += len(leaving) if dist.get_rank(self.instance) % self.tp == 0 else 0
+            if dist.get_rank(self.instance) % self.tp == 0:
+                self._counts["requests"] += len(leaving)
         for moved, request in arrivals:
             self._insert_request(moved, request)
 
@@ -406,13 +407,13 @@ def _is_movable(request: Any) -> bool:
 def _check_engine(engine: Any) -> None:
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
     if core is None:
-        faults = ["it is not vLLM's V1 engine in this process"]
+        faults = ["it is not vLLM's in-process V1 engine"]
     else:
         config, scheduler = engine.vllm_config, type(core.scheduler).__name__
-        own = f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)"
+        wrong_scheduler = f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)"
         unfit = (
-            (scheduler != "Scheduler", own),
-            (config.parallel_config.data_parallel_size == 1, "it has one data-parallel rank"),
+            (scheduler != "Scheduler", wrong_scheduler),
+            (config.parallel_config.data_parallel_size == 1, "it has only one data-parallel rank"),
             (config.parallel_config.pipeline_parallel_size > 1, "it has pipeline stages"),
             (config.speculative_config is not None, "it decodes speculatively"),
             (len(core.scheduler.kv_cache_config.kv_cache_groups) > 1, "its layers have several kinds of KV cache"),

@@ -30,9 +30,9 @@ from verl_patches.run.resolve import CONFIGS_DIR, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
+from verl_patches.upstream.checkouts import GIT_LINE, VERL_CONFIG, add_platform_trees, verl_config_dir
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.support import refusal_of
+from verl_patches.upstream.support import key_refusal
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
 RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
@@ -66,7 +66,9 @@ def compose(
     """
     config = compose_config(config_name, overrides, verl_path=trees.verl)
     platform = config.recipe.platform
-    return with_start(resolve(config, platform_rows(platform), override_keys(overrides), for_platform(platform, trees)))
+    return with_start(
+        resolve(config, platform_rows(platform), override_keys(overrides), add_platform_trees(platform, trees))
+    )
 
 
 def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
@@ -232,7 +234,7 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
         own = any(fnmatchcase(key, name) or key.startswith(f"{name}.") for name in config.recipe.added_keys)
         allowed = own or key.startswith(free) or pins.may_be_added(key, line)
         if key not in known and not above and not allowed:
-            faults.append(refusal_of(config, key) or f"nothing reads this key: {unknown_key(key, known, hint)}")
+            faults.append(key_refusal(config, key) or f"nothing reads this key: {unknown_key(key, known, hint)}")
     if faults:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 
@@ -274,7 +276,7 @@ def _write_layer_count(config: DictConfig) -> None:
             raise ConfigError(f"{place} is set; expected none, as {LAYERS_KEY}={layers} is copied there; remove it")
         OmegaConf.update(config, place, layers, force_add=True)
     stages = config.recipe.train.layers_per_stage
-    balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
+    balance = sum(stages) == most if stages else config.recipe.line == GIT_LINE and chunks > 1
     if balance and layers < most:
         config.recipe.train.layers_per_stage = balanced_layers(first_layers(whole, layers), chunks)
 

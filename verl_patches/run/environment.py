@@ -118,7 +118,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     ports = "{}-{}".format(*hccl.node_ports(run)[hccl.HOST_PORTS])
     top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
-    timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
+    timeout = "recipe.train.distributed_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
     need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(run)} (MiB)"
     base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
     queue = (
@@ -194,7 +194,7 @@ def environment_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
     own = {variable.name for variable in environment_variables(run) if variable.where != "node"}
     decided = own | {*DROPPED_VARIABLES}
-    for finding in shell_findings(run.line, decided=decided):
+    for finding in shell_findings(run.line, replaced=decided):
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
             yield Check("environment", False, text)

@@ -32,7 +32,7 @@ from verl_patches.step.objectives.settings import file_columns
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
-from verl_patches.weights.run_folders import value_model_in
+from verl_patches.weights.run_folders import value_model_folder
 from verl_patches.weights.source import open_source
 
 _DATA_KEYS = ("data.train_files", "data.val_files")
@@ -102,7 +102,7 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
     for part in run.rewards:
         if part.entry.name != "reward_model":
             continue
-        folder, key = value_model_in(part.path), f"{part.where}.path"
+        folder, key = value_model_folder(part.path), f"{part.where}.path"
         if not folder.exists():
             here = {"recipe.rewards", _MODEL_KEY} <= run.given_keys  # otherwise this is a plan for another machine
             yield _absent_check("reward model", [folder], key, here, _REWARD_MODEL_FORM)

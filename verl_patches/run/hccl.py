@@ -35,7 +35,7 @@ def hccl_checks(run: RunSpec) -> Iterator[Check]:
 
 def decodes_by_mc2(run: RunSpec) -> bool:
     """Return whether the rollout exchanges tokens between experts by MC2 in decode."""
-    return run.samples and run.recipe.rollout.expert_parallel and run.world_size >= MC2_MIN_RANKS
+    return run.samples and run.recipe.rollout.enable_expert_parallel and run.world_size >= MC2_MIN_RANKS
 
 
 def buffer_need_mib(run: RunSpec) -> int:
@@ -60,7 +60,7 @@ def buffer_need_mib(run: RunSpec) -> int:
 def _expert_exchange(run: RunSpec) -> tuple[int, int, int]:
     """Return the rollout's (ranks of an expert group, experts of its last rank, tokens of a rank in decode)."""
     tp = run.rollout.tp
-    ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
+    ep, experts = tp * run.recipe.rollout.data_parallel_size, run.model.n_routed_experts
     local = experts // ep + experts % ep  # the last rank also has the remainder
     batch = max(run.max_num_seqs, *run.graph_sizes, 0)  # decode batches are padded to a graph's size
     return ep, local, math.ceil(batch / tp)
@@ -81,11 +81,15 @@ def check_machine(run: RunSpec) -> Check:
         ep, local, tokens = _expert_exchange(run)
         if ep not in machine.mc2_ranks:
             sizes = ", ".join(map(str, machine.mc2_ranks))
-            faults.append(f"a rollout instance has {ep} ranks, MC2 allows {sizes}: change recipe.rollout.dp")
+            faults.append(
+                f"a rollout instance has {ep} ranks, MC2 allows {sizes}: change recipe.rollout.data_parallel_size"
+            )
         if tokens > machine.mc2_tokens:
             faults.append(f"a rank decodes {tokens} tokens, MC2 allows {machine.mc2_tokens}: lower max_num_seqs")
         if local > machine.mc2_experts:
-            faults.append(f"a rank has {local} experts, MC2 allows {machine.mc2_experts}: raise recipe.rollout.dp")
+            faults.append(
+                f"a rank has {local} experts, MC2 allows {machine.mc2_experts}: raise recipe.rollout.data_parallel_size"
+            )
     held = f"{machine.title}: {dies} dies of a node of {most}"
     return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
 
@@ -152,11 +156,11 @@ def hccl_groups(run: RunSpec) -> list[Group]:
         *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
         ("pp_new_stream", pp, False),
     ]  # fmt: skip
-    instance, mc2 = rollout.tp * run.recipe.rollout.dp, decodes_by_mc2(run)
+    instance, mc2 = rollout.tp * run.recipe.rollout.data_parallel_size, decodes_by_mc2(run)
     engine = [
         ("tp", rollout.tp, True),
-        ("dp", run.recipe.rollout.dp, True),
-        (ROLLOUT_EXPERT_GROUP, instance, run.recipe.rollout.expert_parallel),
+        ("dp", run.recipe.rollout.data_parallel_size, True),
+        (ROLLOUT_EXPERT_GROUP, instance, run.recipe.rollout.enable_expert_parallel),
         *([("mc2", instance, True)] if mc2 else []),  # row rollout.ascend_mc2_groups
     ]
     large = "mc2" if mc2 else ROLLOUT_EXPERT_GROUP
@@ -171,7 +175,7 @@ def hccl_groups(run: RunSpec) -> list[Group]:
         Group("rollout", "verl's mesh, tp", rollout.tp, False, True),
         Group("rollout", "vllm_world", train.world_size, False, False),
         *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
-        Group("rollout", "unfinished requests", run.recipe.rollout.dp, False, True),
+        Group("rollout", "unfinished requests", run.recipe.rollout.data_parallel_size, False, True),
     ]
     sides = ("train", "rollout") if run.samples else ("train",)
     return [group for group in made if group.ranks > 1 and group.side in sides]
@@ -193,15 +197,15 @@ def buffer_bytes(run: RunSpec) -> dict[str, int]:
 
 
 def exec_timeout_s(run: RunSpec) -> int:
-    """Return HCCL_EXEC_TIMEOUT in seconds, from recipe.train.collective_timeout_minutes."""
-    return 60 * run.recipe.train.collective_timeout_minutes
+    """Return HCCL_EXEC_TIMEOUT in seconds, from recipe.train.distributed_timeout_minutes."""
+    return 60 * run.recipe.train.distributed_timeout_minutes
 
 
 def check_timeouts(run: RunSpec) -> Check:
     """Check that the expansion mode allows the timeout of a collective."""
     given = exec_timeout_s(run)
     fault = (
-        f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
+        f"recipe.train.distributed_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
         f"{AIV_EXEC_TIMEOUT_S // 60}: with HCCL_OP_EXPANSION_MODE=AIV, HCCL caps it at {AIV_EXEC_TIMEOUT_S} s; "
         "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
     )

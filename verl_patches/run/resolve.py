@@ -99,7 +99,7 @@ def _derived_keys(key: str) -> Iterator[str]:
         yield "reward_model.micro_batch_size_per_gpu"
     if key.startswith("actor_rollout_ref.model.") and "checkpoint" in key:
         yield key.replace("actor_rollout_ref.", "critic.")
-    if key == "recipe.rollout.dp":
+    if key == "recipe.rollout.data_parallel_size":
         yield "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
 
 
@@ -166,18 +166,19 @@ def _train_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLa
 def _rollout_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLayout:
     """Return the layout of vLLM's instances: recipe.rollout.instances x dp x tp ranks."""
     rollout, tp = recipe.rollout, section.rollout.tensor_model_parallel_size
-    ranks = tp * rollout.dp
+    ranks = tp * rollout.data_parallel_size
     instances = rollout.instances or max(1, world // ranks)
     if instances * ranks != world:
         given = "recipe.rollout.instances, " if rollout.instances else ""
         raise ConfigError(
-            f"{instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
-            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.dp or "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size, or use layout=tp2ep2, which has 4 ranks"
+            f"{instances} instance(s) x dp {rollout.data_parallel_size} x tp {tp} = {instances * ranks} ranks, "
+            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.data_parallel_size "
+            "or actor_rollout_ref.rollout.tensor_model_parallel_size, or use layout=tp2ep2, which has 4 ranks"
         )
-    if rollout.dp > 1 and not rollout.expert_parallel:
+    if rollout.data_parallel_size > 1 and not rollout.enable_expert_parallel:
         raise ConfigError(
-            f"recipe.rollout.dp={rollout.dp} splits experts over the dp ranks of an instance, which needs "
-            "recipe.rollout.expert_parallel=true, found false; set it, or dp=1 for replicas that share no experts"
+            f"recipe.rollout.data_parallel_size={rollout.data_parallel_size} splits experts over the ranks of an "
+            "instance, which needs recipe.rollout.enable_expert_parallel=true, found false; set it, or "
+            "recipe.rollout.data_parallel_size=1 for replicas that share no experts"
         )
-    return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)
+    return rollout_layout(instances, rollout.data_parallel_size, tp, expert_parallel=rollout.enable_expert_parallel)

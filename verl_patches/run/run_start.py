@@ -21,16 +21,16 @@ from verl_patches.values import size_text
 from verl_patches.weights.manifest import Manifest
 from verl_patches.weights.run_folders import (
     CHECKPOINTS,
-    Chain,
-    chain_of_start,
+    CheckpointChain,
+    checkpoint_chain,
     checkpoints_home,
     data_facts,
+    list_starts,
     path_to_resume,
     require_same_data,
     require_steps_left,
-    require_whole,
-    resume_from,
-    starts_in,
+    require_whole_checkpoint,
+    resume_overrides,
 )
 
 
@@ -70,8 +70,8 @@ def next_start(run: RunSpec) -> NextStart:
             )
     if not recipe_saves_checkpoints(run):
         return NextStart()
-    trainer, starts = run.verl.trainer, starts_in(run_checkpoints_home(run))
-    chains = {start.name: chain_of_start(start) for start in starts}
+    trainer, starts = run.verl.trainer, list_starts(run_checkpoints_home(run))
+    chains = {start.name: checkpoint_chain(start) for start in starts}
     resumed, name = path_to_resume(trainer.resume_mode, trainer.resume_from_path), None
     if resumed is not None:
         place = resumed.resolve().parent
@@ -81,12 +81,12 @@ def next_start(run: RunSpec) -> NextStart:
         if (resumed := chains[name].newest()) is None:
             _refuse_to_begin(run, chains, starts[-1].source)
     if resumed is None:
-        return NextStart(others=_others_text(run, Chain((), tuple(starts))))
-    manifest = require_whole(resumed)
+        return NextStart(others=_others_text(run, CheckpointChain((), tuple(starts))))
+    manifest = require_whole_checkpoint(resumed)
     step = manifest.facts["step"]
     require_steps_left(resumed, step, *_total_steps(run, manifest))
     require_same_data(resumed, manifest, data_facts(run.verl.data.train_files), run.recipe.resume_other_data)
-    chain = chains[name].up_to(step) if name else Chain((), tuple(starts))
+    chain = chains[name].up_to(step) if name else CheckpointChain((), tuple(starts))
     parent, held = (name, step) if name else None, len(chain.checkpoints())
     return NextStart(resumed, step, parent, held, _others_text(run, chain))
 
@@ -112,7 +112,7 @@ def driver_run(run: RunSpec, start: NextStart, name: str) -> RunSpec:
     return replace(run.with_verl(keys), start=replace(start, name=name, by_launcher=True))
 
 
-def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None) -> None:
+def _refuse_to_begin(run: RunSpec, chains: dict[str, CheckpointChain], source: str | None) -> None:
     """Refuse `auto` where the newest start's chain has no checkpoint, but another start has one to resume from."""
     checkpoints = [found for found in (chain.checkpoints() for chain in chains.values()) if found]
     saved = [found[max(found)] for found in checkpoints]
@@ -123,12 +123,12 @@ def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None)
     raise ConfigError(
         f"trainer.resume_mode=auto: expected a complete checkpoint of {[*chains][-1]}, the newest start of "
         f"{run.recipe.run}, or of the starts that it resumed, found none, but {owner} {other}; nothing was started. To "
-        f"resume from that: {resume_from(other)}; to start at step 1: trainer.resume_mode=disable"
+        f"resume from that: {resume_overrides(other)}; to start at step 1: trainer.resume_mode=disable"
     )
 
 
-def _others_text(run: RunSpec, chain: Chain) -> str:
-    sizes = chain.bytes_of_others()
+def _others_text(run: RunSpec, chain: CheckpointChain) -> str:
+    sizes = chain.other_start_bytes()
     if not sizes:
         return ""
     return (

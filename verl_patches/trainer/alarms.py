@@ -1,8 +1,8 @@
 """Raise named alarms from the record of each step: the run goes on, but learning probably goes wrong.
 
     alarm            what is compared                                               bound (recipe.alarms)
-    nan              one of the metrics FINITE is NaN or infinite                   none: always
-    skipped_steps    optimizer steps left out for NaN or infinite gradients         none: always
+    nan              one of FINITE_METRICS is NaN or infinite                       none: always
+    skipped_steps    optimizer steps skipped for NaN or infinite gradients          none: always
     expert_collapse  tokens of the busiest expert / mean, training and rollout      expert_load
     length_collapse  mean response length / median of the first steps               length_share
     length_limit     share of the responses that end at the length limit            at_limit
@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any
 
 from verl_patches.errors import RecipeError
-from verl_patches.trainer.step_record import said_of_skipped
+from verl_patches.trainer.step_record import skipped_text
 
-FINITE = (
+FINITE_METRICS = (
     "actor/pg_loss",
     "objective/loss",
     "actor/kl_loss",
@@ -55,7 +55,7 @@ class Alarm:
     text: str
 
 
-def alarms_of(
+def step_alarms(
     step: Mapping[str, Any], before: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], bounds: Any
 ) -> list[Alarm]:
     """Return the alarms of `step`, a record as in summary.json.
@@ -65,34 +65,37 @@ def alarms_of(
     first = list(before[: bounds.baseline_steps])
     compared = first if len(first) == bounds.baseline_steps else []
     return [
-        *_not_finite(metrics),
-        *_skipped(step),
-        *_experts(step, bounds.expert_load),
-        *_lengths(step, compared, bounds),
-        *_dlogp(step, compared, bounds.dlogp_factor),
+        *_non_finite_alarms(metrics),
+        *_skipped_step_alarms(step),
+        *_expert_alarms(step, bounds.expert_load),
+        *_length_alarms(step, compared, bounds),
+        *_dlogp_alarms(step, compared, bounds.dlogp_factor),
     ]
 
 
-def _not_finite(metrics: Mapping[str, Any]) -> Iterator[Alarm]:
-    names = [name for name in FINITE if name in metrics and not math.isfinite(metrics[name])]
+def _non_finite_alarms(metrics: Mapping[str, Any]) -> Iterator[Alarm]:
+    names = [name for name in FINITE_METRICS if name in metrics and not math.isfinite(metrics[name])]
     if names:
         yield Alarm("nan", None, None, f"NaN or infinite: {', '.join(names)}")
 
 
-def _skipped(step: Mapping[str, Any]) -> Iterator[Alarm]:
+def _skipped_step_alarms(step: Mapping[str, Any]) -> Iterator[Alarm]:
     count = (step["skipped"] or {}).get("steps")
     if count:
-        yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) were left out: NaN or infinite gradients")
+        yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) skipped for NaN or infinite gradients")
 
 
-def _experts(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
+def _expert_alarms(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
     for side, load in (step["expert_load"] or {}).items():
-        if load and limit is not None and (share := load["max_over_mean"]) > limit:
+        if not load or limit is None:
+            continue
+        share = load["max_over_mean"]
+        if share > limit:
             text = f"{side}: the busiest expert gets {share:.1f} times the mean number of tokens; expected at most"
             yield Alarm("expert_collapse", share, limit, f"{text} {limit:g}")
 
 
-def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
+def _length_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
     tokens = step["tokens"]
     if not tokens or step.get("objective"):  # the lengths of fixed data do not depend on the model
         return
@@ -106,7 +109,7 @@ def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds
         yield Alarm("length_limit", tokens["at_limit"], bounds.at_limit, f"{text} {bounds.at_limit:.0%}")
 
 
-def _dlogp(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], factor: float | None) -> Iterator[Alarm]:
+def _dlogp_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], factor: float | None) -> Iterator[Alarm]:
     usual = _median(first, lambda record: (record["logprob_delta"] or {}).get("mean"))
     if factor is None or not usual or not step["logprob_delta"]:
         return
@@ -122,22 +125,22 @@ def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
     return median(values) if values else None
 
 
-def check(record: Mapping[str, Any], action: str) -> None:
+def check_alarms(record: Mapping[str, Any], action: str) -> None:
     """Raise AlarmError for the first alarm of a step's record if `action` is stop."""
     if action == "stop" and record["alarms"]:
         first = record["alarms"][0]
         raise AlarmError(
             f"step {record['step']}: alarm {first['name']}: {first['text']}. "
-            "recipe.alarms.action=warn goes on in spite of it"
+            "Set recipe.alarms.action=warn to continue with a warning"
         )
 
 
-def check_skipped(record: Mapping[str, Any], limit: int) -> None:
+def check_skipped_steps(record: Mapping[str, Any], limit: int) -> None:
     """Raise SkippedStepsError if at least `limit` optimizer steps in a row were skipped."""
     skipped = record["skipped"]
     if skipped and skipped["in_a_row"] >= limit:
         raise SkippedStepsError(
-            f"step {record['step']}: {said_of_skipped(skipped)}; expected fewer than {limit} in a row "
-            "(recipe.train.max_skipped_steps). The weights are those of the last step that was done. Look at that "
+            f"step {record['step']}: {skipped_text(skipped)}; expected fewer than {limit} in a row "
+            "(recipe.train.max_skipped_steps). The weights are those of the last step that was not skipped. Check that "
             "rank's inputs and kernels first; a lower learning rate helps only if grad_norm grew before"
         )

@@ -44,41 +44,41 @@ from verl_patches.patching import engine
 from verl_patches.shared_files import sync
 from verl_patches.spec import RUN, RunSpec, run_from_config
 from verl_patches.values import leaves, size_text
-from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
+from verl_patches.weights.checkpoint_files import CheckpointError, generator_states, set_generator_states
 from verl_patches.weights.manifest import (
     CRITIC,
     MANIFEST,
-    OF_TRAINER,
+    TRAINER_PREFIX,
     Manifest,
     has_manifest,
-    rank_files,
+    rank_file_names,
     read_manifest,
     small_files,
 )
-from verl_patches.weights.reader import DTYPES as STORED
+from verl_patches.weights.reader import DTYPE_NAMES as STORED
 from verl_patches.weights.run_folders import (
-    Chain,
+    CheckpointChain,
     Link,
-    chain_of_start,
+    checkpoint_chain,
     checkpoints_home,
-    complete_in,
+    complete_checkpoints,
     data_facts,
+    folder_bytes,
     path_to_resume,
     read_start,
-    remove,
+    remove_checkpoint,
     require_same_data,
     require_steps_left,
-    size_bytes,
 )
-from verl_patches.weights.writer import complete_as, write_bytes
+from verl_patches.weights.writer import complete_folder, write_bytes
 
 log = logging.getLogger(__name__)
 
-STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
+STATE_FILE, TENSORS_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # between looks for all ranks' files (from, to), and at whether they still grow
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
-_NOT_COMPARED = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
+_UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
 
 
 class Checkpoints:
@@ -89,29 +89,29 @@ class Checkpoints:
         config = trainer.config
         self._say, self.trainer, self.config = say, trainer, config
         self.run = run_from_config(config)
-        self.chain = chain_in(self.run)
+        self.chain = run_checkpoints(self.run)
         self.folder = self.chain.links[-1].folder
         self.trains_actor = self.run.trains_actor  # if False, only the critic is saved
-        self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
+        self.max_to_keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # one for each complete checkpoint: step, bytes, seconds
         self._data: dict[str, Any] | None = None
         self._thread: threading.Thread | None = None
         self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
         self._not_removed: list[str] = []
-        self._given_up = threading.Event()
+        self._aborted = threading.Event()
 
     # ---- save
 
     def save(self) -> None:
         """Start a checkpoint of the present step; return once every worker has copied its part to the host."""
-        self._refuse()
+        self._refuse_hdfs_dir()
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
         writing = self.folder / f"global_step_{step}"
         of_model, groups = self._model_files(), {}
         own = {writing: {**of_model, **self._trainer_files()}}
-        ranks, facts, answers = rank_files(self.run.world_size), {}, []
+        ranks, facts, answers = rank_file_names(self.run.world_size), {}, []
         manifests = {}
         if self.trains_actor:
             groups[writing] = self.trainer.actor_rollout_wg
@@ -137,13 +137,13 @@ class Checkpoints:
     def _make_folders(writing: Path, folders: Iterable[Path]) -> None:
         """Make the folders of a checkpoint, after removing an incomplete one of the same step."""
         if writing.is_dir() and not has_manifest(writing):
-            remove(writing)
+            remove_checkpoint(writing)
         for folder in folders:
             folder.mkdir(parents=True)
         sync(writing.parent)
 
     @property
-    def _kl(self) -> Any:
+    def _kl_controller(self) -> Any:
         """Return verl's KL controller if its coefficient adapts from step to step, else None."""
         adapts = self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_ctrl.type == "adaptive"
         return self.trainer.kl_ctrl_in_reward if adapts else None
@@ -160,13 +160,15 @@ class Checkpoints:
         """Return the critic's worker group; None in a run without one."""
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
 
-    def _refuse(self) -> None:
+    def _refuse_hdfs_dir(self) -> None:
         """Raise ConfigError if trainer.default_hdfs_dir is set.
 
         With the launcher trainer/checks.py refuses it before the start.
         """
         if self.config.trainer.get("default_hdfs_dir"):
-            raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
+            raise ConfigError(
+                "trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only"
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; raise the error of a worker or of the completing thread."""
@@ -190,7 +192,7 @@ class Checkpoints:
         if self.critic is not None:
             self.critic.finish_checkpoint()
 
-    def give_up(self, wait: bool) -> None:
+    def abort_save(self, wait: bool) -> None:
         """End a checkpoint in progress after an error of the run; with `wait`, only once its files stop growing.
 
         It waits at most _WAIT_SHARE of the watch's lowest bound. Beyond that bound the watch takes the controller, or
@@ -199,16 +201,16 @@ class Checkpoints:
         if self._thread is None:
             return
         assert self._folder_in_writing is not None  # `save` sets it before it starts the thread
-        before, written = None, size_bytes(self._folder_in_writing)
+        before, written = None, folder_bytes(self._folder_in_writing)
         recipe = self.config.recipe
-        bound_s = min(recipe.watch.least_s, 60 * recipe.train.collective_timeout_minutes)
+        bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
         ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
             with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
-                self._say(f"the run has failed; its checkpoint in progress is waited for, {size_text(written)} written")
+                self._say(f"the run has failed; waiting for its checkpoint in progress, {size_text(written)} written")
             self._thread.join(min(_GRACE_S, ends - time.monotonic()))
-            before, written = written, size_bytes(self._folder_in_writing)
-        self._given_up.set()
+            before, written = written, folder_bytes(self._folder_in_writing)
+        self._aborted.set()
         self._thread.join()
 
     def _complete(
@@ -225,9 +227,9 @@ class Checkpoints:
             for folder, manifest in manifests.items():
                 for name, content in own[folder].items():
                     write_bytes(folder, name, content)
-                while (whole := complete_as(folder, manifest)) is None:
+                while (whole := complete_folder(folder, manifest)) is None:
                     waited = time.perf_counter() - started
-                    if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
+                    if self._aborted.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                         return
                 size += whole.size_bytes
             self.records.append({**record, "bytes": size, "complete_s": time.perf_counter() - started})
@@ -235,14 +237,15 @@ class Checkpoints:
             self._error = error
             return
         try:
-            self.chain.remove_oldest(self.keep, writing)
+            self.chain.remove_oldest(self.max_to_keep, writing)
         except OSError as error:  # the new checkpoint is complete, so this is no error of the run
-            self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
+            self._not_removed.append(f"an old checkpoint of {self.folder} cannot be removed and stays there: {error}")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
         layout, dtype = str(self.run.train), self.run.recipe.dtype
         facts = {**facts, "step": step, "run": self.run.recipe.run, "start": self.run.start.name, "line": self.run.line}
-        facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), "data": self.data, **settings_of(self.config)}
+        facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), "data": self.data}
+        facts |= comparable_settings(self.config)
         return Manifest(self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
@@ -265,9 +268,10 @@ class Checkpoints:
 
     def _trainer_files(self) -> dict[str, bytes]:
         """Return the files of data position and generators: JSON, null in place of tensors, and the tensors."""
-        state, tensors = data_state(self.trainer.train_dataloader)
-        text = json.dumps({"dataloader": state, "generators": generators(), "kl_coef": self._kl and self._kl.value})
-        return {STATE: text.encode(), TENSORS: safetensors.torch.save(tensors)}
+        state, tensors = loader_state(self.trainer.train_dataloader)
+        kl_coef = None if self._kl_controller is None else self._kl_controller.value
+        text = json.dumps({"dataloader": state, "generators": generator_states(), "kl_coef": kl_coef})
+        return {STATE_FILE: text.encode(), TENSORS_FILE: safetensors.torch.save(tensors)}
 
     # ---- load
 
@@ -285,29 +289,29 @@ class Checkpoints:
             manifest = read_manifest(folder)
             if saves:
                 here = folder.resolve().parent == self.folder.resolve()
-                self._refuse_to_mix(manifest.facts["step"] if here else 0)
+                self._refuse_later_checkpoints(manifest.facts["step"] if here else 0)
             self._load(folder, manifest)
             return
         if mode == "auto":
             self._say(f"trainer.resume_mode=auto: no complete checkpoint in {self.folder}, starting from step 1")
         if saves:
-            self._refuse_to_mix(0)
-        _keep_generator(self.trainer.train_dataloader)
+            self._refuse_later_checkpoints(0)
+        _use_resumable_sampler(self.trainer.train_dataloader)
         if saves:
-            data_state(self.trainer.train_dataloader)
+            loader_state(self.trainer.train_dataloader)
 
-    def _refuse_to_mix(self, begun: int) -> None:
+    def _refuse_later_checkpoints(self, begun: int) -> None:
         """Raise ConfigError if the folder holds checkpoints of steps after `begun`; a start's own folder holds none."""
-        if later := sorted(step for step, _ in complete_in(self.folder) if step > begun):
+        if later := sorted(step for step, _ in complete_checkpoints(self.folder) if step > begun):
             raise ConfigError(
                 f"trainer.default_local_dir is {self.folder}, which holds global_step_{later[0]} of another run; "
                 f"expected none after step {begun}, as this run would save over it: give another folder, move it away, "
-                "or go on from the newest with trainer.resume_mode=auto"
+                "or continue from the newest with trainer.resume_mode=auto"
             )
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        self._refuse()
-        self._check(folder, manifest)
+        self._refuse_hdfs_dir()
+        self._check_resumable(folder, manifest)
         step = manifest.facts["step"]
         try:
             if self.trains_actor:
@@ -317,54 +321,55 @@ class Checkpoints:
         except CheckpointError as error:  # Ray's error of a worker is of this type too, with the original as `cause`
             if folder not in self.chain.checkpoints().values():
                 raise
-            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.instead_of(folder)}") from error
+            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.fallback_text(folder)}") from error
         state = read_trainer_state(folder)
         if "'sampler_state'" in str(state["dataloader"]):  # else it was saved with torch's sampler
-            _keep_generator(self.trainer.train_dataloader)
+            _use_resumable_sampler(self.trainer.train_dataloader)
         self.trainer.train_dataloader.load_state_dict(state["dataloader"])
-        data_state(self.trainer.train_dataloader)  # makes the loader's iterator, which draws a seed
-        set_generators(state["generators"])
-        if self._kl and state.get("kl_coef"):
-            self._kl.value = state["kl_coef"]
+        loader_state(self.trainer.train_dataloader)  # makes the loader's iterator, which draws a seed
+        set_generator_states(state["generators"])
+        if self._kl_controller and state.get("kl_coef"):
+            self._kl_controller.value = state["kl_coef"]
         self.trainer.global_steps = step
         self._say(f"resumed from {folder}: step {step} is complete", step)
 
-    def _check(self, folder: Path, manifest: Manifest) -> None:
+    def _check_resumable(self, folder: Path, manifest: Manifest) -> None:
         """Raise ConfigError if the checkpoint is of another model, line or data, or if no step is left to run."""
         recipe, faults = self.config.recipe, []
         if unlike := size_differences(manifest.model, self._model()):
-            faults.append(f"it is of another model: {unlike}")
+            faults.append(f"its model differs from this run's: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
-            faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
-        if not (folder / STATE).is_file():
-            faults.append(f"it has no {STATE}")
-        if (critic := manifest.facts.get(CRITIC)) is not None and read_manifest(folder / CRITIC).identity != critic:
-            faults.append(f"{CRITIC}/{MANIFEST} is of another checkpoint")
+            faults.append(f"it was saved by a run of recipe.line={manifest.facts['line']}, expected {recipe.line}")
+        if not (folder / STATE_FILE).is_file():
+            faults.append(f"it has no {STATE_FILE}")
+        critic = manifest.facts.get(CRITIC)
+        if critic is not None and read_manifest(folder / CRITIC).identity != critic:
+            faults.append(f"{CRITIC}/{MANIFEST} belongs to another checkpoint")
         if (critic is not None) != (self.critic is not None):
-            faults.append("it has no critic" if critic is None else "it has a critic, this run has none")
+            faults.append("it has no critic, expected one" if critic is None else "it has a critic, this run has none")
         if faults:
-            raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
+            raise ConfigError(f"cannot resume from {folder}: {'; '.join(faults)}")
         step, total = manifest.facts["step"], self.trainer.total_training_steps
         require_steps_left(folder, step, total, "trainer.total_training_steps")
         require_same_data(folder, manifest, self.data, recipe.resume_other_data)
-        now = settings_of(self.config)
+        now = comparable_settings(self.config)
         if manifest.facts["digest"] != now["digest"]:
-            changed = changes(manifest.facts["settings"], now["settings"])
-            log.warning("the recipe is not that of %s: %s", folder, "; ".join(changed) or "other patches")
+            changed = setting_changes(manifest.facts["settings"], now["settings"])
+            log.warning("the configuration differs from that of %s: %s", folder, "; ".join(changed) or "other patches")
 
 
-def chain_in(run: RunSpec) -> Chain:
+def run_checkpoints(run: RunSpec) -> CheckpointChain:
     """Return the checkpoints that belong to the run; for a start by the launcher, those of its chain of starts."""
     saved = Path(run.verl.trainer.default_local_dir).absolute()
     if run.start.by_launcher:
         assert run.start.name is not None  # the launcher sets both
         home = checkpoints_home(run.home, str(saved))
         if start := read_start(home / run.start.name):
-            return chain_of_start(start)
-    return Chain((Link(saved),))
+            return checkpoint_chain(start)
+    return CheckpointChain((Link(saved),))
 
 
-def settings_of(config: Any) -> dict[str, Any]:
+def comparable_settings(config: Any) -> dict[str, Any]:
     """Return {digest, patches, settings}, which a resumed run is compared with; digest covers settings and patches."""
     resolved = OmegaConf.to_container(config, resolve=True)
     names = [
@@ -375,7 +380,7 @@ def settings_of(config: Any) -> dict[str, Any]:
         *(["critic"] if run_from_config(config).has_critic else []),
     ]
     sections = {name: resolved[name] for name in names}
-    sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
+    sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _UNCOMPARED_KEYS}
     mirrored = (f"actor_rollout_ref.{RUN}", f"critic.{RUN}")
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current_engine().digest()
@@ -383,7 +388,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     return {"digest": hashlib.sha256(text.encode()).hexdigest(), "patches": patches, "settings": settings}
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def setting_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a text for each setting that differs."""
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys]
@@ -399,38 +404,39 @@ class RandomSampler(torch.utils.data.RandomSampler):
     torchdata's sampler draws orders that it does not use if the loader has workers.
     """
 
-    _begun: torch.Tensor | None = None  # generator state at the last pass's start; None: continue after `_drawn`
-    _drawn = 0
+    # generator state at the last pass's start; None: continue after `_drawn_samples`
+    _start_state: torch.Tensor | None = None
+    _drawn_samples = 0
 
     def __iter__(self) -> Iterator[int]:
-        skip = self._drawn if self._begun is None else 0
-        self._begun, self._drawn = self.generator.get_state(), skip
+        skip = self._drawn_samples if self._start_state is None else 0
+        self._start_state, self._drawn_samples = self.generator.get_state(), skip
         for index in itertools.islice(super().__iter__(), skip, None):
-            self._drawn += 1
+            self._drawn_samples += 1
             yield index
 
     def state_dict(self) -> dict[str, Any]:
         """Return {generator: its state at the start of the pass, uint8; drawn: samples drawn in that pass}."""
-        begun = self.generator.get_state() if self._begun is None else self._begun
-        return {"generator": begun, "drawn": self._drawn}
+        begun = self.generator.get_state() if self._start_state is None else self._start_state
+        return {"generator": begun, "drawn": self._drawn_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass continue where `state_dict` was taken; if that pass was complete, begin a new one."""
         self.generator.set_state(state["generator"])
-        self._begun, self._drawn = None, state["drawn"]
-        if self._drawn == len(self):  # that pass was complete: draw it, for the generator
+        self._start_state, self._drawn_samples = None, state["drawn"]
+        if self._drawn_samples == len(self):  # that pass was complete: draw it, for the generator
             collections.deque(super().__iter__(), 0)
-            self._drawn = 0
+            self._drawn_samples = 0
 
 
-def _keep_generator(loader: Any) -> None:
+def _use_resumable_sampler(loader: Any) -> None:
     """Replace verl's random sampler by one with a state."""
     batches = loader.batch_sampler
     if type(batches.sampler) is torch.utils.data.RandomSampler and batches.sampler.generator is not None:
         batches.sampler = RandomSampler(batches.sampler.data_source, generator=batches.sampler.generator)
 
 
-def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def loader_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the state of loader and sampler: (JSON with null for each tensor, {JSON of its path: tensor}).
 
     Raise ConfigError, with the key, for a value of any other kind: nothing is pickled, as reading a pickle runs code.
@@ -448,9 +454,9 @@ def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise ConfigError(
-            f"checkpoint: state_dict() of the data loader, key {'.'.join(map(str, path)) or '(all)'}: is of type "
-            f"{type(value).__name__}; expected tensors or what JSON has (dict with text as keys, list, text, number, "
-            "bool, None), also of the sampler and the data set; or set trainer.save_freq=-1"
+            f"checkpoint: state_dict() of the data loader, key {'.'.join(map(str, path)) or '(all)'}: found a value of "
+            f"type {type(value).__name__}; expected tensors or JSON values (dict with text keys, list, text, number, "
+            "bool, None). Change the sampler or data set that returns it, or set trainer.save_freq=-1"
         )
 
     return stored(loader.state_dict(), []), tensors
@@ -458,8 +464,8 @@ def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Return {dataloader, generators, kl_coef} of a checkpoint; raise ConfigError for other content."""
-    state = read_json_object(folder / STATE)
-    for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
+    state = read_json_object(folder / STATE_FILE)
+    for path, tensor in safetensors.torch.load((folder / TENSORS_FILE).read_bytes()).items():
         keys = ["dataloader", *json.loads(path)]
         functools.reduce(operator.getitem, keys[:-1], state)[keys[-1]] = tensor
     return state
@@ -467,15 +473,15 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def save_as_recipe(original: Callable) -> Callable:
     """Replace RayPPOTrainer._save_checkpoint with Checkpoints.save."""
-    return _by_run(original, Checkpoints.save)
+    return _call_checkpoints(original, Checkpoints.save)
 
 
 def load_as_recipe(original: Callable) -> Callable:
     """Replace RayPPOTrainer._load_checkpoint with Checkpoints.load."""
-    return _by_run(original, Checkpoints.load)
+    return _call_checkpoints(original, Checkpoints.load)
 
 
-def _by_run(original: Callable, ours: Callable[[Checkpoints], None]) -> Callable:
+def _call_checkpoints(original: Callable, ours: Callable[[Checkpoints], None]) -> Callable:
     @functools.wraps(original)
     def call(trainer: Any) -> Any:
         checkpoints = getattr(trainer, "recipe_checkpoints", None)  # absent if row checkpoint.save is off

@@ -21,10 +21,10 @@ from ray.experimental.locations import get_local_object_locations
 from verl_patches.current import Current
 
 _PASSED_INLINE = (type(None), bool, int, float, str)
-SENT = ("calls", "puts", "put_bytes")  # names of the counters
+COUNTERS = ("calls", "puts", "put_bytes")  # names of the counters
 
 
-sent: Current[Counter[str]] = Current(Counter())  # counters of this process, by names of SENT
+sent_counts: Current[Counter[str]] = Current(Counter())  # counters of this process, by names of COUNTERS
 
 
 def take_calls() -> dict[str, int]:
@@ -32,8 +32,8 @@ def take_calls() -> dict[str, int]:
 
     They count this process's calls since the last take_calls().
     """
-    counted, sent.value = sent.value, Counter()
-    return {name: counted[name] for name in SENT}
+    counted, sent_counts.value = sent_counts.value, Counter()
+    return {name: counted[name] for name in COUNTERS}
 
 
 def put_before_calling(execute_all_async: Callable) -> Callable:
@@ -68,7 +68,7 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
         distinct = list({*references.values()})
         places = get_local_object_locations(distinct) if distinct else {}
         sizes = sum(place.get("object_size") or 0 for place in places.values())
-        sent.value.update(dict(zip(SENT, (1, len(distinct), sizes), strict=True)))
+        sent_counts.value.update(dict(zip(COUNTERS, (1, len(distinct), sizes), strict=True)))
         return answers
 
     return execute
@@ -82,12 +82,12 @@ def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, floa
     skew = {}
     for name in dict.fromkeys(name for name, _ in workers[0]) if workers else ():
         times = [[at for method, at in starts if method == name] for starts in workers]
-        if len({len(of_worker) for of_worker in times}) == 1:
+        if len({len(worker_times) for worker_times in times}) == 1:
             skew[name] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
     return skew
 
 
-def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
+def dispatch_counts(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
     """Return the bytes that the trainer's calls of a step sent and the start skew; `workers`: `take_starts` of each.
 
     The keys are {calls, puts, put_bytes, start_skew_s: {max, by_call}}. put_bytes counts each object in Ray's store

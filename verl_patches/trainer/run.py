@@ -1,9 +1,9 @@
 """Run verl's fit() in the trainer's process, and record and check each of its steps.
 
-around         compares patches, installs our worker groups (trainer/worker_group.py), calls fit, records the outcome
-validated      records a validation before the first step
-after_step     record_step: makes one record from verl's metrics and the workers' reports, its table row and metrics
-               check_step: checks skipped optimizer steps, log-probs and alarms; each may end the run
+fit_recorded       compares patches, installs our worker groups (trainer/worker_group.py), calls fit, records its end
+record_validation  records a validation before the first step
+after_step         record_step: makes one record from verl's metrics and the workers' reports, its table row and metrics
+                   check_step: checks skipped optimizer steps, log-probs and alarms; each may end the run
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from verl_patches.step.objectives.advantages import FixedData, current_fixed_dat
 from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
-from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
+from verl_patches.trainer.dispatch import dispatch_counts, take_calls
 from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.record import NOW, STEP, Progress, Summary, write_json
-from verl_patches.trainer.step_record import Rates, start_of_workers
-from verl_patches.trainer.validation import validation_of
+from verl_patches.trainer.record import NOW_FILE, STEP_PREFIX, Progress, Summary, write_json
+from verl_patches.trainer.step_record import Rates, start_seconds
+from verl_patches.trainer.validation import read_validation
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # an error names at most so many dead workers
-_RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
-active_run: Current[Run | None] = Current(None)
+_RAISING_ACTOR = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
+current_run: Current[TrainerRun | None] = Current(None)
 
 
 class WorkerDiedError(RuntimeError):
     """Report that a worker process ended during the run."""
 
 
-class Run:
+class TrainerRun:
     """Wrap one RayPPOTrainer.fit()."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.run = trainer, run_from_config(trainer.config)
-        self.recipe, self.folder = self.run.recipe, self.run.folder if self.run.start.name else None
+        self.recipe = self.run.recipe
+        self.folder = self.run.folder if self.run.start.name else None  # None without the launcher
         self.not_compared = logprob_check.unchecked_reason(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
@@ -67,9 +68,9 @@ class Run:
         )
         self.group: Any = None
         self.checkpoints: Checkpoints | None = None  # None if row checkpoint.save is off
-        self.now: dict[str, Any] = {}
+        self.current_call: dict[str, Any] = {}
         self.emulated: dict[str, Any] | None = None  # calls of an emulated device
-        self.places: dict[int, str] = {}  # rank -> pid and node, as the worker reported them in prove_patches
+        self.worker_places: dict[int, str] = {}  # rank -> pid and node, as the worker reported them in prove_patches
         dirty = getattr(trainer, "modified_sources", None)  # set by import_alone.py; the launcher adds its own
         self.summary = Summary(
             self.folder,
@@ -91,11 +92,11 @@ class Run:
         self.progress = Progress(self.folder)
         self.rates = Rates(self.run, ref=trainer.use_reference_policy)
 
-    def around(self, fit: Callable[[], Any]) -> Any:
+    def fit_recorded(self, fit: Callable[[], Any]) -> Any:
         """Run `fit` (verl's) after the handshake, and record the outcome in any case."""
         reason, dead = "failed", []
         try:
-            self.prove()
+            self.compare_patches()
             self.wrap_groups()
             result = fit()
             if self.checkpoints is not None:
@@ -103,24 +104,24 @@ class Run:
             reason = "ok"
             return result
         except BaseException as error:
-            reason = reason_of(error, self.raised_by(error))
+            reason = exit_reason(error, self.raising_rank_text(error))
             if isinstance(error, Exception) and (dead := self.dead_workers()):
-                reason = f"{self.death_of(dead)}; the first one: {reason}"
+                reason = f"{self.death_text(dead)}; first error: {reason}"
                 raise WorkerDiedError(reason) from error
             raise
         finally:
             try:
-                self.end(reason)  # before waiting: the wait may be killed
+                self.record_outcome(reason)  # before waiting: the wait may be killed
             finally:
                 if self.checkpoints is not None:
-                    self.checkpoints.give_up(wait=not dead)  # a dead rank writes no more files
+                    self.checkpoints.abort_save(wait=not dead)  # a dead rank writes no more files
             self.summary.write()
 
-    def prove(self) -> None:
+    def compare_patches(self) -> None:
         """Compare and record the patches of all processes; raise RecipeError before step 1 if they differ."""
         own = engine.current_engine()
         workers = gather_proofs(self.trainer.actor_rollout_wg)
-        self.places = {worker["rank"]: worker["where"] for worker in workers if not worker["error"]}
+        self.worker_places = {worker["rank"]: worker["where"] for worker in workers if not worker["error"]}
         rows = [{"process": "controller", **row} for row in own.status()]
         rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
         self.summary.data["patches"] = [summary_entry(row) for row in rows]
@@ -131,7 +132,7 @@ class Run:
         require_same_patches(own.intent(), own.digest(), workers)
         require_same_states([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
         reports = self.trainer.actor_rollout_wg.take_report()  # drop the counts of initialisation
-        self.summary.data["start"] = start_of_workers([report["seconds"] for report in reports], workers)
+        self.summary.data["start"] = start_seconds([report["seconds"] for report in reports], workers)
         take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
         for state, ids in unreviewed_rows(rows).items():
@@ -144,15 +145,17 @@ class Run:
         from verl_patches.trainer.worker_group import RecipeWorkerGroup  # imports verl
 
         trainer = self.trainer
-        records = self.recipe.rollout.record and self.fixed_data is None
-        record_to = self.folder / ROLLOUTS if self.folder and records else None
-        profile_to = self.folder and (self.folder / "profile").absolute()
+        record_to = profile_to = None
+        if self.folder is not None:
+            profile_to = (self.folder / "profile").absolute()
+            if self.recipe.rollout.record and self.fixed_data is None:
+                record_to = self.folder / ROLLOUTS
         self.group = RecipeWorkerGroup(
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
         )
         trainer.actor_rollout_wg = self.group
-        if self.group.kept_groups is not None:
-            trainer.train_dataloader = self.group.kept_groups
+        if self.group.filtered_groups is not None:
+            trainer.train_dataloader = self.group.filtered_groups
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records
@@ -181,39 +184,39 @@ class Run:
             log.warning("verl_patches: cannot tell which workers are alive", exc_info=True)
             return []
 
-    def death_of(self, ranks: list[int]) -> str:
+    def death_text(self, ranks: list[int]) -> str:
         """Return one sentence that names the dead workers: rank, pid and node."""
-        names = [f"rank {rank} ({self.places.get(rank, 'pid unknown')})" for rank in ranks[:DEAD_SHOWN]]
+        names = [f"rank {rank} ({self.worker_places.get(rank, 'pid unknown')})" for rank in ranks[:DEAD_SHOWN]]
         more = f" and {len(ranks) - DEAD_SHOWN} more" if len(ranks) > DEAD_SHOWN else ""
         one = "a worker process" if len(ranks) == 1 else f"{len(ranks)} worker processes"
         return (
             f"{one} died in step {self.step}, by a signal or out of memory: {', '.join(names)}{more}; look at dmesg "
-            "there. Errors of other workers follow from it"
+            "there. Errors of other workers are a consequence"
         )
 
-    def raised_by(self, error: BaseException) -> str:
+    def raising_rank_text(self, error: BaseException) -> str:
         """Return "rank 1 (pid 12 on host) in step 3: " for an error that a worker raised, else ""."""
-        match = _RAISED_IN.search(str(error))  # Ray writes it into the text of a task's error
+        match = _RAISING_ACTOR.search(str(error))  # Ray writes it into the text of a task's error
         if match is None or self.group is None:
             return ""
         actors = [actor._actor_id.hex() for actor in self.group._workers]
         if match[1] not in actors:
             return ""
         rank = actors.index(match[1])
-        return f"rank {rank} ({self.places.get(rank, 'pid unknown')}) in step {self.step}: "
+        return f"rank {rank} ({self.worker_places.get(rank, 'pid unknown')}) in step {self.step}: "
 
     def show_call(self, step: int, name: str) -> None:
         """Show the call that runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         heartbeat.current_heartbeat().set_controller_step(step, name)
-        self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALL_LABELS[name]}")
+        self.progress.say(f"{STEP_PREFIX}{step}/{self.trainer.total_training_steps}: {CALL_LABELS[name]}")
         now = time.time()
-        begun = self.now["step_since"] if self.now.get("step") == step else now
-        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALL_LABELS[name]}
-        self.now |= {"since": now, "step_since": begun}
+        begun = self.current_call["step_since"] if self.current_call.get("step") == step else now
+        steps, times = self.trainer.total_training_steps, {"since": now, "step_since": begun}
+        self.current_call = {"step": step, "steps": steps, "call": name, "phase": CALL_LABELS[name], **times}
         if self.folder is not None:
-            write_json(self.folder / NOW, self.now)
+            write_json(self.folder / NOW_FILE, self.current_call)
 
-    def validated(self, metrics: dict[str, Any], validation: dict[str, Any], step: int) -> None:
+    def record_validation(self, metrics: dict[str, Any], validation: dict[str, Any], step: int) -> None:
         """Record a validation before this process's first step; `step` is 0, or the step resumed from."""
         self.trainer.actor_rollout_wg.take_report()  # drop the counts of its weight sync and rollout
         take_calls()
@@ -233,13 +236,13 @@ class Run:
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
         emulator = load_emulation(recipe.platform)
-        self.emulated = None if emulator is None else emulator.summary([report["emulated"] for report in reports])
+        self.emulated = None if emulator is None else emulator.total_usage([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
             sums = [report["log_prob_sums"] for report in reports]
             metrics = rollout_correction.add_worker_metrics(metrics, sums, recipe)
         if group.cache is not None:
             metrics = group.cache.drop_partition_metrics(metrics)
-        record = step_record.record_of(step, metrics, reports)
+        record = step_record.make_record(step, metrics, reports)
         if self.fixed_data is not None:
             found = self.fixed_data.step_metrics(metrics)
             metrics |= found
@@ -248,48 +251,48 @@ class Run:
             record |= {"reward": None, "objective": {name.rpartition("/")[2]: value for name, value in found.items()}}
         if recipe.train.skip_old_log_prob:
             record["seconds"].pop("log_prob", None)
-        record["logprob_delta"] = self._delta(metrics)
+        record["logprob_delta"] = self._logprob_delta(metrics)
         if engine.is_on("dispatch.put_once"):
-            record["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
+            record["dispatch"] = dispatch_counts([report["starts"] for report in reports])
         record |= group.end_step()
-        record["rates"] = self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
-        record["alarms"] = [vars(a) for a in alarms.alarms_of(record, self.summary.steps, metrics, recipe.alarms)]
+        record["rates"] = self.rates.step_rates(group.lengths, record["tokens"], record["seconds"])
+        record["alarms"] = [vars(a) for a in alarms.step_alarms(record, self.summary.steps, metrics, recipe.alarms)]
         self.summary.add_step(record)
-        self._show(record)
-        metrics = {**metrics, **step_record.metrics_of(record)}
+        self._show_step(record)
+        metrics = {**metrics, **step_record.record_metrics(record)}
         self.summary.add_metrics(step, metrics)
         return record, metrics
 
-    def _show(self, record: dict[str, Any]) -> None:
-        for prefix, columns in step_record.tables(self.run):
+    def _show_step(self, record: dict[str, Any]) -> None:
+        for prefix, columns in step_record.table_columns(self.run):
             if len(self.summary.steps) == 1:
-                self.progress.say(f"{prefix} {step_record.header(columns, self.fixed_data is not None)}")
-            self.progress.say(f"{prefix} {step_record.row(record, columns)}")
-        for text in step_record.lines_of(record):
+                self.progress.say(f"{prefix} {step_record.table_header(columns, self.fixed_data is not None)}")
+            self.progress.say(f"{prefix} {step_record.table_row(record, columns)}")
+        for text in step_record.record_lines(record):
             self.progress.say(f"| {text}")
 
     def check_step(self, record: dict[str, Any]) -> None:
         """End the run if a recorded step is beyond a limit: skipped optimizer steps, log-probs, alarms."""
-        alarms.check_skipped(record, self.recipe.train.max_skipped_steps)
+        alarms.check_skipped_steps(record, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
-        if check.action == "stop" and self._compared():
+        if check.action == "stop" and self._must_compare():
             limit = getattr(check, f"max_mean_{self.recipe.dtype}")
             logprob_check.check_delta(record["step"], record["logprob_delta"], limit)
-        alarms.check(record, self.recipe.alarms.action)
+        alarms.check_alarms(record, self.recipe.alarms.action)
 
-    def _delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
+    def _logprob_delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Return the step's difference of vLLM's and Megatron's log-probs; None if they were not compared."""
         if self.group.sampled_check is not None:
             report = self.group.sampled_check.report
-            return report and report["delta"]
+            return None if report is None else report["delta"]
         return None if self.not_compared else logprob_check.logprob_delta(metrics)
 
-    def _compared(self) -> bool:
+    def _must_compare(self) -> bool:
         """Return whether log-probs of this step had to be compared."""
         sampled = self.group.sampled_check
         return not self.not_compared if sampled is None else sampled.report is not None
 
-    def end(self, reason: str) -> None:
+    def record_outcome(self, reason: str) -> None:
         """Write the outcome to summary.json."""
         self.summary.data["exit"] = reason
         if self.emulated:
@@ -305,7 +308,7 @@ def _recompute_layers(model: Any) -> int | list[int] | None:
     return layers if layers is None or isinstance(layers, int) else list(layers)
 
 
-def reason_of(error: BaseException, raised_by: str = "") -> str:
+def exit_reason(error: BaseException, raised_by: str = "") -> str:
     """Return the error's type and message; for a worker's error, without the traceback that Ray puts before it.
 
     raised_by: names the worker, as the beginning of the sentence.
@@ -322,9 +325,9 @@ def fit_as_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
-        run = Run(trainer)
-        with active_run.set(run), current_fixed_data.set(run.fixed_data):
-            return run.around(lambda: original(trainer))
+        run = TrainerRun(trainer)
+        with current_run.set(run), current_fixed_data.set(run.fixed_data):
+            return run.fit_recorded(lambda: original(trainer))
 
     return fit
 
@@ -337,10 +340,10 @@ def log_with_run(original: Callable) -> Callable:
         def log(metrics: dict[str, Any]) -> Any:
             return original(self, metrics, step, *args, **kwargs)
 
-        if active_run.value is not None and "critic/score/mean" in data:
-            return active_run.value.after_step(data, step, log)
-        if active_run.value is not None and (validation := validation_of(data)):
-            active_run.value.validated(data, validation, step)
+        if current_run.value is not None and "critic/score/mean" in data:
+            return current_run.value.after_step(data, step, log)
+        if current_run.value is not None and (validation := read_validation(data)):
+            current_run.value.record_validation(data, validation, step)
         return log(data)
 
     return log_metrics

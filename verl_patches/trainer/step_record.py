@@ -1,9 +1,9 @@
 """Make the record of one step from verl's metrics and the workers' reports, for summary.json, table and metrics.
 
-record_of     makes the step's record in summary.json
-row, header   format the step table
-lines_of      yields the lines shown below the step's row
-metrics_of    returns the record's figures for Tracking and metrics.jsonl
+make_record              makes the step's record in summary.json
+table_header, table_row  format the step table
+record_lines             yields the lines shown below the step's row
+record_metrics           returns the record's figures for Tracking and metrics.jsonl
 """
 
 from __future__ import annotations
@@ -19,62 +19,62 @@ from verl_patches.memory.ledger import memory_summary, violation_text
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.ratio_settings import needs_old_log_probs
-from verl_patches.trainer.validation import validation_of
+from verl_patches.trainer.validation import read_validation
 
 # columns of the step table after step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step
 # and memory; --wide shows all columns
-NARROW = ("rollout s", "update s", "step s", "held MB")
+NARROW_COLUMNS = ("rollout s", "update s", "step s", "held MB")
 PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
-WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
 # on fixed data: accuracy is added, loss and margin replace reward and |dlogp|, and columns of a rollout are left out
-OBJECTIVE_COLUMNS, OF_ROLLOUT = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
+OBJECTIVE_COLUMNS, ROLLOUT_COLUMNS = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
 # columns of a run with a critic, from verl's metrics; expl_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
-SKIPPED_STEPS, ALARMS = "recipe/skipped_steps", "recipe/alarms"  # names of our metrics
+SKIPPED_STEPS_METRIC, ALARM_METRICS = "recipe/skipped_steps", "recipe/alarms"  # names of our metrics
 
 
-def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of `step` from verl's metrics and every worker's `take_report` (worker/recipe_worker.py).
 
     Values that neither has are None here and set in trainer/run.py: rewards, objective, logprob_delta, dispatch, rates,
     alarms.
     """
 
-    def of(name: str) -> list[Any]:
+    def reported(name: str) -> list[Any]:
         return [report[name] for report in reports]
 
     return {
         "step": step,
-        "seconds": phase_seconds(metrics, of("seconds")),
+        "seconds": phase_seconds(metrics, reported("seconds")),
         "reward": float(metrics["critic/score/mean"]),
         "rewards": None,
         "objective": None,
-        "val": validation_of(metrics),
-        "tokens": tokens_of_step(metrics),
-        "grad_norm": _number(metrics.get("actor/grad_norm")),
-        "critic": critic_of_step(metrics),
+        "val": read_validation(metrics),
+        "tokens": token_counts(metrics),
+        "grad_norm": _finite_number(metrics.get("actor/grad_norm")),
+        "critic": critic_figures(metrics),
         "logprob_delta": None,
-        "sync": sync_of_step(of("sync")),
-        "memory": memory_summary(of("memory")),
-        "offload": offload_summary(of("moves")),
+        "sync": sync_totals(reported("sync")),
+        "memory": memory_summary(reported("memory")),
+        "offload": offload_summary(reported("moves")),
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
-        "rebalance": rebalance_of_step(of("rebalance")),
-        "routing_replay": replay_of_step(of("routing_replay")),
-        "skipped": skipped_of_step(of("skipped")),
+        "rebalance": rebalance_totals(reported("rebalance")),
+        "routing_replay": replay_totals(reported("routing_replay")),
+        "skipped": skipped_totals(reported("skipped")),
         "rates": None,
-        "profile": profile_of_step(of("profile")),
+        "profile": trace_files(reported("profile")),
         "alarms": [],
     }
 
 
-def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
+def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """Return {name: value} of the record's figures that verl's metrics do not have."""
     metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
     metrics |= _rates_by_name(record["rates"])
@@ -84,22 +84,23 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
     if record["routing_replay"]:
         metrics["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
     if record["skipped"]:
-        metrics[SKIPPED_STEPS] = record["skipped"]["steps"]
-    metrics |= {f"recipe/keep_groups/{name}": float(value) for name, value in record.get("keep_groups", {}).items()}
-    return metrics | {f"{ALARMS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
+        metrics[SKIPPED_STEPS_METRIC] = record["skipped"]["steps"]
+    metrics |= {f"recipe/filter_groups/{name}": float(value) for name, value in record.get("filter_groups", {}).items()}
+    return metrics | {f"{ALARM_METRICS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
 
 
-def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
+def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the step's row: traces, violations of the memory schedule, skipped steps, alarms."""
     step = f"step {record['step']}: "
     if record["profile"]:
-        yield step + said_of_profile(record["profile"])
+        yield step + trace_text(record["profile"])
     if record["memory"] and (said := violation_text(record["memory"]["violations"])):
         yield said
     if record["skipped"] and record["skipped"]["steps"]:
-        yield step + said_of_skipped(record["skipped"])
-    if kept := record.get("keep_groups"):
-        yield step + "{differ} of {prompts} prompts in {drawn_batches} batches have rewards that differ".format(**kept)
+        yield step + skipped_text(record["skipped"])
+    if filtered_groups := record.get("filter_groups"):
+        text = "{differ} of {prompts} prompts in {drawn_batches} batches have responses with different rewards"
+        yield step + text.format(**filtered_groups)
     for alarm in record["alarms"]:
         yield f"{step}alarm {alarm['name']}: {alarm['text']}"
 
@@ -112,19 +113,19 @@ def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, f
     and update, and is not subtracted from them.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
-    of_phase = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
+    phase_s = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
     for phase in (phase.name for phase in STEP_PHASES if phase.timer is None):
-        of_phase[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
+        phase_s[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
     if "testing" in timers:
-        of_phase[VALIDATE] = timers["testing"]
-    if "rollout" in of_phase:
-        of_phase["rollout"] += timers.get("gen_max", 0.0)
-        of_phase["rollout"] = max(of_phase["rollout"] - of_phase["reshard"], 0.0)
-    of_phase["step"] = timers.get("step", 0.0)
-    return {phase: round(seconds, 4) for phase, seconds in of_phase.items()}
+        phase_s[VALIDATE] = timers["testing"]
+    if "rollout" in phase_s:
+        phase_s["rollout"] += timers.get("gen_max", 0.0)
+        phase_s["rollout"] = max(phase_s["rollout"] - phase_s["reshard"], 0.0)
+    phase_s["step"] = timers.get("step", 0.0)
+    return {phase: round(seconds, 4) for phase, seconds in phase_s.items()}
 
 
-def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
+def token_counts(metrics: Mapping[str, float]) -> dict[str, float] | None:
     """Return a step's numbers of tokens without padding, from verl's metrics; None if verl has none.
 
     total, responses: tokens of prompts and responses, of responses only; response_mean, response_max: lengths;
@@ -143,13 +144,13 @@ def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
     }
 
 
-def critic_of_step(metrics: Mapping[str, float]) -> dict[str, float | None] | None:
+def critic_figures(metrics: Mapping[str, float]) -> dict[str, float | None] | None:
     """Return {loss, grad_norm, explained_var} of the critic's update; None in a run without a critic."""
-    found = {name: _number(metrics.get(key)) for name, key in _CRITIC.items()}
+    found = {name: _finite_number(metrics.get(key)) for name, key in _CRITIC.items()}
     return found if _CRITIC["loss"] in metrics else None
 
 
-def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
+def sync_totals(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the totals of a step's weight syncs, from every worker's reports; None if verl's own path did them.
 
     Bytes are per rank, as maximum and mean over ranks, summed over the step's syncs (a validation syncs too).
@@ -162,8 +163,8 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     sync: dict[str, Any] = {"syncs": max(map(len, workers))}
     sync |= {fact: any(report[fact] for report in every) for fact in ("verified", "learnt")}
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
-        of_rank = [sum(report[name] for report in reports) for reports in workers]
-        sync[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
+        rank_bytes = [sum(report[name] for report in reports) for reports in workers]
+        sync[name] = {"max": max(rank_bytes), "mean": round(sum(rank_bytes) / len(rank_bytes))}
     sync["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
     sync["peak_extra_bytes"] = max(report["peak_extra_bytes"] for report in every)
     sync["seconds"] = {
@@ -173,14 +174,16 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     return sync
 
 
-def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
+def rebalance_totals(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
     """Return requests, bytes moved between data-parallel rollout ranks, and slowest rank's seconds; None where off."""
     present = [each for each in counts if each is not None]
+    if not present:
+        return None
     sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
-    return {**sums, "seconds": max(each["seconds"] for each in present)} if present else None
+    return {**sums, "seconds": max(each["seconds"] for each in present)}
 
 
-def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the figures of routing replay over all ranks; None where it is off, or if nothing was replayed.
 
     agreement: share of replayed experts that the routers chose too; experts: number of replayed experts, counted by
@@ -197,7 +200,7 @@ def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None
     }
 
 
-def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+def skipped_totals(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the optimizer steps that the ranks' guards skipped in one training step; None without guards.
 
     steps: optimizer steps skipped; in_a_row: longest series of them; ranks: those whose own gradients are not finite;
@@ -222,13 +225,13 @@ def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] 
     }
 
 
-def said_of_skipped(skipped: Mapping[str, Any]) -> str:
+def skipped_text(skipped: Mapping[str, Any]) -> str:
     """Return one line about skipped optimizer steps; empty if there are none."""
     if not skipped["steps"]:
         return ""
     nearest = skipped["nearest"]
     if nearest is None:
-        where = "no rank's own gradient is: their sum over data-parallel ranks, or its norm, is too large for fp32"
+        where = "each rank's own gradients are finite; their sum over data-parallel ranks, or its norm, overflows fp32"
     else:
         ranks = skipped["ranks"]
         others = f" ({len(ranks)} ranks have such gradients)" if len(ranks) > 1 else ""
@@ -236,10 +239,11 @@ def said_of_skipped(skipped: Mapping[str, Any]) -> str:
             f"rank {nearest['rank']}, pipeline stage {nearest['stage']}, {nearest['parameter']} and "
             f"{nearest['parameters'] - 1} more parameters{others}"
         )
-    return f"{skipped['steps']} optimizer step(s) skipped, {skipped['in_a_row']} in a row, for NaN or inf: {where}"
+    count = f"{skipped['steps']} optimizer step(s) skipped, {skipped['in_a_row']} in a row"
+    return f"{count}, for NaN or inf gradients: {where}"
 
 
-def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def trace_files(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Return {files, faults} of a step's traces from every worker's report (worker/profile.py); None without traces."""
     present = [worker for worker in workers if worker is not None]
     if not present:
@@ -247,21 +251,19 @@ def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, An
     return {key: [entry for worker in present for entry in worker[key]] for key in ("files", "faults")}
 
 
-def said_of_profile(profile: Mapping[str, Any]) -> str:
+def trace_text(profile: Mapping[str, Any]) -> str:
     """Return one line about the traces of a step."""
     faults = profile["faults"]
     more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
     return f"profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     """Return a float for JSON, or None for NaN, infinity and None; a skipped update has no gradient norm."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def start_of_workers(
-    seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]
-) -> dict[str, dict[str, float]]:
+def start_seconds(seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return {part: {max_s, mean_s, rank}} of the workers' start, where rank is the slowest.
 
     Seconds are wall time, and CPU time for `cpu`. imports: from the start of the process to the making of its worker;
@@ -296,12 +298,12 @@ class Rates:
         peak = PEAK_FLOPS_PER_S.get(run.platform) if recipe.hardware == "a3" else None
         self.peak_flops_per_s = peak if given is None else given * 1e12
 
-    def of_step(
+    def step_rates(
         self, lengths: Sequence[int] | None, tokens: Mapping[str, float] | None, seconds: Mapping[str, float]
     ) -> dict[str, Any] | None:
         """Return {tokens_per_s_per_rank, generated_per_s_per_rank, tflops_per_s_per_rank, mfu}; None without an update.
 
-        `lengths`: tokens of each sequence, prompt and response, without padding; `tokens`: from `tokens_of_step`.
+        `lengths`: tokens of each sequence, prompt and response, without padding; `tokens`: from `token_counts`.
         tflops_per_s_per_rank, mfu: {step or phase: rate}; tflops_per_s_per_rank is None without a model, mfu without a
         peak.
         """
@@ -336,11 +338,11 @@ def _rates_by_name(rates: Mapping[str, Any] | None) -> dict[str, float]:
 # ---- the step table
 
 
-def tables(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+def table_columns(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (prefix of its lines in progress.log, columns) of a run's narrow and of its wide table."""
-    for prefix, columns, val in (("-", NARROW, VAL_COLUMNS), ("+", WIDE, WIDE_VAL_COLUMNS)):
+    for prefix, columns, val in (("-", NARROW_COLUMNS, VAL_COLUMNS), ("+", WIDE_COLUMNS, WIDE_VAL_COLUMNS)):
         if not run.samples:
-            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
+            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in ROLLOUT_COLUMNS))
         if run.recipe.train.routing_replay:
             columns += REPLAY_COLUMNS
         if run.has_critic:
@@ -348,27 +350,28 @@ def tables(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield prefix, (*columns, *(val if run.verl.trainer.test_freq > 0 else ()))
 
 
-def header(columns: Sequence[str], fixed_data: bool = False) -> str:
-    """Return the column names of the step table; `columns` comes from `tables`."""
+def table_header(columns: Sequence[str], fixed_data: bool = False) -> str:
+    """Return the column names of the step table; `columns` comes from `table_columns`."""
     first, last = ("loss", "margin") if fixed_data else ("reward", "|dlogp|")
     return f"{'step':>4} {first:>8} {'grad_norm':>10} {last:>9} " + " ".join(f"{c:>10}" for c in columns)
 
 
-def row(step: dict[str, Any], columns: Sequence[str]) -> str:
-    """Return one row of the step table, with the columns of `header`."""
+def table_row(step: dict[str, Any], columns: Sequence[str]) -> str:
+    """Return one row of the step table, with the columns of `table_header`."""
     first = "-" if step["reward"] is None else f"{step['reward']:.4f}"
     last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     if objective := step.get("objective"):
-        first, last = f"{objective['loss']:.6f}", f"{objective['margin']:.4f}" if "margin" in objective else "-"
+        first = f"{objective['loss']:.6f}"
+        last = f"{objective['margin']:.4f}" if "margin" in objective else "-"
     norm = "skipped" if (step["skipped"] or {}).get("steps") else "-"
     if step["grad_norm"] is not None:
         norm = f"{step['grad_norm']:.5f}"
-    cells = _cells(step)
+    cells = _table_cells(step)
     rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
     return f"{step['step']:>4} {first:>8} {norm:>10} {last:>9} {rest}"
 
 
-def _cells(step: dict[str, Any]) -> dict[str, str]:
+def _table_cells(step: dict[str, Any]) -> dict[str, str]:
     """Return {column: text} of the values that the step has.
 
     Weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory groups of

@@ -14,21 +14,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_MEAN = re.compile(r"val-core/.+/mean@\d+")
-_KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
+_MEAN_METRIC = re.compile(r"val-core/.+/mean@\d+")
+_RECORDED_METRIC = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
 
 
-def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_validation(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return {score, metrics} of the validation in verl's metrics of a step; None if the step did not validate.
 
     score: mean over data sources of mean@n of each source's core variable. metrics: {name: value} of mean, best and maj
     of core variables, and pass@k; all others are in metrics.jsonl only.
     """
-    means = [float(value) for name, value in metrics.items() if _MEAN.fullmatch(name)]
+    means = [float(value) for name, value in metrics.items() if _MEAN_METRIC.fullmatch(name)]
     if not means:
         return None
-    kept = {name: float(value) for name, value in metrics.items() if _KEPT.fullmatch(name)}
-    return {"score": statistics.fmean(means), "metrics": kept}
+    recorded = {name: float(value) for name, value in metrics.items() if _RECORDED_METRIC.fullmatch(name)}
+    return {"score": statistics.fmean(means), "metrics": recorded}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -49,18 +49,18 @@ def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
     def process(data_sources: Sequence[str], sample_inputs: Sequence[str], infos_dict: Mapping, *args, **kwargs) -> Any:
         found = process_validation_metrics(data_sources, sample_inputs, infos_dict, *args, **kwargs)
         core = "acc" if infos_dict.get("acc") else "reward"
-        of_prompt = defaultdict(list)
+        prompt_values = defaultdict(list)
         for source, prompt, value in zip(data_sources, sample_inputs, infos_dict.get(core, ()), strict=False):
-            of_prompt[source, prompt].append(value)
-        not_binary = {source for (source, _), given in of_prompt.items() if not {*given} <= {0, 1}}
+            prompt_values[source, prompt].append(value)
+        not_binary = {source for (source, _), given in prompt_values.items() if not {*given} <= {0, 1}}
         values = defaultdict(list)
-        for (source, _), given in of_prompt.items():
+        for (source, _), given in prompt_values.items():
             n = len(given)
             if n > 1 and source not in not_binary:
                 for k in {*(1 << power for power in range(n.bit_length())), n}:
                     values[source, k].append(pass_at_k(n, int(sum(given)), k))
-        for (source, k), of_prompts in values.items():
-            found[source][core][f"pass@{k}"] = statistics.fmean(of_prompts)
+        for (source, k), estimates in values.items():
+            found[source][core][f"pass@{k}"] = statistics.fmean(estimates)
         return found
 
     return process

@@ -1,7 +1,7 @@
 """Call the workers in the order of one step, for verl's RayPPOTrainer.fit().
 
     fit() calls               calls of workers, without and with recipe.tensor_cache
-    generate_sequences        [begin_rollout]         with recipe.keep_groups, and for recipe.logprob_check.every
+    generate_sequences        [begin_rollout]         with recipe.filter_groups, and for recipe.logprob_check.every
                               generate_sequences      generate_cached, place_cached
                               [end_rollout; compute_log_prob of the check]
     compute_log_prob          compute_log_prob        log_prob_cached      none with recipe.train.skip_old_log_prob
@@ -33,7 +33,7 @@ from verl_patches.rewards.parts import REWARD_PREFIX, part_means
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
-from verl_patches.step.batches.keep_groups import KeepGroupsLoader
+from verl_patches.step.batches.filter_groups import FilterGroupsLoader
 from verl_patches.step.log_probs.logprob_check import unchecked_reason
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
@@ -41,7 +41,7 @@ from verl_patches.step.objectives.advantages import dataset_responses
 from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
 
 T = TypeVar("T")
-_ROLLOUT = "rollout_log_probs"
+_ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class WorkerCalls:
@@ -76,7 +76,7 @@ class WorkerCalls:
 
     def end_rollout(self) -> list[CheckedSamples]:
         """Put engines to sleep; return their samples for the log-prob check."""
-        return _given(self._group.end_rollout())
+        return _present_answers(self._group.end_rollout())
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return old_log_probs and entropys, both [B, S_response]."""
@@ -84,7 +84,7 @@ class WorkerCalls:
 
     def log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
         """Compute and keep old log-probs on the workers; return each sample's entropy (`send_back`: log-probs too)."""
-        return _given(self._group.log_prob_cached(send_back))
+        return _present_answers(self._group.log_prob_cached(send_back))
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ref_log_prob [B, S_response]."""
@@ -92,7 +92,7 @@ class WorkerCalls:
 
     def ref_log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
         """Compute and keep reference log-probs on the workers; return them with `send_back`."""
-        return _given(self._group.ref_log_prob_cached(send_back))
+        return _present_answers(self._group.ref_log_prob_cached(send_back))
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Return the critic's values [B, S_response]."""
@@ -108,10 +108,10 @@ class WorkerCalls:
 
     def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
         """Update the actor on the batch that stayed on the workers; return verl's metrics of each replica."""
-        return _given(self._group.update_cached(advantages))
+        return _present_answers(self._group.update_cached(advantages))
 
 
-def _given(answers: Sequence[T | None]) -> list[T]:
+def _present_answers(answers: Sequence[T | None]) -> list[T]:
     return [answer for answer in answers if answer is not None]
 
 
@@ -149,11 +149,12 @@ class RecipeWorkerGroup:
         self.cache: CachedStep | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
             self.cache = actor.cache if actor else CachedStep.from_trainer(trainer)
-        self.kept_groups: KeepGroupsLoader | None = None
-        if recipe.keep_groups.metric is not None and actor is None:
-            self.kept_groups = KeepGroupsLoader(trainer, self._generate, lambda name: on_call(self.step, name))
+        self.filtered_groups: FilterGroupsLoader | None = None
+        if recipe.filter_groups.metric is not None and actor is None:
+            self.filtered_groups = FilterGroupsLoader(trainer, self._generate, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
-        if (every := recipe.logprob_check.every) is not None and not unchecked_reason(run):
+        every = recipe.logprob_check.every
+        if every is not None and not unchecked_reason(run):
             self.sampled_check = SampledCheck(trainer, every)
 
     def __getattr__(self, name: str) -> Any:
@@ -189,17 +190,21 @@ class RecipeWorkerGroup:
             self._scores_to = self._record_to
         output.batch[SAMPLE] = torch.arange(len(output))
         if self._skip_old_log_prob:  # verl 0.4.0 would compare them with old log-probs, which are not in this batch
-            self._rollout_log_probs = output.batch.pop(_ROLLOUT, None)
+            self._rollout_log_probs = output.batch.pop(_ROLLOUT_LOG_PROBS, None)
         self._on_call(self.step, "reward")
         return output
 
     def _rollout(self, prompts: DataProto) -> DataProto:
-        """Generate with vLLM: several batches with recipe.keep_groups, samples for the log-prob check every N steps."""
+        """Generate with vLLM: several batches for recipe.filter_groups, and at times samples of the log-prob check."""
         request = None if self.sampled_check is None else self.sampled_check.request(self.step)
-        if request is None and self.kept_groups is None:
+        if request is None and self.filtered_groups is None:
             return self._generate(prompts)
-        self._calls.begin_rollout(self.kept_groups is not None, request)
-        output = self._generate(prompts) if self.kept_groups is None else self.kept_groups.draw_kept_groups(prompts)
+        self._calls.begin_rollout(self.filtered_groups is not None, request)
+        output = (
+            self._generate(prompts)
+            if self.filtered_groups is None
+            else self.filtered_groups.draw_filtered_groups(prompts)
+        )
         checked = self._calls.end_rollout()
         if self.sampled_check is not None and request is not None:
             self.sampled_check.compare(checked, self._calls.compute_log_prob)
@@ -259,7 +264,7 @@ class RecipeWorkerGroup:
             metrics = self._calls.update_cached(self.cache.advantages(batch))
             return DataProto(meta_info={"metrics": metrics[0]})
         if self._rollout_log_probs is not None:
-            batch.batch[_ROLLOUT] = self._rollout_log_probs[batch.batch[SAMPLE]]
+            batch.batch[_ROLLOUT_LOG_PROBS] = self._rollout_log_probs[batch.batch[SAMPLE]]
         return self._calls.update_actor(batch)
 
     def _wait_for_checkpoint(self) -> None:
@@ -276,10 +281,10 @@ class RecipeWorkerGroup:
             self._scores_to = None
 
     def end_step(self) -> dict[str, Any]:
-        """Return rewards, the means of their parts, and the reports of tensor_cache, logprob_check and keep_groups."""
+        """Return rewards, means of their parts, and the reports of tensor_cache, logprob_check and filter_groups."""
         facts: dict[str, Any] = {"rewards": self._rewards}
-        if self.kept_groups is not None:
-            facts["keep_groups"] = self.kept_groups.report
+        if self.filtered_groups is not None:
+            facts["filter_groups"] = self.filtered_groups.report
         if self.cache is not None:
             facts["tensor_cache"] = self.cache.report()
         if self.sampled_check is not None:

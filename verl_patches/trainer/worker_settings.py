@@ -1,6 +1,6 @@
 """Send settings to the workers of a run without our launcher: VERL_PATCHES, network interface, line a3's engine.
 
-With the launcher they come through Ray's runtime_env and its set-up hook, `prelude_then`.
+With the launcher they come through Ray's runtime_env and its set-up hook, `chain_setup_hooks`.
 
 Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
 first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
@@ -25,7 +25,7 @@ from verl_patches.patching.switches import PATCHES_VAR
 # verl sets both only for the actors of its worker groups
 # (verl.single_controller.ray.base.RayWorkerGroup._init_with_resource_pool); a scheduler that started the driver may
 # have set RANK alone
-VERLS_WORKERS = {"RANK", "WG_PREFIX"}
+VERL_WORKER_VARIABLES = {"RANK", "WG_PREFIX"}
 
 
 def send_switches(original: Callable) -> Callable:
@@ -64,21 +64,21 @@ def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] |
 
     from ray.experimental.internal_kv import _internal_kv_put
 
-    _internal_kv_put(_key(), json.dumps({"engine": engine, "network": network}))
+    _internal_kv_put(_settings_key(), json.dumps({"engine": engine, "network": network}))
 
 
 def prepare_from_controller(_: Any) -> None:
     """Set a training worker's network interface and prepare its engine, at verl's import and before Megatron's.
 
     It does nothing in other processes, and in runs of our launcher, whose controller stores no settings (see
-    `prelude_then`).
+    `chain_setup_hooks`).
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return
     from ray.experimental.internal_kv import _internal_kv_get
 
-    sent = _internal_kv_get(_key()) if os.environ.keys() >= VERLS_WORKERS else None
+    sent = _internal_kv_get(_settings_key()) if os.environ.keys() >= VERL_WORKER_VARIABLES else None
     if sent is None:
         return
     import json
@@ -94,7 +94,7 @@ def prepare_from_controller(_: Any) -> None:
         prepare(settings["engine"])
 
 
-def prelude_then(
+def chain_setup_hooks(
     user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
 ) -> Callable[[], None]:
     """Return the function that each Ray worker process runs first; user_hook is callable or "package.module.function".
@@ -107,7 +107,7 @@ def prelude_then(
         importlib.import_module(PRELUDE)
         if network is not None:
             importlib.import_module("verl_patches.platform.npu").set_interface(**network)
-        is_worker = os.environ.keys() >= VERLS_WORKERS
+        is_worker = os.environ.keys() >= VERL_WORKER_VARIABLES
         if engine is not None and is_worker:
             start = "verl_patches.model.mindspeed.start"  # at verl's import: die visible, Megatron not imported
             hooks.after_import("verl", lambda _: importlib.import_module(start).prepare(engine))
@@ -123,7 +123,7 @@ def prelude_then(
     return prelude_hook  # Ray requires a function with a name, not a partial
 
 
-def _key() -> str:
+def _settings_key() -> str:
     import ray
 
     return f"verl_patches/settings/{ray.get_runtime_context().get_job_id()}"

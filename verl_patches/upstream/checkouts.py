@@ -14,8 +14,8 @@ from verl_patches.platform import NO_DEVICE
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.pins import load_pins
 
-LINE = "a3"  # the line whose pins are git repositories; the other line's packages come from the index
-FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"
+GIT_LINE = "a3"  # the line whose pins are git repositories; the other line's packages come from the index
+FETCH_HINT = "bash scripts/fetch_upstream.sh --dest DIR clones them"
 VERL_CONFIG = "ppo_megatron_trainer"
 GIT_S = 120  # time limit of a git command
 
@@ -39,29 +39,31 @@ def git(folder: Path, *args: str) -> str:
     return done.stdout
 
 
-def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
+def find_trees(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
     """Return the trees of `--upstream DIR` (the line's repositories that pip does not install) or `--verl-path DIR`.
 
     vLLM is not among them: pip installs it (on the CPU the wheel of that version). Raises ConfigError if both are given
     and for a folder that lacks a repository.
     """
     if upstream is None:
-        folder = None if verl_path is None else Path(verl_path).absolute()
-        return Trees() if folder is None else Trees(("--verl-path", str(folder)), (folder,), folder)
+        if verl_path is None:
+            return Trees()
+        folder = Path(verl_path).absolute()
+        return Trees(("--verl-path", str(folder)), (folder,), folder)
     if verl_path is not None:
         raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
-    folder, pins = Path(upstream).absolute(), load_pins().line(LINE)
+    folder, pins = Path(upstream).absolute(), load_pins().line(GIT_LINE)
     plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
     wanted = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages]
     missing = [name for name in wanted if not (folder / name).is_dir()]
     if missing:
         raise ConfigError(
-            f"--upstream {upstream}: expected clones of {', '.join(plain)}, found no {', '.join(missing)}; {FETCH}"
+            f"--upstream {upstream}: expected clones of {', '.join(plain)}, found no {', '.join(missing)}; {FETCH_HINT}"
         )
     return Trees(("--upstream", str(folder)), tuple(folder / name for name in plain), folder / "verl")
 
 
-def for_platform(platform: str, trees: Trees) -> Trees:
+def add_platform_trees(platform: str, trees: Trees) -> Trees:
     """Return `trees`; platform npu_emulated adds vllm-ascend, which pip cannot build, as its compiled part is emulated.
 
     Raises ConfigError where there is no such folder.
@@ -70,11 +72,13 @@ def for_platform(platform: str, trees: Trees) -> Trees:
         return trees
     folder = trees.verl.parent / "vllm-ascend"
     if not (folder / "vllm_ascend").is_dir():
-        raise ConfigError(f"platform npu_emulated: expected a clone of vllm-ascend in {folder}, found none; {FETCH}")
+        raise ConfigError(
+            f"platform npu_emulated: expected a clone of vllm-ascend in {folder}, found none; {FETCH_HINT}"
+        )
     return replace(trees, folders=(*trees.folders, folder))
 
 
-def commit_of(folder: Path) -> str | None:
+def head_commit(folder: Path) -> str | None:
     """Return the commit that is checked out in `folder`; None where it is not the root of a git checkout."""
     return git(folder, "rev-parse", "HEAD").strip() if (folder / ".git").exists() else None
 
@@ -90,7 +94,7 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
         if (root / "trainer" / "config" / f"{VERL_CONFIG}.yaml").is_file():
             return (root / "trainer" / "config").resolve()
     raise ConfigError(
-        f"{wanted} has no trainer/config/{VERL_CONFIG}.yaml; "
+        f"{wanted}: expected trainer/config/{VERL_CONFIG}.yaml, found none; "
         "run scripts/setup.sh, or give --verl-path with the folder of a verl checkout"
     )
 
@@ -98,43 +102,43 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
 def require_trees(run: RunSpec) -> None:
     """Raise ConfigError where the line of a run does not fit its trees."""
     line, given = run.line, run.trees.option[:1] == ("--upstream",)
-    if given and line != LINE:
+    if given and line != GIT_LINE:
         raise ConfigError(
-            f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
-            f"(recipe.line={LINE}), or omit --upstream"
+            f"--upstream contains line {GIT_LINE}, but recipe.line is {line}: give --line {GIT_LINE} "
+            f"(recipe.line={GIT_LINE}), or omit --upstream"
         )
-    if line == LINE and run.platform in NO_DEVICE and not given:
+    if line == GIT_LINE and run.platform in NO_DEVICE and not given:
         raise ConfigError(
-            f"line {LINE} on platform {run.platform} runs the pinned git sources, and no folder was given: "
-            f"give --upstream DIR; {FETCH}"
+            f"line {GIT_LINE} on platform {run.platform}: expected a folder of the pinned git sources, found none; "
+            f"give --upstream DIR; {FETCH_HINT}"
         )
 
 
-def verl_check(line: str, trees: Trees) -> tuple[bool, str]:
-    """Return (whether the configuration is composed over the verl version that `line` pins, one sentence about it)."""
+def compare_verl_version(line: str, trees: Trees) -> tuple[bool, str]:
+    """Return (whether the configuration's verl is the version that `line` pins, one sentence about it)."""
     package = verl_config_dir(trees.verl).parents[1]
     file, pins = package / "version" / "version", load_pins().line(line)
     found = file.read_text().strip() if file.is_file() else "of an unknown version"
     pin = pins.repositories.get("verl")
     wanted = pin.version if pin else pins.packages["verl"]
     if found == wanted:
-        return True, f"composed over verl {found}, {package}"
+        return True, f"configuration taken from verl {found} ({package})"
     if pin:
         wanted += f" ({pin.commit[:12]})"
-        todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH}"
+        todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH_HINT}"
     else:
         todo = "omit --upstream and --verl-path; bash scripts/setup.sh installs it"
-    return False, f"composed over verl {found}, {package}, but line {line} pins {wanted}: {todo}"
+    return False, f"configuration taken from verl {found} ({package}), but line {line} pins {wanted}; {todo}"
 
 
 def verl_checks(run: RunSpec) -> Iterator[Check]:
     """Check the version of verl: a plan accepts any version, a start needs the line's own."""
-    fits, said = verl_check(run.line, run.trees)
-    yield Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
+    fits, sentence = compare_verl_version(run.line, run.trees)
+    yield Check("verl", True, sentence if fits else f"a start is refused: {sentence}", note=not fits)
 
 
-def require_verl(line: str, trees: Trees) -> None:
+def require_verl_version(line: str, trees: Trees) -> None:
     """Raise ConfigError where a run would start with another version of verl than `line` pins."""
-    fits, sentence = verl_check(line, trees)
+    fits, sentence = compare_verl_version(line, trees)
     if not fits:
         raise ConfigError(sentence)

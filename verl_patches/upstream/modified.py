@@ -19,11 +19,11 @@ from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import FETCH, commit_of, git
+from verl_patches.upstream.checkouts import FETCH_HINT, git, head_commit
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = f"verl/{install_prelude.WORKER_FILE}"
-_SHOWN = 5  # files that are shown of a long list
+_SHOWN_FILES = 5  # files that are shown of a long list
 
 
 def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
@@ -33,12 +33,12 @@ def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
     them as `dirty`.
     """
     recipe = run.recipe
-    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, run.trees)
+    line, roots = load_pins().line(recipe.line), package_roots(recipe.line, run.trees)
     absent = [package for package in PACKAGES[recipe.line] if package not in roots]
     if absent and recipe.platform == "npu":
         raise ConfigError(
             f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
-            f"neither; run this in the image of the line; {FETCH}"
+            f"neither; run this in the image of the line; {FETCH_HINT}"
         )
     problems = [f for f in source_findings(line, roots) if f.state == "problem"]
     if problems and recipe.drift == "strict":
@@ -51,10 +51,12 @@ def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
     return {f.name: [*(f.details or (f.found,))] for f in problems}
 
 
-def roots_of(line: str, trees: Trees) -> dict[str, Path]:
+def package_roots(line: str, trees: Trees) -> dict[str, Path]:
     """Return {top-level package of `line`: the folder that holds it}, in the trees, else in this interpreter."""
-    of_tree = {package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()}
-    roots = {package: of_tree.get(package) or installed_root(package) for package in PACKAGES[line]}
+    tree_roots = {
+        package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()
+    }
+    roots = {package: tree_roots.get(package) or installed_root(package) for package in PACKAGES[line]}
     return {package: root for package, root in roots.items() if root is not None}
 
 
@@ -64,9 +66,9 @@ def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     Its name is that of the pin file. It is a problem where files differ (all are in `details`), where commit or version
     differs, and where there is nothing to compare with.
     """
-    of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
+    pins = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
-        name, pin = of_package.get(package, (package, None))
+        name, pin = pins.get(package, (package, None))
         if pin is not None and (root / ".git").exists():
             yield _tree_finding(name, root.resolve(), pin)
         else:
@@ -80,7 +82,7 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
         "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources"
     )
     try:
-        head, files = commit_of(folder), tree_changes(folder)
+        head, files = head_commit(folder), tree_changes(folder)
     except RecipeError as error:
         return Finding(name, "problem", str(folder), expected, f"cannot be compared: {error}", todo)
     found = [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
@@ -92,9 +94,9 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
 
 def files_text(files: Sequence[str]) -> str:
     """Return the number of changed files and the first few of them, as text."""
-    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    more = f" and {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
     noun = "files" if len(files) > 1 else "file"
-    return f"{len(files)} {noun} changed: {', '.join(files[:_SHOWN])}{more}"
+    return f"{len(files)} {noun} changed: {', '.join(files[:_SHOWN_FILES])}{more}"
 
 
 def tree_changes(folder: Path) -> list[str]:
@@ -107,7 +109,8 @@ def tree_changes(folder: Path) -> list[str]:
         code, path = entry[:2], entry[3:]
         if path == WORKER_FILE and _has_prelude_alone(folder):
             continue
-        changes.append(f"{path} ({'extra' if code == '??' else 'deleted' if 'D' in code else 'modified'})")
+        change = "deleted" if "D" in code else "modified"
+        changes.append(f"{path} ({'extra' if code == '??' else change})")
     return sorted(changes)
 
 
@@ -119,13 +122,13 @@ def _has_prelude_alone(folder: Path) -> bool:
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
     place, pin = str(root / package), line.repositories.get(name)
-    record = _record_of(package, root)
+    record = _find_record(package, root)
     if record is None and pin is None:  # a copy of the package has the installed one's files
-        record = _record_of(package, installed_root(package))
+        record = _find_record(package, installed_root(package))
     if record is None:
         wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
         if pin:
-            wanted, todo = f"commit {pin.commit[:12]}", FETCH
+            wanted, todo = f"commit {pin.commit[:12]}", FETCH_HINT
         text = "neither a git checkout nor an installed package with a RECORD: cannot be compared"
         return Finding(name, "problem", place, wanted, text, todo)
     distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
@@ -143,7 +146,7 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
     return Finding(name, "fine", place, wanted, f"{distribution} {version}, every file as its RECORD says{unknown}")
 
 
-def _record_of(package: str, root: Path | None) -> Path | None:
+def _find_record(package: str, root: Path | None) -> Path | None:
     """Return the RECORD in `root` that lists files of a top-level package."""
     listed = re.compile(rf"^{re.escape(package)}/", re.MULTILINE)
     records = sorted(root.glob("*.dist-info/RECORD")) if root else ()
@@ -155,11 +158,11 @@ def record_digest(package: str, record: Path) -> str:
 
     Lines that pip adds do not count: other folders (dist-info, scripts), and byte code, which has no hash.
     """
-    lines = sorted(f"{path},{digest}\n" for path, digest in _recorded(package, record).items())
+    lines = sorted(f"{path},{digest}\n" for path, digest in _wheel_files(package, record).items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _recorded(package: str, record: Path) -> dict[str, str]:
+def _wheel_files(package: str, record: Path) -> dict[str, str]:
     """Return {path: hash} of the files of a top-level package that a wheel brought."""
     with record.open(newline="") as text:
         rows = [(path, digest) for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")]
@@ -171,7 +174,7 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
 
     Extra files count where Python imports them.
     """
-    wanted, changes = _recorded(package, record), []
+    wanted, changes = _wheel_files(package, record), []
     for path, digest in wanted.items():
         if not (root / path).is_file():
             changes.append(f"{path} (deleted)")

@@ -16,12 +16,12 @@ from verl_patches.values import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 
-Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+CommitHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, StringConstraints(min_length=1)]  # a package's exact version, or a pattern such as 0.1*
 LineName = Annotated[str, StringConstraints(pattern="^(pypi|a3)$")]
 LineOrBoth = Annotated[str, StringConstraints(pattern="^(both|pypi|a3)$")]  # both: the same on both lines
-Kind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
+ValueKind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
 
 
 class _Strict(BaseModel):
@@ -36,7 +36,7 @@ class Repository(_Strict):
     """
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    commit: Hash
+    commit: CommitHash
     packages: tuple[str, ...]
     version: Version
     ref: str | None = None
@@ -44,7 +44,7 @@ class Repository(_Strict):
     by_pip: bool = False
 
 
-class Words(_Strict):
+class Phrase(_Strict):
     """Hold one phrase of the table of pins in both languages."""
 
     en: str
@@ -59,7 +59,7 @@ class Variable(_Strict):
     """
 
     read_by: Mapping[LineOrBoth, tuple[str, ...]]
-    allowed: Kind | tuple[str, ...]
+    allowed: ValueKind | tuple[str, ...]
     note: str = ""
 
     def reads(self, line: str) -> tuple[str, ...]:
@@ -122,8 +122,8 @@ class Line(_Strict):
     compared file by file.
     """
 
-    use: Words
-    state: Words
+    use: Phrase
+    state: Phrase
     engine: Literal["V0", "V1"]
     python: Annotated[tuple[Version, ...], Field(min_length=1)]
     packages: Mapping[str, Version]
@@ -133,7 +133,7 @@ class Line(_Strict):
     limits: tuple[str, ...] = ()
     container: Container | None = None
 
-    def chosen(self, only: Sequence[str] = ()) -> dict[str, Repository]:
+    def choose_repositories(self, only: Sequence[str] = ()) -> dict[str, Repository]:
         """Return the repositories that `only` names, or all if it is empty; ConfigError for an unknown name."""
         if not self.repositories:
             raise ConfigError("the line has no repositories; bash scripts/setup.sh installs its packages")
@@ -154,10 +154,13 @@ class Pins(_Strict):
 
     @field_validator("unsupported", mode="before")
     @classmethod
-    def _one_entry_a_key(cls, groups: Any) -> list[Any]:
+    def _expand_keys(cls, groups: Any) -> list[Any]:
         """Return one entry per key of the file's groups, whose `keys`, {key: neutral values}, share other fields."""
-        groups = [dict(group) for group in groups]
-        return [{"key": key, "neutral": one, **group} for group in groups for key, one in group.pop("keys").items()]
+        entries: list[Any] = []
+        for group in map(dict, groups):
+            keys = group.pop("keys")
+            entries += [{"key": key, "neutral": neutral, **group} for key, neutral in keys.items()]
+        return entries
 
     def line(self, name: str) -> Line:
         """Return the pins of one line; ConfigError names the known lines."""

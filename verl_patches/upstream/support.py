@@ -21,7 +21,7 @@ from verl_patches.values import is_secret_value, is_secret_variable, unknown_key
 
 # an unlisted variable with such a prefix is reported, as its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
-_ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+_ENGINE_PREFIX = "actor_rollout_ref.rollout.engine_kwargs.vllm."
 
 
 def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
@@ -37,11 +37,11 @@ def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
     return keys
 
 
-def refusal_of(config: DictConfig, key: str) -> str | None:
+def key_refusal(config: DictConfig, key: str) -> str | None:
     """Return why the pin file refuses a key or a section above it; None if it accepts both."""
     for entry in load_pins().unsupported_on(config.recipe.line):
         if f"{key}.".startswith(f"{entry.key}."):
-            return refusal(entry, OmegaConf.select(config, entry.key), config.recipe.line)
+            return refusal_text(entry, OmegaConf.select(config, entry.key), config.recipe.line)
     return None
 
 
@@ -49,11 +49,11 @@ def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str
     """Yield entries for keywords of vLLM's engine that verl itself passes, or that the installed vLLM lacks."""
     given = load_pins().given_by_verl
     for keyword in engine:
-        if (key := f"{_ENGINE}{keyword}") in listed:
+        if (key := f"{_ENGINE_PREFIX}{keyword}") in listed:
             continue
         if keyword in given.keywords:
             decides = given.keywords[keyword]
-            why = f"verl passes this keyword to vLLM itself ({given.at[line]}), twice is a TypeError"
+            why = f"verl already passes this keyword to vLLM ({given.at[line]}), and passing it twice is a TypeError"
             instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
         elif (arguments := engine_arguments()) and keyword not in arguments:
             why, instead = "the installed vLLM has no such argument", unknown_key(keyword, arguments, "remove it")
@@ -73,36 +73,40 @@ def engine_arguments() -> dict[str, None]:
             init = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
             targets = (node.target for node in body if isinstance(node, ast.AnnAssign))
             fields = (target.id for target in targets if isinstance(target, ast.Name))
-            names |= dict.fromkeys(fields if init is None else (word.arg for word in init.args.args[1:]))
+            if init is not None:
+                fields = (word.arg for word in init.args.args[1:])
+            names |= dict.fromkeys(fields)
     return names
 
 
 def support_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse keys that the run's line does not support; a planned key is a note, which allows only a dry run."""
     for entry, value in refused_keys(run):
-        text = refusal(entry, value, run.line)
+        text = refusal_text(entry, value, run.line)
         planned = f"a start is refused: {text}"
         yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)
 
 
-def refusal(entry: Unsupported, value: Any, line: str) -> str:
+def refusal_text(entry: Unsupported, value: Any, line: str) -> str:
     """Return one sentence: the key and its value, why the line does not support it, what to set instead."""
     neutral = " or ".join("null" if word is None else str(word) for word in entry.neutral)
     return f"{entry.key} is {value}, line {line} supports {neutral} only: {entry.why}. Instead: {entry.instead}"
 
 
-def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided: Collection[str] = ()) -> list[Finding]:
+def shell_findings(
+    line: str, environ: Mapping[str, str] | None = None, replaced: Collection[str] = ()
+) -> list[Finding]:
     """Return a finding for each variable of `environ` (default: this process) that is listed or has a known prefix.
 
     It is a problem if no pin reads the variable, or if its value is not allowed on `line`, unless the launcher replaces
-    it (`decided`). It is a note if only another line reads the variable, or the pin file does not list it.
+    it (`replaced`). It is a note if only another line reads the variable, or the pin file does not list it.
     """
     pins, variables = load_pins(), sorted((os.environ if environ is None else environ).items())
-    findings = (_shell_finding(pins, line, name, value, name in decided) for name, value in variables)
+    findings = (_shell_finding(pins, line, name, value, name in replaced) for name, value in variables)
     return [finding for finding in findings if finding]
 
 
-def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) -> Finding | None:
+def _shell_finding(pins: Pins, line: str, name: str, given: str, replaced: bool) -> Finding | None:
     value = "(set)" if given and (is_secret_variable(name) or is_secret_value(given)) else given
     if name in pins.read_nowhere:
         return Finding(name, "problem", "shell", "unset", value, f"unset {name}: {pins.read_nowhere[name]}")
@@ -119,7 +123,7 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
             parse_switches(given)
         except ConfigError as error:
             return Finding(name, "problem", "shell", variable.note, value, f"correct or unset it: {error}")
-    if decided:
+    if replaced:
         return Finding(name, "fine", "shell", "", value, "the launcher replaces it")
     if variable.accepts(given):
         return Finding(name, "fine", pins.read_by(name, line), variable.allowed_text, value)

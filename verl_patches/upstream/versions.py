@@ -19,15 +19,15 @@ from pathlib import Path
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches
-from verl_patches.upstream.checkouts import FETCH, Trees
-from verl_patches.upstream.modified import roots_of, source_findings
+from verl_patches.upstream.checkouts import FETCH_HINT, Trees
+from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import Line, load_pins, same_version
 from verl_patches.upstream.support import shell_findings
 
 _VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
 
 
-def _distribution(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -36,15 +36,15 @@ def _distribution(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe the machine that `compare` inspects; the defaults are this process and this machine."""
+    """Describe the machine that `compare_pins` inspects; the defaults are this process and this machine."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     ascend: Path = Path("/usr/local/Ascend")
     python: str = platform.python_version()
-    distribution: Callable[[str], str | None] = _distribution
+    distribution: Callable[[str], str | None] = _installed_version
 
 
-def compare(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
+def compare_pins(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
     """Compare the pins of one line with `machine`, its environment variables and `trees`; notes list the line's limits.
 
     The default line is that of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin
@@ -57,11 +57,13 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
         PATCHES_VAR if "line=" in given else f"{PATCHES_VAR} names no line: production",
     )
     pinned = pins.line(name)
-    sources = [*_sources(name, pinned, roots_of(name, trees or Trees()))]
+    sources = [*_source_findings(name, pinned, package_roots(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
-    findings = [Finding("line", "fine", "--line" if line else why, "", name), _python(pinned, machine)]
-    findings += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
-    findings += [_ascend(key, version, machine) for key, version in pinned.system.items()]
+    findings = [Finding("line", "fine", "--line" if line else why, "", name), _python_finding(pinned, machine)]
+    findings += [
+        _package_finding(key, version, machine) for key, version in pinned.packages.items() if key not in compared
+    ]
+    findings += [_ascend_finding(key, version, machine) for key, version in pinned.system.items()]
     findings += sources
     findings += shell_findings(name, machine.environ)
     findings += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
@@ -75,18 +77,18 @@ def installed_line(machine: Machine | None = None) -> str | None:
     """Return the line whose pinned packages are all installed; None without one."""
     machine = machine or Machine()
     for name, line in load_pins().lines.items():
-        if all(_package(key, version, machine).state == "fine" for key, version in line.packages.items()):
+        if all(_package_finding(key, version, machine).state == "fine" for key, version in line.packages.items()):
             return name
     return None
 
 
-def _python(pinned: Line, machine: Machine) -> Finding:
+def _python_finding(pinned: Line, machine: Machine) -> Finding:
     fits, wanted = ".".join(machine.python.split(".")[:2]) in pinned.python, " or ".join(pinned.python)
     todo = "" if fits else f"run this with Python {wanted}, which the line's pins support"
     return Finding("python", "fine" if fits else "problem", "", wanted, machine.python, todo)
 
 
-def _package(name: str, pinned: str, machine: Machine) -> Finding:
+def _package_finding(name: str, pinned: str, machine: Machine) -> Finding:
     found = machine.distribution(name)
     if found and same_version(pinned, found):
         return Finding(name, "fine", "", pinned, found)
@@ -94,7 +96,7 @@ def _package(name: str, pinned: str, machine: Machine) -> Finding:
     return Finding(name, "problem", "", pinned, found or "not installed", todo)
 
 
-def _ascend(name: str, pinned: str, machine: Machine) -> Finding:
+def _ascend_finding(name: str, pinned: str, machine: Machine) -> Finding:
     found, where = _ascend_version(name, machine)
     if found and found.lower() == pinned.lower():
         return Finding(name, "fine", where, pinned, found)
@@ -133,17 +135,19 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
     return None, str(pattern)
 
 
-def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
+def _source_findings(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     """Yield a finding for each upstream package of the line: the comparison with its pin, or how to get it."""
     yield from source_findings(pinned, roots)
-    of_package = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
+    repository_names = {
+        package: key for key, repository in pinned.repositories.items() for package in repository.packages
+    }
     for package in PACKAGES[name]:
         if package in roots:
             continue
-        key = of_package.get(package)
+        key = repository_names.get(package)
         wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
         if key is not None:
-            wanted, todo = f"commit {pinned.repositories[key].commit[:12]}", f"{FETCH}; then "
+            wanted, todo = f"commit {pinned.repositories[key].commit[:12]}", f"{FETCH_HINT}; then "
             if pinned.repositories[key].by_pip:
                 todo += f"install it: python -m pip install --no-build-isolation --editable DIR/{key}"
             else:

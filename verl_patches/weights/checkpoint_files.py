@@ -57,18 +57,18 @@ from verl_patches.memory.measure import MOMENTS
 from verl_patches.reshard.rank_errors import RankError
 from verl_patches.reshard.train_tensors import NativeTensors, TrainTensor, train_tensors_from_native
 from verl_patches.weights.manifest import (
-    WEIGHT,
+    WEIGHT_ROLE,
     TensorEntry,
     file_problems,
     in_data_order,
+    rank_state_file,
+    rank_tensor_file,
     read_manifest,
-    state_of_rank,
-    tensors_of_rank,
 )
-from verl_patches.weights.reader import DTYPES, WeightReader, tensor_bytes
+from verl_patches.weights.reader import DTYPE_NAMES, WeightReader, tensor_bytes
 from verl_patches.weights.writer import write_bytes, write_tensors
 
-MAIN = "main"
+MAIN_ROLE = "main"
 
 
 class CheckpointError(RankError):
@@ -90,7 +90,7 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
     offset: int
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def tensor_view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of `tensor`."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
@@ -116,7 +116,7 @@ class Walk(NamedTuple):
     size: int
     columns: bool
 
-    def before(self, at: int) -> int:
+    def elements_before(self, at: int) -> int:
         """Return how many elements of the region lie before element `at` of the parameter."""
         line, place = divmod(max(0, at - self.offset), self.step)
         return min(self.size, line * self.width + min(place, self.width))
@@ -136,7 +136,7 @@ class Walk(NamedTuple):
         return tuple(found)
 
 
-def walk_of(held: TrainTensor) -> Walk:
+def region_walk(held: TrainTensor) -> Walk:
     """Return the walk of a held tensor through its native parameter."""
     view, offset = held.tensor, held.tensor.storage_offset()  # `native` begins at 0: see TrainState
     if view.dim() == 1:
@@ -167,27 +167,27 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
     for one in single_optimizers(optimizer):
         if not hasattr(one, "model_param_gbuf_map"):
             raise ConfigError(
-                f"checkpoint: {type(one).__name__} keeps the states of all replicas; expected Megatron's distributed "
-                "optimizer: set actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"
+                f"checkpoint: expected Megatron's DistributedOptimizer, found {type(one).__name__}; "
+                "set actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"
             )
         pairs = (
             (one.model_float16_groups, one.shard_fp32_from_float16_groups, True),
             (one.model_fp32_groups, one.shard_fp32_groups, False),
         )
         for models, mains, has_main in pairs:
-            for model, main in (
-                (m, s) for groups in zip(models, mains, strict=True) for m, s in zip(*groups, strict=True)
-            ):
-                held = one._get_model_param_range_map(model)["param"]
-                yield OptimizerShard(model, held.start, held.end, main, one, _states(one, main, has_main))
+            for groups in zip(models, mains, strict=True):
+                for model, main in zip(*groups, strict=True):
+                    held = one._get_model_param_range_map(model)["param"]
+                    states = _optimizer_states(one, main, has_main)
+                    yield OptimizerShard(model, held.start, held.end, main, one, states)
 
 
-def _states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Tensor]:
+def _optimizer_states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Tensor]:
     swapped = getattr(type(one), "param_to_cpu_states_map", {}).get(main)  # on the host, by MindSpeed's swap
     if swapped is not None:
-        return {MAIN: swapped["param"], **{role: swapped[role] for role in MOMENTS}}
+        return {MAIN_ROLE: swapped["param"], **{role: swapped[role] for role in MOMENTS}}
     state = one.optimizer.state.get(main, {})
-    return {**({MAIN: main} if has_main else {}), **{role: state[role] for role in MOMENTS if role in state}}
+    return {**({MAIN_ROLE: main} if has_main else {}), **{role: state[role] for role in MOMENTS if role in state}}
 
 
 class TrainState:
@@ -209,40 +209,39 @@ class TrainState:
     ):
         self.inventory, self.layout, self.rank, self.library = inventory, layout, rank, library
         self.optimizer, self._native = optimizer, native
-        self.held = train_tensors_from_native(
-            [_without_data(each) for each in native], inventory, layout, rank, library
+        self.tensors = train_tensors_from_native(
+            [_meta_tensors(each) for each in native], inventory, layout, rank, library
         )
         shards = local_parameters(inventory, layout, rank, library).shards
-        self._whole = {name for name, shard in shards.items() if shard.axis is None}
-        self._inside: dict[int, list[TrainTensor]] = {}
-        for held in self.held.values():
-            self._inside.setdefault(id(native[held.chunk][held.parameter]), []).append(held)
+        self._uncut_names = {name for name, shard in shards.items() if shard.axis is None}
+        self._by_parameter: dict[int, list[TrainTensor]] = {}
+        for held in self.tensors.values():
+            self._by_parameter.setdefault(id(native[held.chunk][held.parameter]), []).append(held)
 
-    def written(self) -> list[StoredTensor]:
+    def pieces_to_write(self) -> list[StoredTensor]:
         """Return the pieces that this rank writes; all ranks together write every byte once."""
-        found = [
-            self._weight(self.held[name])
-            for name in written_weights(
-                [held.region.name for held in self.held.values()], self._whole, self.inventory, self.layout, self.rank
-            )
-        ]
+        held = [tensor.region.name for tensor in self.tensors.values()]
+        written = written_weights(held, self._uncut_names, self.inventory, self.layout, self.rank)
+        found = [self._weight_piece(self.tensors[name]) for name in written]
         for shard in optimizer_shards(self.optimizer):
-            found += [piece for piece in self.of_shard(shard) if self._writes_states_of(piece.entry.region.name)]
+            found += [piece for piece in self.shard_pieces(shard) if self._writes_states(piece.entry.region.name)]
         return found
 
-    def weights(self) -> list[StoredTensor]:
+    def weight_pieces(self) -> list[StoredTensor]:
         """Return all weights that this rank holds."""
-        return [self._weight(held) for held in self.held.values()]
+        return [self._weight_piece(held) for held in self.tensors.values()]
 
-    def of_shard(self, shard: OptimizerShard) -> Iterator[StoredTensor]:
+    def shard_pieces(self, shard: OptimizerShard) -> Iterator[StoredTensor]:
         """Yield the pieces of one shard's states."""
-        for held in self._inside[id(shard.parameter)]:
-            walk = walk_of(held)
-            start, stop = walk.before(shard.start), walk.before(shard.stop)
-            for role, tensor in shard.states.items() if start < stop else ():
+        for held in self._by_parameter[id(shard.parameter)]:
+            walk = region_walk(held)
+            start, stop = walk.elements_before(shard.start), walk.elements_before(shard.stop)
+            if start >= stop:
+                continue
+            for role, tensor in shard.states.items():
                 entry = TensorEntry(
                     f"{role}/{held.region}",
-                    DTYPES[tensor.dtype],
+                    DTYPE_NAMES[tensor.dtype],
                     (stop - start,),
                     held.region,
                     held.shape,
@@ -252,32 +251,33 @@ class TrainState:
                 )
                 yield StoredTensor(entry, tensor.detach(), walk.places(start, stop, shard.start))
 
-    def _weight(self, held: TrainTensor) -> StoredTensor:
+    def _weight_piece(self, held: TrainTensor) -> StoredTensor:
         view, base = held.tensor, self._native[held.chunk][held.parameter].detach()
-        entry = TensorEntry(f"{WEIGHT}/{held.region}", DTYPES[view.dtype], tuple(view.shape), held.region, held.shape)
-        return StoredTensor(entry, base, (Place(tuple(view.shape), view.stride(), view.storage_offset()),))
+        key, shape = f"{WEIGHT_ROLE}/{held.region}", tuple(view.shape)
+        entry = TensorEntry(key, DTYPE_NAMES[view.dtype], shape, held.region, held.shape)
+        return StoredTensor(entry, base, (Place(shape, view.stride(), view.storage_offset()),))
 
-    def _writes_states_of(self, name: str) -> bool:
-        return name not in self._whole or self.layout.coordinates(self.rank).tp == 0
+    def _writes_states(self, name: str) -> bool:
+        return name not in self._uncut_names or self.layout.coordinates(self.rank).tp == 0
 
 
-def _without_data(native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _meta_tensors(native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in native.items()}
 
 
 def written_weights(
-    held: Sequence[str], whole: set[str], inventory: Inventory, layout: ParallelLayout, rank: int
+    names: Sequence[str], uncut: set[str], inventory: Inventory, layout: ParallelLayout, rank: int
 ) -> list[str]:
-    """Return those of the `held` tensors of `rank` that it writes; all ranks that hold a tensor agree on its writer.
+    """Return those of the tensors `names` of `rank` that it writes; all ranks that hold a tensor agree on its writer.
 
-    `whole`: tensors that tensor parallelism does not cut.
+    `uncut`: names of tensors that tensor parallelism does not cut.
     """
     at, shared = layout.coordinates(rank), dict[tuple[str, ...], list[Parameter]]()
-    for parameter in map(inventory.by_name.__getitem__, held):
-        shared.setdefault(_axes(parameter, whole), []).append(parameter)
+    for parameter in map(inventory.by_name.__getitem__, names):
+        shared.setdefault(_cut_axes(parameter, uncut), []).append(parameter)
     found = []
     for axes, parameters in shared.items():
-        replicas = [r for r in range(layout.world_size) if _same(layout.coordinates(r), at, axes)]
+        replicas = [r for r in range(layout.world_size) if _same_coordinates(layout.coordinates(r), at, axes)]
         loads = [(0, replica) for replica in replicas]
         for parameter in sorted(parameters, key=lambda p: (-p.count, p.name)):
             load, replica = heapq.heappop(loads)
@@ -287,14 +287,14 @@ def written_weights(
     return found
 
 
-def _axes(parameter: Parameter, whole: set[str]) -> tuple[str, ...]:
+def _cut_axes(parameter: Parameter, uncut: set[str]) -> tuple[str, ...]:
     """Return the axes of a layout along which ranks hold different parts of `parameter`."""
     if parameter.expert is not None:
         return "pp", "etp", "ep"
-    return ("pp",) if parameter.name in whole else ("pp", "tp")
+    return ("pp",) if parameter.name in uncut else ("pp", "tp")
 
 
-def _same(one: Any, other: Any, axes: tuple[str, ...]) -> bool:
+def _same_coordinates(one: Any, other: Any, axes: tuple[str, ...]) -> bool:
     return all(getattr(one, axis) == getattr(other, axis) for axis in axes)
 
 
@@ -318,33 +318,33 @@ def write_rank(
     def buffers(entry: TensorEntry) -> Iterator[memoryview]:
         return map(tensor_bytes, contents(by_key[entry.key]))
 
-    tensors = write_tensors(folder, tensors_of_rank(rank), entries, buffers)
-    return tensors.size_bytes + write_bytes(folder, state_of_rank(rank), json.dumps(state).encode()).size_bytes
+    tensors = write_tensors(folder, rank_tensor_file(rank), entries, buffers)
+    return tensors.size_bytes + write_bytes(folder, rank_state_file(rank), json.dumps(state).encode()).size_bytes
 
 
-def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[str]:
+def share_problems(folder: str | Path, rank: int, world_size: int) -> list[str]:
     """Compare this rank's share of the files without tensors, which `load_state` does not read; return the faults."""
     files = [file for file in read_manifest(folder).files if not file.tensors]
     return [problem for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
 
 
-def read_state(folder: str | Path, rank: int) -> dict[str, Any]:
-    """Return the contents of the file `state_of_rank` of a rank in the layout that wrote the checkpoint."""
-    return json.loads((Path(folder) / state_of_rank(rank)).read_text())
+def read_rank_state(folder: str | Path, rank: int) -> dict[str, Any]:
+    """Return the contents of the file `rank_state_file` of a rank in the layout that wrote the checkpoint."""
+    return json.loads((Path(folder) / rank_state_file(rank)).read_text())
 
 
 @torch.no_grad()
 def load_state(state: TrainState, reader: WeightReader) -> None:
     """Fill this rank's weights, main parameters and moments, which must be on the device; make moments if needed."""
-    for piece in state.weights():
-        reader.copy(piece.entry.region, piece.places[0].of(piece.base))
+    for piece in state.weight_pieces():
+        reader.copy(piece.entry.region, piece.places[0].tensor_view(piece.base))
     for shard in optimizer_shards(state.optimizer):
-        if reader.has(MOMENTS[0]):
+        if reader.has_states(MOMENTS[0]):
             shard = _with_moments(shard)
-        for piece in state.of_shard(shard):
-            elements, at = reader.state(piece.entry), 0
+        for piece in state.shard_pieces(shard):
+            elements, at = reader.read_state(piece.entry), 0
             for place in piece.places:
-                view = place.of(piece.base)
+                view = place.tensor_view(piece.base)
                 view.copy_(elements[at : at + view.numel()].view(view.shape))
                 at += view.numel()
 
@@ -361,29 +361,33 @@ def _with_moments(shard: OptimizerShard) -> OptimizerShard:
 # ---- generators of random numbers of a process, as JSON
 
 
-def generators() -> dict[str, Any]:
+def generator_states() -> dict[str, Any]:
     """Return the states of the random generators of Python, numpy and torch."""
     legacy: Any = np.random.get_state()  # Any: numpy's types are those of legacy=False
     name, keys, *rest = legacy
-    return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": text_of(torch.get_rng_state())}
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": encode_generator(torch.get_rng_state()),
+    }
 
 
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Set the random generators to `states`, as `generators` returns them."""
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Set the random generators to `states`, as `generator_states` returns them."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state_of(states["torch"]))
+    torch.set_rng_state(decode_generator(states["torch"]))
 
 
-def text_of(state: torch.Tensor) -> str:
+def encode_generator(state: torch.Tensor) -> str:
     """Return a generator's state as text."""
     return base64.b64encode(state.cpu().numpy().tobytes()).decode()
 
 
-def state_of(text: str) -> torch.Tensor:
-    """Return the generator's state of a text made by `text_of`."""
+def decode_generator(text: str) -> torch.Tensor:
+    """Return the generator's state of a text made by `encode_generator`."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 

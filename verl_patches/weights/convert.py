@@ -28,17 +28,17 @@ from verl_patches.reshard.parameters import NAMES_BY_LIBRARY
 from verl_patches.reshard.train_tensors import parameter_contents, train_tensors_from_native
 from verl_patches.shared_files import PARTIAL, disk_errors, free_bytes, sync
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import file_problems, header_of
-from verl_patches.weights.megatron import FILE, ITERATION, read_rank_file
-from verl_patches.weights.plan import ConversionPlan, OutFile, processes_of
-from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
+from verl_patches.weights.manifest import build_header, file_problems
+from verl_patches.weights.megatron import ITERATION_FOLDER, MODEL_FILE, read_rank_file
+from verl_patches.weights.plan import ConversionPlan, OutFile, process_count
+from verl_patches.weights.reader import COPY_ADVICE, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
-from verl_patches.weights.writer import AGAIN, NewFile, write_text
+from verl_patches.weights.writer import RERUN_ADVICE, NewFile, write_text
 
 Progress = Callable[[int], None]  # gets the bytes of each file that is finished, now or before
 
 
-class Done(NamedTuple):
+class ConversionResult(NamedTuple):
     """Count the work of a conversion: bytes read and written, files of weights kept and written."""
 
     read_bytes: int
@@ -59,8 +59,8 @@ _job: Current[_Job | None] = Current(None)
 
 def convert(
     plan: ConversionPlan, folder: str | Path, processes: int | None = None, progress: Progress = lambda _: None
-) -> Done:
-    """Write `plan` to `folder`, with `processes` files at a time (None: `processes_of`); finished files stay.
+) -> ConversionResult:
+    """Write `plan` to `folder`, with `processes` files at a time (None: `process_count`); finished files stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
     meanwhile or is damaged, NaN and infinity. After an error the folder can be distinguished from a complete one.
@@ -68,46 +68,48 @@ def convert(
     folder = Path(folder)
     _check_space(folder, plan.files)
     _check_small_files(plan.source, ["config.json", *plan.texts, *plan.copies])
-    there = _begin(plan, folder)
+    there = _prepare_folder(plan, folder)
     kept = [file for file in plan.files if file.name in there]
     for file in kept:
         progress(file.size_bytes)
     todo = [file for file in plan.files if file not in kept]
     read = 0
-    for file, size in _run(_Job(plan, folder), todo, processes or processes_of(plan)):
+    for file, size in _write_files(_Job(plan, folder), todo, processes or process_count(plan)):
         read += size
         progress(file.size_bytes)
     for name in (*plan.copies, *plan.texts):
         write_text(folder / name, plan.texts.get(name) or (plan.source.folder / name).read_bytes())
-    return Done(read, sum(file.size_bytes for file in todo), len(kept), len(todo))
+    return ConversionResult(read, sum(file.size_bytes for file in todo), len(kept), len(todo))
 
 
-def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
+def _prepare_folder(plan: ConversionPlan, folder: Path) -> set[str]:
     """Make the folder, or check that it is of this conversion, and return the names of weight files in it."""
-    there = {str(path.relative_to(folder)) for path in folder.glob(f"*/*/{FILE}" if plan.layout else "*.safetensors")}
-    if folder.exists() and not there and (not folder.is_dir() or any(map(_is_anothers, folder.iterdir()))):
-        raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
+    there = {
+        str(path.relative_to(folder)) for path in folder.glob(f"*/*/{MODEL_FILE}" if plan.layout else "*.safetensors")
+    }
+    if folder.exists() and not there and (not folder.is_dir() or any(map(_is_foreign, folder.iterdir()))):
+        raise ConfigError(f"{folder}: expected a new or empty folder, or this conversion's own; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     names = {file.name for file in plan.files}
     for name in sorted(there):
-        found = _written_by(folder / name)
+        found = _conversion_metadata(folder / name)
         if name not in names or found.get("conversion") != plan.identity:
             raise ConfigError(
-                f"{folder}: {name} is of another conversion or layout ({found.get('layout', 'none')}), expected "
-                f"{plan.layout or 'a HF folder'} of {plan.source.folder}; choose another folder or remove this one"
+                f"{folder}: {name}: expected a file of this conversion ({plan.layout or 'a HF folder'} from "
+                f"{plan.source.folder}), found layout {found.get('layout', 'none')} of another; choose another folder"
             )
     return there
 
 
-def _is_anothers(path: Path) -> bool:
-    """Return whether a file or folder is none of those that a conversion has made before its first file is whole."""
-    return path.name != ITERATION and path.suffix != PARTIAL
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file or folder is not one that a conversion makes before its first file is complete."""
+    return path.name != ITERATION_FOLDER and path.suffix != PARTIAL
 
 
-def _written_by(path: Path) -> Mapping[str, Any]:
+def _conversion_metadata(path: Path) -> Mapping[str, Any]:
     """Return what a weight file records of the conversion that wrote it."""
-    if path.name == FILE:
-        return read_rank_file(path).more
+    if path.name == MODEL_FILE:
+        return read_rank_file(path).other_entries
     safetensors_header(path)  # raises ConfigError for a file that is not whole
     with safe_open(path, "pt") as file:
         return file.metadata() or {}
@@ -120,8 +122,8 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
     free = free_bytes(folder) + sum(path.stat().st_blocks * 512 for path in left if path.exists())
     if size > free:
         raise RecipeError(
-            f"{folder}: {size} bytes are to be written, {free} are free. Free space or choose another folder; then run "
-            "the same command again, finished files are kept"
+            f"{folder}: expected {size} free bytes to write, found {free}. Free space or choose another folder, then "
+            "run the same command again: finished files are kept"
         )
 
 
@@ -130,56 +132,56 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
     entries = {entry.name: entry for entry in source.files}
     for name in sorted(entries.keys() & names):
         if problems := file_problems(source.folder, entries[name]):
-            raise RecipeError(f"{problems[0]}; {COPY_AGAIN}")
+            raise RecipeError(f"{problems[0]}; {COPY_ADVICE}")
 
 
 # ---- files
 
 
-def _run(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
+def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
     """Write `files` in `processes` processes, and yield (file, bytes read) as they end; an error ends the rest."""
     if processes == 1 or len(files) < 2:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the same as in each of several processes
         try:
             for file in files:
-                yield file, _write(job, file)
+                yield file, _write_file(job, file)
         finally:
             torch.set_num_threads(threads)
         return
     fork = multiprocessing.get_context("fork")  # so that the large plan of 671B is not pickled
-    with ProcessPoolExecutor(processes, fork, _enter, (job,)) as pool:
-        futures = {pool.submit(_write_in_process, file): file for file in files}
+    with ProcessPoolExecutor(processes, fork, _start_process, (job,)) as pool:
+        futures = {pool.submit(_write_file_in_process, file): file for file in files}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:
             raise RecipeError(
-                f"{job.folder}: a process of the conversion was killed, as by a lack of memory; run the same command "
-                "again with fewer --processes, finished files are kept"
+                f"{job.folder}: a process of the conversion was killed, perhaps for lack of memory; run the same "
+                "command again with fewer --processes: finished files are kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _enter(job: _Job) -> None:
+def _start_process(job: _Job) -> None:
     torch.set_num_threads(1)  # other processes use the other cores; OpenMP's threads do not survive a fork
     _job.value = job
 
 
-def _write_in_process(file: OutFile) -> int:
-    assert _job.value is not None  # _enter has set it
-    return _write(_job.value, file)
+def _write_file_in_process(file: OutFile) -> int:
+    assert _job.value is not None  # _start_process has set it
+    return _write_file(_job.value, file)
 
 
-def _write(job: _Job, file: OutFile) -> int:
+def _write_file(job: _Job, file: OutFile) -> int:
     """Write one file, and return the bytes read."""
     plan = job.plan
     if plan.layout is None:
         return _write_hf(job, file)
     more = {"layout": str(plan.layout), "conversion": plan.identity}
     path = job.folder / file.name
-    return write_rank(path, plan.source, plan.inventory, plan.layout, file.rank, plan.library, more)
+    return write_megatron_file(path, plan.source, plan.inventory, plan.layout, file.rank, plan.library, more)
 
 
 def _write_hf(job: _Job, file: OutFile) -> int:
@@ -190,7 +192,7 @@ def _write_hf(job: _Job, file: OutFile) -> int:
         WeightReader(job.plan.source, read.append, sequential=True, verify=True) as reader,
         NewFile(job.folder / file.name) as writer,
     ):
-        writer.write(header_of(file.tensors, file.name, conversion=job.plan.identity))
+        writer.write(build_header(file.tensors, file.name, conversion=job.plan.identity))
         for entry in file.tensors:
             if entry.key in scales:
                 value = scales.pop(entry.key)
@@ -225,10 +227,10 @@ def empty_chunks(
             number = layer - layers[chunk].start
         name = names[kind].format(layer=number, expert=None if expert is None else expert - experts.start)
         joined[chunk].setdefault(name, []).append(shard)
-    return [{name: _empty(name, shards, library) for name, shards in chunk.items()} for chunk in joined]
+    return [{name: _empty_parameter(name, shards, library) for name, shards in chunk.items()} for chunk in joined]
 
 
-def _empty(name: str, shards: list[Shard], library: str) -> torch.Tensor:
+def _empty_parameter(name: str, shards: list[Shard], library: str) -> torch.Tensor:
     """Return an uninitialised parameter `name` that can hold `shards`."""
     experts = len({shard.parameter.expert for shard in shards})
     rows = sum(shard.shape[0] for shard in shards) // experts
@@ -236,7 +238,7 @@ def _empty(name: str, shards: list[Shard], library: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, shards[0].dtype))
 
 
-def write_rank(
+def write_megatron_file(
     path: Path, source: Source, inventory: Inventory, layout: ParallelLayout, rank: int, library: str, more: dict
 ) -> int:
     """Write the file of `rank` under another name, and give it its own once it is whole; return the bytes read.
@@ -251,13 +253,13 @@ def write_rank(
             reader.copy(held.region, held.tensor)
     keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]
     state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1, **more}
-    with disk_errors(path, AGAIN):
+    with disk_errors(path, RERUN_ADVICE):
         path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as file:
         try:
             torch.save(state, file.partial)
         except RuntimeError as error:  # torch's zip writer raises it when a write fails
-            with disk_errors(path, AGAIN):
+            with disk_errors(path, RERUN_ADVICE):
                 raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
         file.finish()
     sync(path.parent)

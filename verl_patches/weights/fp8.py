@@ -20,7 +20,7 @@ from verl_patches.errors import RecipeError
 
 LARGEST = 448.0  # the largest float8_e4m3fn
 LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST  # with it every value is finite in bf16
-_AT_ONCE = 1 << 17  # elements decoded at a time, so that intermediate values stay in a core's cache
+_STEP_ELEMENTS = 1 << 17  # elements decoded at a time, so that intermediate values stay in a core's cache
 
 
 def require_scales(scales: torch.Tensor, name: str) -> None:
@@ -45,7 +45,7 @@ def decode(
     out, numbers = torch.empty(stored.shape, dtype=dtype), stored.view(torch.int8)
     if numbers.amax() == 127 or stored.view(torch.uint8).amax() == 255:  # 0x7f, 0xff: NaN, finite as fp16
         raise RecipeError(f"{name}: holds NaN: the weights are damaged; download or write the folder again")
-    step = max(1, min(rows, _AT_ONCE // width))
+    step = max(1, min(rows, _STEP_ELEMENTS // width))
     bits, values = torch.empty(step, width, dtype=torch.int16), torch.empty(step, width)
     for first in range(0, len(stored), rows):
         scale = scales[first // rows].repeat_interleave(columns)[:width]

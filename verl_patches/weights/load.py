@@ -31,7 +31,7 @@ from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 POLL_S = 0.5
-_SHOWN = 8  # number of ranks that a message names
+_SHOWN_RANKS = 8  # number of ranks that a message names
 _HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
@@ -43,7 +43,7 @@ def load_weights(
     key: str = "verl_patches/load",
     wait_s: float = WAIT_S,
     layout: ParallelLayout | None = None,
-    head: bool = False,
+    head_only: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Fill parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; return bytes read.
@@ -51,16 +51,16 @@ def load_weights(
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
     None takes it from `model_layout`, a collective whose timeout names no rank. Values are converted to each
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
-    a folder that has one, otherwise it is drawn (`draw_head`). `head`: only the head is loaded. `progress` gets the
-    bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call it, with the same
-    `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after `wait_s`. Raises
-    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. `progress`
+    gets the bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call it, with the
+    same `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after `wait_s`.
+    Raises ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
     layout = layout or model_layout(chunks)
     source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
-    regions = _regions(chunks, source.inventory, layout, line, head)
+    regions = _regions(chunks, source.inventory, layout, line, head_only)
     sizes: list[int] = []
 
     def count(size: int) -> None:
@@ -93,61 +93,68 @@ def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
     while (arrived := store.add(f"{key}/arrived", 0)) < ranks:
         if time.monotonic() - started > limit_s:
             late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
-            more = f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else ""
+            more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
             raise RecipeError(
-                f"{what}: rank {dist.get_rank()} has read it and waited {limit_s:.0f} s; {arrived} of {ranks} ranks "
-                f"have arrived, not rank {', '.join(late[:_SHOWN])}{more}. Look at their nodes' disks, or raise "
-                "recipe.timeouts.load_s"
+                f"{what}: rank {dist.get_rank()} has loaded it and waited {limit_s:.0f} s for the others; {arrived} of "
+                f"{ranks} ranks have loaded it, not rank {', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' "
+                "disks, or raise recipe.timeouts.load_s"
             )
         time.sleep(pause)
         pause = min(2 * pause, POLL_S)
 
 
-def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> str:
-    """Return why the weights of `others` cannot be copied to `chunks`, "" where they can; `head`: include heads."""
-    ours, theirs = (dict(_facts(model, head)) for model in (chunks, others))
+def weights_difference(
+    chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], with_head: bool = True
+) -> str:
+    """Return why weights of `others` cannot be copied to `chunks`, or "" if they can; `with_head`: include heads."""
+    ours, theirs = (dict(_tensor_facts(model, with_head)) for model in (chunks, others))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {ours.get(name, 'not there')}, {theirs.get(name, 'not there')} in the other model"
+            return f"{name} is {ours.get(name, 'absent')}, and {theirs.get(name, 'absent')} in the other model"
     return ""
 
 
 @torch.no_grad()
-def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> None:
-    """Copy the weights of `others`, which have the same parameters (`difference`), on any device, to `chunks`."""
-    for (_, target), (_, value) in zip(_weights_of(chunks, head), _weights_of(others, head), strict=True):
+def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], with_head: bool = True) -> None:
+    """Copy to `chunks` the weights of `others`, on any device; `weights_difference` must be empty for the two."""
+    for (_, target), (_, value) in zip(
+        _named_tensors(chunks, with_head), _named_tensors(others, with_head), strict=True
+    ):
         target.copy_(value)
 
 
-def _facts(chunks: Sequence[torch.nn.Module], head: bool) -> Iterator[tuple[str, str]]:
-    return ((name, f"{tensor.dtype} {tuple(tensor.shape)}") for name, tensor in _weights_of(chunks, head))
+def _tensor_facts(chunks: Sequence[torch.nn.Module], with_head: bool) -> Iterator[tuple[str, str]]:
+    return ((name, f"{tensor.dtype} {tuple(tensor.shape)}") for name, tensor in _named_tensors(chunks, with_head))
 
 
-def _weights_of(chunks: Sequence[torch.nn.Module], head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(chunks: Sequence[torch.nn.Module], with_head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name with the chunk's number, tensor) of all that is loaded; correction biases are in fp32."""
     for number, chunk in enumerate(unwrap_chunks(chunks)):
         keep_bias_fp32(chunk)
         for name, tensor in named_weights(chunk):
-            if head or not name.startswith(_HEAD):
+            if with_head or not name.startswith(_HEAD):
                 yield f"{number}:{name}", tensor
 
 
 def _regions(
-    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str, head: bool
+    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str, head_only: bool
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Return each region that `chunks` hold, with its view in the live parameter; `head`: those of the head alone.
+    """Return each region that `chunks` hold, with its view in the live parameter; `head_only`: of the head alone.
 
     A model of fewer layers than the folder's takes the folder's first layers.
     """
     assert layout.layers_per_stage is not None  # load_weights requires it
-    layers, of_folder = sum(layout.layers_per_stage), inventory.model.num_hidden_layers
-    if layers > of_folder:
-        raise ConfigError(f"weights: the model has {layers} layers, expected at most the folder's {of_folder}")
+    layers, folder_layers = sum(layout.layers_per_stage), inventory.model.num_hidden_layers
+    if layers > folder_layers:
+        raise ConfigError(
+            f"weights: expected a model of at most {folder_layers} layers, as in the folder, found {layers}; lower "
+            "recipe.num_hidden_layers"
+        )
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
-    of_model = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
-    held = train_tensors(chunks, of_model, layout, dist.get_rank(), library_from_chunks(chunks, line))
-    return [(each.region, each.tensor) for each in held.values() if not head or _HEAD in each.parameter]
+    model_inventory = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
+    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), library_from_chunks(chunks, line))
+    return [(each.region, each.tensor) for each in held.values() if not head_only or _HEAD in each.parameter]
 
 
 def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
@@ -156,7 +163,7 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     The values are equal on all ranks and in all runs. Raises ConfigError for another tensor.
     """
     if name not in (SCORE, SCORE_BIAS):
-        raise ConfigError(f"weights: {folder} has no {name}: it is of a value model, expected a causal LM's")
+        raise ConfigError(f"weights: {folder}: expected a causal LM with {name}, found a value model; give another")
     target.zero_()
     if name == SCORE:
         drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))

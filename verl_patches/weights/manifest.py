@@ -40,35 +40,35 @@ from verl_patches.layout.model_folder import INDEX, read_json_object
 from verl_patches.reshard.region import Region
 from verl_patches.shared_files import PARTIAL
 
-DIGITS = 16  # hex digits of a tensor's digest in a manifest
-FORMAT, VERSION, READ = "verl_patches weights", 3, (2, 3)  # READ: versions that can be read; 2 has additional fields
-SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
-MANIFEST, ENTRIES = "manifest.json", "manifest.d"
+DIGEST_DIGITS = 16  # hex digits of a tensor's digest in a manifest
+FORMAT, VERSION, READABLE_VERSIONS = "verl_patches weights", 3, (2, 3)  # version 2 has additional fields
+CHECKPOINT_NAME = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
+MANIFEST, ENTRIES_FOLDER = "manifest.json", "manifest.d"
 TRACKER = "latest_checkpointed_iteration.txt"  # file of Megatron's own checkpoint (megatron.py)
 CRITIC = "critic"  # folder of the critic's part of a checkpoint, and the fact that holds the identity of its manifest
-WEIGHT = "weight"
-OF_RANK, OF_TRAINER = "rank_", "trainer."  # prefixes of names of files of one rank of a checkpoint, and of its trainer
+WEIGHT_ROLE = "weight"
+RANK_PREFIX, TRAINER_PREFIX = "rank_", "trainer."  # begin the names of a rank's files and of the trainer's
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
 _CHUNK_BYTES = 4 << 20  # read at a time for a checksum
 _SMALL_BYTES = 64 << 20
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
 
 
-def tensors_of_rank(rank: int) -> str:
+def rank_tensor_file(rank: int) -> str:
     """Return the name of the file with a rank's tensors."""
-    return f"{OF_RANK}{rank:05d}.safetensors"
+    return f"{RANK_PREFIX}{rank:05d}.safetensors"
 
 
-def state_of_rank(rank: int) -> str:
+def rank_state_file(rank: int) -> str:
     """Return the name of the file with the rest of a rank's state."""
-    return f"{OF_RANK}{rank:05d}.json"
+    return f"{RANK_PREFIX}{rank:05d}.json"
 
 
-def rank_files(world_size: int) -> list[str]:
+def rank_file_names(world_size: int) -> list[str]:
     """Return the names of the files of all ranks."""
-    return [name(rank) for rank in range(world_size) for name in (tensors_of_rank, state_of_rank)]
+    return [name(rank) for rank in range(world_size) for name in (rank_tensor_file, rank_state_file)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     region: Region
     whole: tuple[int, ...]
-    role: str = WEIGHT
+    role: str = WEIGHT_ROLE
     flat: int | None = None
     sha256: str | None = None
     columns: bool = False
@@ -94,13 +94,13 @@ class TensorEntry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
-    def first(self) -> int:
+    def first_element(self) -> int:
         """Return the number of the first element of a flat range; all but weights are stored as such ranges."""
         assert self.flat is not None, self.key
         return self.flat
 
 
-def whole_tensor(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT, name: str | None = None):
+def whole_entry(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT_ROLE, name: str | None = None):
     """Return the entry of a complete tensor; `name`: the parameter it belongs to, if not `key`."""
     shape = tuple(shape)
     return TensorEntry(key, dtype, shape, Region(name or key, 0, 0, shape[0]), shape, role)
@@ -121,15 +121,15 @@ class Manifest:
     """Describe the contents of a folder.
 
     `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`. `dtype`: that of stored weights.
-    `identity`: unique for each checkpoint. `expected`: names of all files. `facts`: further values of the writer, with
-    the `step`.
+    `identity`: unique for each checkpoint. `file_names`: those of all files. `facts`: further values of the writer,
+    with the `step`.
     """
 
     model: ModelShape
     layout: str
     dtype: str
     identity: str
-    expected: tuple[str, ...]
+    file_names: tuple[str, ...]
     files: tuple[FileEntry, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -143,9 +143,9 @@ class StoredPart(NamedTuple):
     """Locate a region of a tensor: `offset` is that of its first byte in `file`, and its rows follow each other.
 
     `sha256`: first digits of that of its bytes, None where none was recorded. `header`: None, or in a zip the offset of
-    the record's header; `offset` then counts from the record's data. `line`: None, or in a stack of experts, where the
-    region is stored column by column, the number of elements between two columns; `offset` is then that of the first
-    column's line, and the region's rows begin at element `first` of each line.
+    the record's header; `offset` then counts from the record's data. `column_stride`: None, or in a stack of experts,
+    whose regions are stored column by column, the number of elements from one stored column to the next; `offset` is
+    then that of the first stored column, and the region's rows begin at element `column_start` of each.
     """
 
     file: str
@@ -153,8 +153,8 @@ class StoredPart(NamedTuple):
     region: Region
     sha256: str | None = None
     header: int | None = None
-    line: int | None = None
-    first: int = 0
+    column_stride: int | None = None
+    column_start: int = 0
 
 
 class StoredState(NamedTuple):
@@ -165,7 +165,7 @@ class StoredState(NamedTuple):
     entry: TensorEntry
 
 
-class Stored(NamedTuple):
+class TensorPart(NamedTuple):
     """Describe a stored part of a tensor of dtype `dtype` and shape `whole`; `part.region` names the tensor."""
 
     part: StoredPart
@@ -214,11 +214,11 @@ def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
         content["of"] = region.name
     if tensor.flat is not None or tensor.shape != tensor.whole:
         content |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
-    defaults = {"role": WEIGHT, "flat": None, "sha256": None, "columns": False}
+    defaults = {"role": WEIGHT_ROLE, "flat": None, "sha256": None, "columns": False}
     return content | {k: getattr(tensor, k) for k, usual in defaults.items() if getattr(tensor, k) != usual}
 
 
-def _tensor_of(found: dict[str, Any]) -> TensorEntry:
+def _parse_tensor(found: dict[str, Any]) -> TensorEntry:
     key, shape = found["key"], tuple(found["shape"])
     whole = tuple(found.get("whole", shape))
     region = Region(found.get("of", key), found.get("axis", 0), found.get("start", 0), found.get("stop", whole[0]))
@@ -226,8 +226,8 @@ def _tensor_of(found: dict[str, Any]) -> TensorEntry:
     return TensorEntry(key, found["dtype"], shape, region, whole, **more)
 
 
-def _file_of(found: dict[str, Any]) -> FileEntry:
-    tensors = tuple(_tensor_of(tensor) for tensor in found["tensors"])
+def _parse_file(found: dict[str, Any]) -> FileEntry:
+    tensors = tuple(_parse_tensor(tensor) for tensor in found["tensors"])
     return FileEntry(found["name"], found["bytes"], found["sha256"], tensors)
 
 
@@ -240,8 +240,8 @@ def small_files(folder: Path) -> list[Path]:
     """Return files to copy beside new weights: tokenizer, generation_config.json, the model's own Python files."""
     made = {"config.json", INDEX, MANIFEST, TRACKER}
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
-    own = (".", OF_RANK, OF_TRAINER)
-    return [p for p in files if p.name not in made and p.suffix not in _WEIGHTS and not p.name.startswith(own)]
+    own = (".", RANK_PREFIX, TRAINER_PREFIX)
+    return [p for p in files if p.name not in made and p.suffix not in _WEIGHT_SUFFIXES and not p.name.startswith(own)]
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -251,51 +251,51 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     if not path.exists():
-        raise ConfigError(f"{folder}: no {MANIFEST}; expected a complete checkpoint of training")
+        raise ConfigError(f"{folder}: expected a training checkpoint with {MANIFEST}, found none; give a complete one")
     found = read_json_object(path)
-    if found.get("format") != FORMAT or found.get("version") not in READ:
+    if found.get("format") != FORMAT or found.get("version") not in READABLE_VERSIONS:
         raise ConfigError(
-            f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
-            f"{found.get('version')!r}; read it with the version of the code that wrote it, or write it again"
+            f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, version "
+            f"{found.get('version')!r}; read it with the version of this repository that wrote it, or save it again"
         )
     if found.get("digest") != content_digest(found):
         raise ConfigError(
-            f"{path}: its digest is {str(found.get('digest'))[:12]}, expected {content_digest(found)[:12]} of its own "
-            "content: it was edited or is damaged; copy the folder again"
+            f"{path}: expected digest {content_digest(found)[:12]} for its content, found "
+            f"{str(found.get('digest'))[:12]}: it was edited or is damaged; copy the folder again"
         )
     try:
         model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
-        files = tuple(_file_of(file) for file in found["files"])
+        files = tuple(_parse_file(file) for file in found["files"])
         plain = {name: found[name] for name in ("layout", "dtype", "identity", "facts")}
         step = plain["facts"]["step"]
     except KeyError as error:
-        text = (
-            "expected that of a checkpoint of training; of a HF folder remove the file, which an earlier version wrote"
-        )
-        raise ConfigError(f"{path}: has no {error}, {text}") from error
-    named = SAVED.match(path.absolute().parent.name)
+        raise ConfigError(
+            f"{path}: expected the key {error} of a training checkpoint, found none; if the folder is a HF model, "
+            f"delete {MANIFEST}, which an earlier version of this repository wrote"
+        ) from error
+    named = CHECKPOINT_NAME.match(path.absolute().parent.name)
     if named and step != int(named[1]):
         raise ConfigError(
-            f"{path}: is of step {step!r}, expected that of its folder {path.absolute().parent.name}; give the folder "
-            "its own name again"
+            f"{path}: expected the step of the folder's name {path.absolute().parent.name}, found step {step!r}; the "
+            f"folder was renamed: rename it to global_step_{step}"
         )
-    return Manifest(**plain, model=model, files=files, expected=tuple(file.name for file in files))
+    return Manifest(**plain, model=model, files=files, file_names=tuple(file.name for file in files))
 
 
 def holds_critic_alone(manifest: Manifest) -> bool:
     """Return whether a checkpoint is of a run that trained a value model alone, with all weights in critic/."""
     roles = {tensor.role for file in manifest.files for tensor in file.tensors}
-    return CRITIC in manifest.facts and WEIGHT not in roles
+    return CRITIC in manifest.facts and WEIGHT_ROLE not in roles
 
 
-def recorded(folder: Path) -> list[str]:
+def recorded_files(folder: Path) -> list[str]:
     """Return the names of the files that have an entry in a folder that is being written."""
-    return sorted(path.name.removesuffix(".json") for path in (folder / ENTRIES).glob("*.json"))
+    return sorted(path.name.removesuffix(".json") for path in (folder / ENTRIES_FOLDER).glob("*.json"))
 
 
 def read_record(folder: Path, name: str) -> FileEntry:
     """Return the entry of file `name` in a folder that is being written."""
-    return _file_of(read_json_object(folder / ENTRIES / f"{name}.json"))
+    return _parse_file(read_json_object(folder / ENTRIES_FOLDER / f"{name}.json"))
 
 
 # ---- bytes of a file
@@ -306,7 +306,7 @@ def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
 
 
-def header_of(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> bytes:
+def build_header(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> bytes:
     """Return the header of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
 
     Raises ConfigError for a tensor that is not aligned.
@@ -316,11 +316,14 @@ def header_of(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> by
     found, offset = {}, 0
     for tensor in tensors:
         if offset % ITEM_BYTES[tensor.dtype]:
-            raise ConfigError(f"{where}: {tensor.key!r} ({tensor.dtype}) would start at byte {offset}: not aligned")
+            raise ConfigError(
+                f"{where}: tensor {tensor.key!r} would begin at byte {offset}, expected a multiple of "
+                f"{ITEM_BYTES[tensor.dtype]}, the bytes of {tensor.dtype}; with --dtype fp8 use bf16 instead"
+            )
         stop = offset + tensor.size_bytes
         found[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
-    assert len(found) == len(tensors), f"{where}: a tensor is given twice"
+    assert len(found) == len(tensors), f"{where}: two tensors have the same key"
     text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **found}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -331,13 +334,13 @@ def header_of(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> by
 
 def require_file(folder: str | Path, entry: FileEntry) -> None:
     """Raise ConfigError unless the file exists, has its size, and begins with the header of its tensors."""
-    path, head = Path(folder) / entry.name, header_of(entry.tensors, entry.name)
+    path, head = Path(folder) / entry.name, build_header(entry.tensors, entry.name)
     found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
     if found != f"{entry.size_bytes} bytes":
         raise ConfigError(f"{path}: expected {entry.size_bytes} bytes ({MANIFEST}), found {found}")
     with path.open("rb") as file:
         if file.read(len(head)) != head:
-            raise ConfigError(f"{path}: expected the header of the tensors in {MANIFEST}, found another")
+            raise ConfigError(f"{path}: expected the header of the tensors in {MANIFEST}, found a different one")
 
 
 def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -348,7 +351,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
         return [str(error)]
     path, found = Path(folder) / entry.name, []
     with path.open("rb") as file:
-        size = file.seek(len(header_of(entry.tensors, entry.name)))
+        size = file.seek(len(build_header(entry.tensors, entry.name)))
         progress(size)
         parts = [(f"{path}, {tensor.key}", tensor.size_bytes, tensor.sha256) for tensor in entry.tensors]
         for what, left, expected in parts or [(str(path), entry.size_bytes, entry.sha256)]:
@@ -369,5 +372,5 @@ def folder_problems(folder: str | Path, manifest: Manifest, progress: Callable[[
     known = {entry.name for entry in manifest.files} | {MANIFEST}
     for path in sorted(Path(folder).iterdir()):
         if path.name not in known and (path.suffix == ".safetensors" or path.name.endswith(PARTIAL)):
-            found.append(f"{path}: expected only files of the manifest, found one that it does not name")
+            found.append(f"{path}: not listed in {MANIFEST}; delete it if it is left over from another checkpoint")
     return found

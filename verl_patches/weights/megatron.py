@@ -30,28 +30,29 @@ from typing import Any, NamedTuple
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
-from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, Stored, StoredPart
+from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, StoredPart, TensorPart
 
-FILE, ITERATION = "model_optim_rng.pt", "iter_0000001"
+MODEL_FILE, ITERATION_FOLDER = "model_optim_rng.pt", "iter_0000001"
 WHOLE_EXPERTS, CUT_EXPERTS = "tp_extend_ep", "etp"  # values of recipe.train.expert_split
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_MTP, _MTP_NORM, _EXTRA = "mtp_layers.", "final_layernorm.weight", "_extra_state"
+_MTP_PREFIX, _MTP_NORM, _EXTRA_STATE = "mtp_layers.", "final_layernorm.weight", "_extra_state"
 
 
 # ---- which rank's parameters are in which file
 
 
-def rank_files(layout: ParallelLayout, library: str) -> dict[str, int]:
+def ranks_by_file(layout: ParallelLayout, library: str) -> dict[str, int]:
     """Return {file in an iteration's folder: the first rank whose parameters it holds}.
 
     Raises ConfigError for a layout that MindSpeed cannot have, and where two ranks with the same file hold different
     experts.
     """
     whole = library == "mindspeed" and layout.tp > 1 and layout.etp == 1
-    if library == "mindspeed" and (layout.ep % layout.tp if whole else layout.etp != layout.tp):
+    fits = layout.ep % layout.tp == 0 if whole else layout.etp == layout.tp
+    if library == "mindspeed" and not fits:
         raise ConfigError(
-            f"layout {layout}: MindSpeed holds whole experts on TP x EP ranks (etp1, ep a multiple of tp) or cuts each "
-            "over TP (etp equal to tp); expected one of the two"
+            f"layout {layout}: expected etp=1 and ep a multiple of tp (MindSpeed: whole experts), or etp equal to tp "
+            f"(experts cut over TP), found tp={layout.tp}, ep={layout.ep}, etp={layout.etp}; change the layout"
         )
     found: dict[str, tuple[int, tuple[int, int]]] = {}
     for rank in range(layout.world_size):
@@ -60,10 +61,10 @@ def rank_files(layout: ParallelLayout, library: str) -> dict[str, int]:
         name = f"mp_rank_{at.tp:02d}"
         name += f"_{at.pp:03d}" if layout.pp > 1 else ""
         name += f"_{ep:03d}" if count > 1 else ""
-        if found.setdefault(f"{name}/{FILE}", (rank, (at.etp, at.ep)))[1] != (at.etp, at.ep):
+        if found.setdefault(f"{name}/{MODEL_FILE}", (rank, (at.etp, at.ep)))[1] != (at.etp, at.ep):
             raise ConfigError(
-                f"layout {layout}: ranks with different experts have one name in Megatron's checkpoint, {name}; "
-                "expected an etp of 1 or of tp"
+                f"layout {layout}: ranks with different experts would write the same file of Megatron's checkpoint, "
+                f"{name}; expected etp 1 or {layout.tp} (tp), found {layout.etp}"
             )
     return {name: rank for name, (rank, _) in found.items()}
 
@@ -81,13 +82,13 @@ class SavedTensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Inert:
+class InertObject:
     """Stand in for an object of any class that is not built: it accepts all a pickle gives it, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any):
         """Accept the arguments of any class."""
 
-    def ignore(self, *_: Any, **__: Any) -> Inert:
+    def ignore(self, *_: Any, **__: Any) -> InertObject:
         """Accept a state, or items of a list, a set or a mapping, and stand in for the result of a call."""
         return self
 
@@ -106,13 +107,13 @@ _STORAGES = {
 class Unpickler(pickle.Unpickler):
     """Build dict, OrderedDict, defaultdict and argparse.Namespace, and a SavedTensor for each tensor.
 
-    Every other class or function that the pickle names becomes Inert, so that it is neither imported nor called.
+    Every other class or function that the pickle names becomes InertObject, so that it is neither imported nor called.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function that stands in for `module`.`name`."""
         if module == "torch" and name in _STORAGES:
-            return type(name, (Inert,), {"dtype": _STORAGES[name]})
+            return type(name, (InertObject,), {"dtype": _STORAGES[name]})
         if (module, name) == ("argparse", "Namespace"):
             return type(name, (argparse.Namespace,), {})  # a new class, because a pickle may set its attributes
         built = {
@@ -122,7 +123,7 @@ class Unpickler(pickle.Unpickler):
             ("collections", "defaultdict"): defaultdict,
             ("builtins", "dict"): dict,
         }
-        return built.get((module, name)) or type(name, (Inert,), {})
+        return built.get((module, name)) or type(name, (InertObject,), {})
 
     def persistent_load(self, pid: Any) -> Any:
         """Return (record, dtype) of a storage."""
@@ -143,7 +144,7 @@ class RankFile(NamedTuple):
     """Hold the contents of a file: tensors of each model chunk, all other entries, and the zip's records by name."""
 
     chunks: list[dict[str, SavedTensor]]
-    more: dict[str, Any]
+    other_entries: dict[str, Any]
     records: dict[str, zipfile.ZipInfo]
 
 
@@ -154,21 +155,22 @@ def read_rank_file(path: Path) -> RankFile:
             records = {info.filename.partition("/")[2]: info for info in file.infolist()}
             head = records["data.pkl"]
             if any(info.compress_type for info in records.values()):
-                raise ValueError("not as torch.save writes it")
+                raise ValueError("compressed records, which torch.save does not write")
             with file.open(head) as pickled:
                 state = dict(Unpickler(pickled).load())
     except Exception as error:  # a pickle may raise anything
         raise ConfigError(
-            f"{path}: not a whole file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
+            f"{path}: expected a complete file written by torch.save, found {type(error).__name__}: {error}; copy or "
+            "convert it again"
         ) from error
     keys = ["model"] if "model" in state else [f"model{n}" for n in range(len(state)) if f"model{n}" in state]
     if not keys:
-        raise ConfigError(f"{path}: expected model, or model0, model1, ..., found {', '.join(map(str, state))}")
+        raise ConfigError(f"{path}: expected key model, or model0, model1, ..., found {', '.join(map(str, state))}")
     chunks = []
     for key in keys:
         chunk = state.pop(key)
         held = chunk if isinstance(chunk, dict) else {"": chunk}
-        chunks.append({name: tensor for name, tensor in held.items() if not str(name).endswith(_EXTRA)})
+        chunks.append({name: tensor for name, tensor in held.items() if not str(name).endswith(_EXTRA_STATE)})
         for name, tensor in chunks[-1].items():
             if not isinstance(tensor, SavedTensor):
                 raise ConfigError(f"{path}: {key}: {name!r}: expected a tensor, found {type(tensor).__name__}")
@@ -183,8 +185,8 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
     needed = (tensor.offset + math.prod(tensor.shape)) * ITEM_BYTES.get(tensor.dtype, 0)
     if list(tensor.stride) != contiguous or not 0 < needed <= there:
         raise ConfigError(
-            f"{path}: {name}: {tensor.dtype} {tensor.shape} with strides {tensor.stride}: expected {needed} bytes, one "
-            f"row after the other, found {there}; save it again with contiguous tensors"
+            f"{path}: {name}: expected a contiguous {tensor.dtype} {tensor.shape} of {needed} bytes, found strides "
+            f"{tensor.stride} and {there} bytes; save the file again with contiguous tensors"
         )
 
 
@@ -192,10 +194,10 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 
 
 class Checkpoint(NamedTuple):
-    """Hold the contents of a Megatron folder: `stored` parts for open_source; `identity`: records and their CRCs."""
+    """Hold the contents of a Megatron folder: `parts` for open_source; `identity`: records and their CRCs."""
 
     layout: ParallelLayout
-    stored: list[Stored]
+    parts: list[TensorPart]
     identity: list[Any]
     left_out: tuple[str, ...]
 
@@ -203,68 +205,70 @@ class Checkpoint(NamedTuple):
 def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) -> Checkpoint:
     """Return which file of a folder holds which part of which HF tensor, by reading the heads of all its files.
 
-    `expert_split`: how experts were split, for a folder that does not record it (`_layout_of`). Raises ConfigError as
-    open_source does.
+    `expert_split`: how experts were split, for a folder that does not record it (`_infer_layout`). Raises ConfigError
+    as open_source does.
     """
     from verl_patches.reshard.train_tensors import train_tensors_from_native  # imports torch
 
-    place = _iteration(folder)
-    files = {str(path.relative_to(place)): read_rank_file(path) for path in sorted(place.glob(f"mp_rank_*/{FILE}"))}
+    place = _iteration_folder(folder)
+    files = {
+        str(path.relative_to(place)): read_rank_file(path) for path in sorted(place.glob(f"mp_rank_*/{MODEL_FILE}"))
+    }
     if not files:
-        raise ConfigError(f"{place}: expected mp_rank_TT.../{FILE}, found none; copy or convert the folder again")
+        raise ConfigError(f"{place}: expected mp_rank_TT.../{MODEL_FILE}, found none; copy or convert the folder again")
     first = next(iter(files.values()))
     names = [name for file in files.values() for chunk in file.chunks for name in chunk]
     library = "mindspeed" if any("linear_qkv" in name for name in names) else "megatron-local"
-    stated = first.more.get("layout")
-    layout = parse_layout(stated) if isinstance(stated, str) else _layout_of(folder, files, library, expert_split)
-    expected = rank_files(layout, library)
+    stated = first.other_entries.get("layout")
+    layout = parse_layout(stated) if isinstance(stated, str) else _infer_layout(folder, files, library, expert_split)
+    expected = ranks_by_file(layout, library)
     for what, unlike in (("missing", expected.keys() - files), (f"not of layout {layout}", files.keys() - expected)):
         if unlike:
-            raise ConfigError(f"{place}: {len(unlike)} files are {what}, as {min(unlike)}; copy or convert them again")
-    found: dict[Any, Stored] = {}  # keyed by region, because replicas of a tensor are in many files
+            raise ConfigError(f"{place}: {len(unlike)} files are {what}, such as {min(unlike)}; copy or convert again")
+    found: dict[Any, TensorPart] = {}  # keyed by region, because replicas of a tensor are in many files
     left_out: set[str] = set()
     for name, rank in expected.items():
-        chunks = [_of_model(chunk, left_out) for chunk in files[name].chunks]
-        shaped = [{n: _like(n, saved, inventory, library) for n, saved in chunk.items()} for chunk in chunks]
+        chunks = [_model_tensors(chunk, left_out) for chunk in files[name].chunks]
+        shaped = [{n: _meta_tensor(n, saved, inventory, library) for n, saved in chunk.items()} for chunk in chunks]
         for held in train_tensors_from_native(shaped, inventory, layout, rank, library).values():
             if held.region not in found:
                 saved = chunks[held.chunk][held.parameter]
                 where = f"{place.name}/{name}", files[name].records[saved.record].header_offset
-                found[held.region] = Stored(_part(*where, saved, held), saved.dtype, held.shape)
+                found[held.region] = TensorPart(_stored_part(*where, saved, held), saved.dtype, held.shape)
     identity = [(name, [(r, i.file_size, i.CRC) for r, i in file.records.items()]) for name, file in files.items()]
     return Checkpoint(layout, list(found.values()), identity, tuple(sorted(left_out)))
 
 
-def _iteration(folder: Path) -> Path:
+def _iteration_folder(folder: Path) -> Path:
     """Return the folder of the iteration that the tracker names."""
     text = (folder / TRACKER).read_text(errors="replace").strip()
     if not re.fullmatch(r"\d{1,9}|release", text):
-        raise ConfigError(f"{folder / TRACKER}: expected the number of an iteration, found {text!r:.40}")
+        raise ConfigError(f"{folder / TRACKER}: expected the number of an iteration, found {text!r:.40}; copy it again")
     return folder / (text if text == "release" else f"iter_{int(text):07d}")
 
 
-def _of_model(chunk: Mapping[str, SavedTensor], left_out: set[str]) -> dict[str, SavedTensor]:
+def _model_tensors(chunk: Mapping[str, SavedTensor], left_out: set[str]) -> dict[str, SavedTensor]:
     """Return the tensors of a chunk without those of MTP, with layers numbered without gaps.
 
     MindSpeed leaves numbers out (noop_layers), and names the last norm differently beside layers of MTP.
     """
-    left_out |= {name for name in chunk if name.startswith(_MTP)}
+    left_out |= {name for name in chunk if name.startswith(_MTP_PREFIX)}
     chunk = {name: tensor for name, tensor in chunk.items() if name not in left_out}
     if _MTP_NORM in chunk:
         chunk[f"decoder.{_MTP_NORM}"] = chunk.pop(_MTP_NORM)
-    numbers = {number: place for place, number in enumerate(_layers(chunk))}
+    numbers = {number: place for place, number in enumerate(_layer_numbers(chunk))}
     return {
         re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name): tensor
         for name, tensor in chunk.items()
     }
 
 
-def _layers(chunk: Mapping[str, Any]) -> list[int]:
+def _layer_numbers(chunk: Mapping[str, Any]) -> list[int]:
     found = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in chunk)
     return sorted({int(match[1]) for match in found if match})
 
 
-def _like(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> Any:
+def _meta_tensor(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> Any:
     """Return a meta tensor of the saved shape, in the dtype that the model has for it."""
     import torch
 
@@ -275,18 +279,20 @@ def _like(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> 
     return torch.empty(saved.shape, dtype=dtype, device="meta")
 
 
-def _part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
+def _stored_part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
     """Return where the bytes of `held` are: row after row, or column after column of a stack of experts."""
     view, item = held.tensor, ITEM_BYTES[saved.dtype]
     place = saved.offset + view.storage_offset()
     if view.dim() == 1 or view.stride(1) == 1 or view.shape[1] == 1:
         return StoredPart(file, place * item, held.region, header=header)
-    line = view.stride(1)
-    first = view.storage_offset() % line
-    return StoredPart(file, (place - first) * item, held.region, header=header, line=line, first=first)
+    stride = view.stride(1)
+    start = view.storage_offset() % stride
+    return StoredPart(
+        file, (place - start) * item, held.region, header=header, column_stride=stride, column_start=start
+    )
 
 
-def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:
+def _infer_layout(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:
     """Return the layout of a folder that does not record it, as MindSpeed-LLM writes it.
 
     A name with two numbers does not tell what the second one is: an expert group if every file has the embedding and
@@ -295,7 +301,8 @@ def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split:
     """
     if library != "mindspeed":
         raise ConfigError(
-            f"{folder}: expected parameters of MindSpeed-LLM (linear_qkv), or a folder of weights convert"
+            f"{folder}: expected MindSpeed-LLM's parameters (linear_qkv), or a layout recorded by `weights convert`, "
+            "found neither; convert the HF model again"
         )
     numbers = {name: [int(n) for n in re.findall(r"_(\d+)", name.partition("/")[0])] for name in files}
     both = all({_EMBEDDING, _HEAD} <= {n for chunk in file.chunks for n in chunk} for file in files.values())
@@ -310,17 +317,19 @@ def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split:
         raise ConfigError(
             f"{folder}: expected {tp * pp * ep} files of TP{tp} PP{pp} EP{ep}, found {len(places)}; copy the rest"
         )
-    trained = getattr(next(iter(files.values())).more.get("args"), "moe_tp_extend_ep", None)
+    trained = getattr(next(iter(files.values())).other_entries.get("args"), "moe_tp_extend_ep", None)
     if tp == 1 or trained is False:
         split = CUT_EXPERTS
     elif trained:
         split = WHOLE_EXPERTS
     if split not in (WHOLE_EXPERTS, CUT_EXPERTS):
         raise ConfigError(
-            f"{folder}: its files do not say how TP{tp} ranks share experts: expected --expert-split {WHOLE_EXPERTS} "
-            f"(whole experts, MindSpeed's --moe-tp-extend-ep) or {CUT_EXPERTS} (each cut over TP)"
+            f"{folder}: its files do not record how TP{tp} ranks hold experts; expected --expert-split {WHOLE_EXPERTS} "
+            f"(whole experts, MindSpeed's --moe-tp-extend-ep) or {CUT_EXPERTS} (each cut over TP), found {split}"
         )
-    stages = [[len(_layers(_of_model(chunk, set()))) for chunk in places[0, n, 0].chunks] for n in range(pp)]
+    stages = [
+        [len(_layer_numbers(_model_tensors(chunk, set()))) for chunk in places[0, n, 0].chunks] for n in range(pp)
+    ]
     return ParallelLayout(
         tp * pp * ep,
         tp=tp,
@@ -332,9 +341,9 @@ def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split:
     )
 
 
-def folder_problems(folder: Path) -> Iterator[str]:
+def crc_problems(folder: Path) -> Iterator[str]:
     """Yield the first record of each file whose bytes do not have the CRC-32 that the zip records."""
-    for path in sorted(_iteration(folder).glob(f"mp_rank_*/{FILE}")):
+    for path in sorted(_iteration_folder(folder).glob(f"mp_rank_*/{MODEL_FILE}")):
         with zipfile.ZipFile(path) as file:
             if bad := file.testzip():
-                yield f"{path.relative_to(folder)}: the bytes of {bad} have not the CRC-32 that the file has of them"
+                yield f"{path.relative_to(folder)}: expected the recorded CRC-32 of {bad}, found another; copy it again"

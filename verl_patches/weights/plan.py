@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, TensorEntry, header_of, small_files, whole_tensor
-from verl_patches.weights.megatron import ITERATION, rank_files
+from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, TensorEntry, build_header, small_files, whole_entry
+from verl_patches.weights.megatron import ITERATION_FOLDER, ranks_by_file
 from verl_patches.weights.source import (
     BLOCK,
     FP8,
@@ -35,12 +36,12 @@ from verl_patches.weights.source import (
     scale_shape,
 )
 
-DTYPES = ("bf16", "fp8", "keep")
-LIBRARIES = {"a3": "mindspeed", "pypi": "megatron-local"}  # line -> key of layout.sharding.LIBRARIES
+DTYPE_OPTIONS = ("bf16", "fp8", "keep")
+LIBRARY_BY_LINE = {"a3": "mindspeed", "pypi": "megatron-local"}  # line -> key of layout.sharding.LIBRARIES
 FILE_BYTES = 4_300_000_000  # most bytes of a file of a HF folder, about those of DeepSeek's own files
-MOST_PROCESSES = 8  # most processes that write files at the same time, on as many cores
+MAX_PROCESSES = 8  # most processes that write files at the same time, on as many cores
 # modelled: bytes read + written a second by a node, with a slow shared file system and with a local NVMe disk
-RATES = (0.3e9, 2.0e9)
+DISK_RATES = (0.3e9, 2.0e9)
 _PROCESS_BYTES = 500_000_000  # memory of a process with torch and the buffers of its reader
 
 
@@ -104,13 +105,13 @@ def plan_conversion(
     inventory = source.inventory
     if model != inventory.model:
         inventory = build_inventory(model, value="value_head" in {p.kind for p in inventory.outer})
-    library, texts = LIBRARIES[line], {"config.json": json.dumps(_config(source, dtype), indent=2) + "\n"}
+    library, texts = LIBRARY_BY_LINE[line], {"config.json": json.dumps(_written_config(source, dtype), indent=2) + "\n"}
     if layout is None:
         files = tuple(_hf_files(source, dtype, file_bytes))
-        texts[INDEX] = _index(files)
+        texts[INDEX] = _index_text(files)
     else:
         files = tuple(_megatron_files(source, inventory, layout, library))
-        texts[TRACKER] = str(int(ITERATION.removeprefix("iter_")))
+        texts[TRACKER] = str(int(ITERATION_FOLDER.removeprefix("iter_")))
     copies = tuple(path.name for path in small_files(source.folder))
     names = [file.name for file in files]
     text = json.dumps([source.identity, layout and [str(layout), library], dtype, names, texts["config.json"], copies])
@@ -119,13 +120,13 @@ def plan_conversion(
 
 
 def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if dtype not in DTYPE_OPTIONS:
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPE_OPTIONS)}")
     if dtype == "fp8" and layout is not None:
-        raise ConfigError("--dtype fp8: Megatron's files hold what training loads; expected bf16 or keep with --layout")
+        raise ConfigError("--dtype fp8: expected bf16 or keep with --layout, as Megatron does not load FP8 checkpoints")
     if dtype != "bf16" and source.block:
         raise ConfigError(
-            f"--dtype {dtype}: {source.folder} is stored in FP8; expected bf16 (a copy of the folder keeps FP8)"
+            f"--dtype {dtype}: {source.folder} is stored in FP8; expected bf16 (to keep FP8, copy the folder)"
         )
     if dtype == "keep" and layout is not None:
         stored = SAFETENSORS_NAMES[source.inventory.model.torch_dtype]
@@ -133,12 +134,12 @@ def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> N
             found = source.tensors[parameter.name].dtype
             if found != stored and parameter.kind != "router_bias":
                 raise ConfigError(
-                    f"--dtype keep: {source.folder}: {parameter.name} is {found}, expected {stored}, the torch_dtype "
-                    "of config.json, in which Megatron has all parameters; give --dtype bf16"
+                    f"--dtype keep: {source.folder}: {parameter.name}: expected {stored} (torch_dtype of config.json, "
+                    f"which Megatron uses for all parameters), found {found}; give --dtype bf16"
                 )
 
 
-def _stored(parameter: Parameter, tensor: SourceTensor, dtype: str) -> str:
+def _stored_dtype(parameter: Parameter, tensor: SourceTensor, dtype: str) -> str:
     """Return the dtype in which `tensor` is written to a HF folder."""
     if dtype == "keep" or parameter.kind == "router_bias":
         return tensor.dtype
@@ -147,15 +148,16 @@ def _stored(parameter: Parameter, tensor: SourceTensor, dtype: str) -> str:
 
 def _scale_bytes(source: Source, tensor: SourceTensor) -> int:
     """Return the bytes of the FP8 scales of a source tensor."""
-    rows, columns = scale_shape(tensor.shape, source.block) if tensor.scale and source.block else (0, 0)
-    return rows * columns * ITEM_BYTES["F32"]
+    if not tensor.scale or not source.block:
+        return 0
+    return math.prod(scale_shape(tensor.shape, source.block)) * ITEM_BYTES["F32"]
 
 
 def _hf_files(source: Source, dtype: str, file_bytes: int) -> Iterator[OutFile]:
     files: list[list[Parameter]] = []
     size = 0
     for parameter in source.inventory.parameters:
-        own = parameter.count * ITEM_BYTES[_stored(parameter, source.tensors[parameter.name], dtype)]
+        own = parameter.count * ITEM_BYTES[_stored_dtype(parameter, source.tensors[parameter.name], dtype)]
         if not files or size + own > file_bytes:
             files.append([])
             size = 0
@@ -163,29 +165,29 @@ def _hf_files(source: Source, dtype: str, file_bytes: int) -> Iterator[OutFile]:
         size += own
     for number, parameters in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        stored = {p.name: _stored(p, source.tensors[p.name], dtype) for p in parameters}
+        stored = {p.name: _stored_dtype(p, source.tensors[p.name], dtype) for p in parameters}
         order = sorted(parameters, key=lambda p: -ITEM_BYTES[stored[p.name]])  # so all are aligned, as by in_data_order
-        entries = [whole_tensor(p.name, stored[p.name], p.shape) for p in order]
-        # scales are known only after their weights, so they are last; header_of refuses them where they are not aligned
+        entries = [whole_entry(p.name, stored[p.name], p.shape) for p in order]
+        # scales are known only after their weights, so they are last; build_header refuses scales that are not aligned
         weights = [entry for entry in entries if entry.dtype == FP8]
-        entries += [whole_tensor(scale_name(e.key), "F32", scale_shape(e.whole, BLOCK)) for e in weights]
-        size = len(header_of(entries, name)) + sum(entry.size_bytes for entry in entries)
+        entries += [whole_entry(scale_name(e.key), "F32", scale_shape(e.whole, BLOCK)) for e in weights]
+        size = len(build_header(entries, name)) + sum(entry.size_bytes for entry in entries)
         tensors = [source.tensors[p.name] for p in parameters]
         read = sum(tensor.size_bytes + _scale_bytes(source, tensor) for tensor in tensors)
         yield OutFile(name, read, size, tuple(entries))
 
 
 def _megatron_files(source: Source, inventory: Inventory, layout: ParallelLayout, library: str) -> Iterator[OutFile]:
-    for name, rank in rank_files(layout, library).items():
+    for name, rank in ranks_by_file(layout, library).items():
         held = local_parameters(inventory, layout, rank, library)
         read = 0
         for shard in held.shards.values():
             tensor = source.tensors[shard.parameter.name]
             read += shard.count * ITEM_BYTES[tensor.dtype] + _scale_bytes(source, tensor)
-        yield OutFile(f"{ITERATION}/{name}", read, held.size_bytes(), rank=rank)
+        yield OutFile(f"{ITERATION_FOLDER}/{name}", read, held.size_bytes(), rank=rank)
 
 
-def _config(source: Source, dtype: str) -> dict[str, Any]:
+def _written_config(source: Source, dtype: str) -> dict[str, Any]:
     """Return config.json of the written folder: with FP8 as stored, and without the MTP layers, which are left out."""
     config = {key: value for key, value in source.config.items() if key != QUANTIZATION}
     if config.get(MTP_LAYERS):
@@ -195,7 +197,7 @@ def _config(source: Source, dtype: str) -> dict[str, Any]:
     return {**config, QUANTIZATION: QUANTIZATION_CONFIG} if dtype == "fp8" else config
 
 
-def _index(files: Sequence[OutFile]) -> str:
+def _index_text(files: Sequence[OutFile]) -> str:
     total = sum(tensor.size_bytes for file in files for tensor in file.tensors)
     weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
@@ -209,19 +211,19 @@ def process_bytes(plan: ConversionPlan) -> int:
     return _PROCESS_BYTES + 2 * widest
 
 
-def processes_of(plan: ConversionPlan) -> int:
+def process_count(plan: ConversionPlan) -> int:
     """Return how many files are written at a time: one for each core of this process, limited by free memory."""
-    most = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(plan.files))
+    most = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(plan.files))
     return max(1, min(most, psutil.virtual_memory().available // process_bytes(plan)))
 
 
-def costs(plan: ConversionPlan) -> dict[str, Any]:
-    """Return bytes, host memory and seconds of a conversion; memory and seconds (RATES) are modelled."""
+def conversion_costs(plan: ConversionPlan) -> dict[str, Any]:
+    """Return bytes, host memory and seconds of a conversion; memory and seconds (DISK_RATES) are modelled."""
     read, written = sum(file.read_bytes for file in plan.files), sum(file.size_bytes for file in plan.files)
     return {
         "weight_files": len(plan.files),
         "read_bytes": read,
         "write_bytes": written,
         "host_bytes_of_a_process_modelled": process_bytes(plan),
-        "seconds_modelled": [round((read + written) / rate, 1) for rate in reversed(RATES)],
+        "seconds_modelled": [round((read + written) / rate, 1) for rate in reversed(DISK_RATES)],
     }

@@ -24,22 +24,22 @@ import torch
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.region import Region
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import DIGITS, ITEM_BYTES, MANIFEST, StoredPart, StoredState, TensorEntry
+from verl_patches.weights.manifest import DIGEST_DIGITS, ITEM_BYTES, MANIFEST, StoredPart, StoredState, TensorEntry
 from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
 BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
-_LEAST_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
-_REGIONS = 4  # number of regions of states that are cached for the next reads
+_LEAST_ROW_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
+_CACHED_REGIONS = 4  # number of regions of states that are cached for the next reads
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, lengths of name and extra field
-COPY_AGAIN = (
-    "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
+COPY_ADVICE = (
+    "the file is damaged: copy it again, or take an older checkpoint; `weights verify FOLDER` lists every fault"
 )
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}  # torch's dtype -> safetensors' name
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}  # torch's dtype -> safetensors' name
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -53,8 +53,8 @@ def require_finite(value: torch.Tensor, name: str) -> None:
     if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():  # aminmax gives NaN if any value is NaN
         return
     raise RecipeError(
-        f"{name}: holds NaN or infinity: the weights are damaged, or the run that wrote them was; download the folder "
-        "again, or take an older checkpoint"
+        f"{name}: holds NaN or infinity, expected finite values: the folder is damaged, or the run that wrote it "
+        "diverged; download the folder again, or take an older checkpoint"
     )
 
 
@@ -80,7 +80,7 @@ class WeightReader:
     """Read weights of `source`, and optimizer states of a checkpoint; a context manager inside which files stay open.
 
     `progress` gets the bytes of each read. `sequential`: files are read from start to end. `verify`: stored tensors
-    that are read whole are compared with the digests of a manifest; `widen`: all are read whole for that. Raises
+    that are read whole are compared with the digests of a manifest; `read_whole`: all are read whole for that. Raises
     RecipeError for bytes of another digest, where a file has become shorter since `source` was opened, for NaN in FP8,
     and for scales that finite values cannot have.
     """
@@ -91,23 +91,23 @@ class WeightReader:
         progress: Callable[[int], None] = lambda _: None,
         sequential: bool = False,
         verify: bool = False,
-        widen: bool = False,
+        read_whole: bool = False,
     ):
         self.source, self.progress, self.sequential = source, progress, sequential
-        self.verify, self.widen = verify, widen
+        self.verify, self.read_whole = verify, read_whole
         self._block = source.block or (1, 1)  # not used without FP8
-        self._open = ExitStack()
+        self._open_files = ExitStack()
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._data_of = functools.lru_cache(maxsize=None)(self._record_data)
+        self._data_offset = functools.lru_cache(maxsize=None)(self._record_data_offset)
         self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the last tensor
-        self._state_region = functools.lru_cache(maxsize=_REGIONS)(self._read_state_region)
+        self._state_region = functools.lru_cache(maxsize=_CACHED_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._open.close()
+        self._open_files.close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stacks.clear()
         self._state_region.cache_clear()
@@ -128,7 +128,7 @@ class WeightReader:
         """
         tensor = self.source.tensors[region.name]
         scales = self._scales(tensor)
-        places = {(part.file, part.offset + (part.header or 0)) for part in tensor.parts if part.line}
+        places = {(part.file, part.offset + (part.header or 0)) for part in tensor.parts if part.column_stride}
         self._stacks = {place: stack for place, stack in self._stacks.items() if place in places}
         target = target.unsqueeze(1) if target.dim() == 1 else target
         for window in self._windows(tensor, region):
@@ -140,9 +140,9 @@ class WeightReader:
                 first, last = max(rows.start, window.rows.start), min(rows.stop, window.rows.stop)
                 if first < last:
                     to = slice(window.row + first - window.rows.start, window.row + last - window.rows.start)
-                    _place(target[to, columns], value[first - rows.start : last - rows.start])
+                    _copy_in_order(target[to, columns], value[first - rows.start : last - rows.start])
                 del value  # before the next band is decoded
-            self._compare(window.part.file, window.part.region, window.part.sha256, window.digest)
+            self._compare_digest(window.part.file, window.part.region, window.part.sha256, window.digest)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in the stored dtype, or in bf16 if it is stored in FP8."""
@@ -161,11 +161,13 @@ class WeightReader:
             if first[0] >= last[0] or first[1] >= last[1]:
                 continue
             rows, columns = (range(first[i] - held[i].start, last[i] - held[i].start) for i in (0, 1))
-            width, whole = len(held[1]), self.widen or (len(rows), len(columns)) == (len(held[0]), len(held[1]))
+            width = len(held[1])
+            whole = self.read_whole or (len(rows), len(columns)) == (len(held[0]), width)
             digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
             read_rows = range(len(held[0])) if digest else rows
-            read = range(columns.start - (columns.start % self._block[1] if tensor.scale else 0), columns.stop)
-            if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_BYTES:
+            before = columns.start % self._block[1] if tensor.scale else 0  # columns of the first FP8 block before them
+            read = range(columns.start - before, columns.stop)
+            if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_ROW_BYTES:
                 read = range(width)
             at = first[0] - wanted[0].start, first[1] - wanted[1].start
             yield _Window(part, rows, columns, (read_rows, read), width, *at, digest)
@@ -173,7 +175,7 @@ class WeightReader:
     def _bands(self, tensor: SourceTensor, window: _Window) -> Iterator[range]:
         """Yield the rows of a window in bands; for FP8 each band begins with a block, or lies in one."""
         rows, columns = window.read
-        if window.part.line:
+        if window.part.column_stride:
             yield rows
             return
         step = max(1, BAND_BYTES // (len(columns) * ITEM_BYTES[tensor.dtype]))
@@ -181,7 +183,8 @@ class WeightReader:
         step = max(height, step // height * height)
         start = rows.start
         while start < rows.stop:
-            stop = start + height - start % height if start % height else start + step
+            past = start % height  # rows from the block's first one
+            stop = start + height - past if past else start + step
             yield range(start, min(stop, rows.stop))
             start = stop
 
@@ -192,30 +195,30 @@ class WeightReader:
         view = tensor_bytes(scales)
         self._read_into(view, part.file, part.offset)
         digest = hashlib.sha256(view) if self.verify and part.sha256 else None
-        self._compare(part.file, part.region, part.sha256, digest)
+        self._compare_digest(part.file, part.region, part.sha256, digest)
         fp8.require_scales(scales, part.region.name)
         return scales
 
     def _values(self, tensor: SourceTensor, window: _Window, rows: range, scales: torch.Tensor | None) -> torch.Tensor:
         """Return [rows, columns] of a window: FP8 decoded to bf16, otherwise a view of the bytes that are read."""
         part, columns = window.part, window.read[1]
-        if part.line:
+        if part.column_stride:
             lines = self._lines(part, window.columns, tensor.dtype)
-            return lines[:, part.first + rows.start : part.first + rows.stop].t()
+            return lines[:, part.column_start + rows.start : part.column_start + rows.stop].t()
         size = len(rows) * len(columns) * ITEM_BYTES[tensor.dtype]
         if self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
         stored = self._buffer[:size]
-        self._read(window, rows, tensor_bytes(stored))
+        self._read_rows(window, rows, tensor_bytes(stored))
         value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), len(columns))
         if scales is not None:
             height, width = self._block
-            of_rows = scales[rows.start // height :, columns.start // width :]
-            value = fp8.decode(value, of_rows, self._block, torch.bfloat16, tensor.name)
+            row_scales = scales[rows.start // height :, columns.start // width :]
+            value = fp8.decode(value, row_scales, self._block, torch.bfloat16, tensor.name)
         first = window.columns.start - columns.start
         return value[:, first : first + len(window.columns)]
 
-    def _read(self, window: _Window, rows: range, view: memoryview) -> None:
+    def _read_rows(self, window: _Window, rows: range, view: memoryview) -> None:
         """Fill `view` with the stored bytes of `rows` of the columns that a window reads."""
         length, part, columns = len(view) // len(rows), window.part, window.read[1]
         item = length // len(columns)
@@ -224,40 +227,40 @@ class WeightReader:
             self._read_into(view, part.file, at, part.header)
         else:
             for number in range(len(rows)):
-                of_row = view[number * length : (number + 1) * length]
-                self._read_into(of_row, part.file, at + number * row, part.header)
+                row_view = view[number * length : (number + 1) * length]
+                self._read_into(row_view, part.file, at + number * row, part.header)
         if window.digest is not None:
             window.digest.update(view)
 
     def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
         """Return lines `wanted` of a stack of experts [lines, line]; gate and up share them and read them once."""
         place = part.file, part.offset + (part.header or 0)
-        kept, lines = self._stacks.get(place, (None, torch.empty(0)))
-        if kept != wanted:
-            lines = torch.empty(len(wanted), part.line, dtype=TORCH_DTYPES[dtype])
+        read, lines = self._stacks.get(place, (None, torch.empty(0)))
+        if read != wanted:
+            lines = torch.empty(len(wanted), part.column_stride, dtype=TORCH_DTYPES[dtype])
             at = part.offset + wanted.start * lines.stride(0) * lines.itemsize
             self._read_into(tensor_bytes(lines), part.file, at, part.header)
             self._stacks[place] = wanted, lines
         return lines
 
-    def _compare(self, file: str, what: Any, expected: str | None, digest: Any) -> None:
+    def _compare_digest(self, file: str, what: Any, expected: str | None, digest: Any) -> None:
         """Raise RecipeError unless the bytes of `what` have the manifest's digest; None means not read whole."""
-        found = None if digest is None else digest.hexdigest()[:DIGITS]
+        found = None if digest is None else digest.hexdigest()[:DIGEST_DIGITS]
         if found not in (None, expected):
             raise RecipeError(
                 f"{self.source.folder / file}: {what}: expected sha256 {expected} ({MANIFEST}), found {found}; "
-                f"{COPY_AGAIN}"
+                f"{COPY_ADVICE}"
             )
 
     # ---- states of an optimizer
 
-    def has(self, role: str) -> bool:
+    def has_states(self, role: str) -> bool:
         """Return whether there are states of this role."""
         return any(held == role for held, _ in self.source.states)
 
-    def state(self, wanted: TensorEntry) -> torch.Tensor:
+    def read_state(self, wanted: TensorEntry) -> torch.Tensor:
         """Return the elements [n] of a flat range, from ranges of the same region or of all regions that overlap it."""
-        start, stop = wanted.first, wanted.first + wanted.shape[0]
+        start, stop = wanted.first_element, wanted.first_element + wanted.shape[0]
         states = [
             each
             for each in self._states(wanted.role, wanted.region.name)
@@ -271,7 +274,7 @@ class WeightReader:
     def _states(self, role: str, name: str) -> list[StoredState]:
         found = self.source.states.get((role, name))
         if not found:
-            raise ConfigError(f"{self.source.folder}: holds no {role} of {name!r}")
+            raise ConfigError(f"{self.source.folder}: expected optimizer state {role} of {name!r}, found none")
         return found
 
     def _read_state_region(self, region: Region, role: str) -> torch.Tensor:
@@ -290,23 +293,23 @@ class WeightReader:
             stored = self._elements(states, 0, math.prod(map(len, sides)))
             shape = [len(side) for side in sides]
             stored = stored.view(shape[::-1]).t() if columns else stored.view(shape)
-            part = stored[_inside(shared[0], sides[0]), _inside(shared[1], sides[1])]
-            out[_inside(shared[0], wanted[0]), _inside(shared[1], wanted[1])] = part
+            part = stored[_relative_slice(shared[0], sides[0]), _relative_slice(shared[1], sides[1])]
+            out[_relative_slice(shared[0], wanted[0]), _relative_slice(shared[1], wanted[1])] = part
             left -= part.numel()
         if left:
-            raise ConfigError(f"{self.source.folder}: {left} elements of {region} ({role}) are in no file")
+            raise ConfigError(f"{self.source.folder}: {role} of {region}: {left} elements are in no file")
         return out.view(region.shape_in(whole))
 
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of a region from flat ranges of it."""
         pieces, reached = [], start
-        for stored in sorted(states, key=lambda each: each.entry.first):
-            first = stored.entry.first
+        for stored in sorted(states, key=lambda each: each.entry.first_element):
+            first = stored.entry.first_element
             low, high = max(reached, first), min(stop, first + stored.entry.shape[0])
             if low < high:
                 if low > reached:
                     break
-                pieces.append(self._range(stored, low - first, high - first))
+                pieces.append(self._read_range(stored, low - first, high - first))
                 reached = high
         if reached < stop:
             entry = states[0].entry
@@ -315,44 +318,49 @@ class WeightReader:
             )
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _range(self, stored: StoredState, start: int, stop: int) -> torch.Tensor:
+    def _read_range(self, stored: StoredState, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of a flat range, which is read whole where its digest is compared."""
         entry = stored.entry
-        whole = self.verify and entry.sha256 is not None and (self.widen or (start, stop) == (0, entry.shape[0]))
+        whole = self.verify and entry.sha256 is not None and (self.read_whole or (start, stop) == (0, entry.shape[0]))
         low, high = (0, entry.shape[0]) if whole else (start, stop)
         values = torch.empty(high - low, dtype=TORCH_DTYPES[entry.dtype])
         view = tensor_bytes(values)
         self._read_into(view, stored.file, stored.offset + low * values.itemsize)
         if whole:
-            self._compare(stored.file, entry.key, entry.sha256, hashlib.sha256(view))
+            self._compare_digest(stored.file, entry.key, entry.sha256, hashlib.sha256(view))
         return values[start - low : stop - low]
 
     # ---- bytes
 
     def _read_into(self, view: memoryview, file: str, offset: int, header: int | None = None) -> None:
         """Fill `view` with the bytes of `file` from `offset` on; with `header` it counts in that zip record."""
-        done, offset = 0, offset + (0 if header is None else self._data_of(file, header))
+        done = 0
+        if header is not None:
+            offset += self._data_offset(file, header)
         while done < len(view):
             count = os.preadv(self._handle(file), [view[done:]], offset + done)
             if not count:
                 raise RecipeError(
-                    f"{self.source.folder / file}: ends before byte {offset + len(view)}: it has changed since the "
-                    "start; check the file and start again"
+                    f"{self.source.folder / file}: expected at least {offset + len(view)} bytes, found fewer: the file "
+                    "became shorter after it was opened; check it and run the command again"
                 )
             done += count
         self.progress(len(view))
 
-    def _record_data(self, file: str, header: int) -> int:
+    def _record_data_offset(self, file: str, header: int) -> int:
         """Return the offset of the data of a zip's record, by the length of its own header."""
         mark, name, more = _ZIP_HEADER.unpack(os.pread(self._handle(file), _ZIP_HEADER.size, header))
         if mark != b"PK\3\4":
-            raise RecipeError(f"{self.source.folder / file}: has changed since the start; check it and start again")
+            raise RecipeError(
+                f"{self.source.folder / file}: expected a zip record at byte {header}, found {mark!r}: the file "
+                "changed after it was opened; check it and run the command again"
+            )
         return header + _ZIP_HEADER.size + name + more
 
     def _handle(self, file: str) -> int:
         if file not in self._handles:
             handle = self._handles[file] = os.open(self.source.folder / file, os.O_RDONLY)
-            self._open.callback(os.close, handle)
+            self._open_files.callback(os.close, handle)
             if self.sequential:
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._handles[file]
@@ -365,13 +373,13 @@ def _sides(region: Region, shape: Sequence[int]) -> list[range]:
     return sides
 
 
-def _place(target: torch.Tensor, value: torch.Tensor) -> None:
+def _copy_in_order(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy `value` to `target` [R, C] in target's order of memory: where either is transposed, several times faster."""
     if target.stride(0) < target.stride(1):
         target, value = target.t(), value.t()
     target.copy_(value.contiguous())
 
 
-def _inside(part: range, whole: range) -> slice:
+def _relative_slice(part: range, whole: range) -> slice:
     """Return the slice of `part` in `whole`."""
     return slice(part.start - whole.start, part.stop - whole.start)

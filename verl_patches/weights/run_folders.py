@@ -32,12 +32,20 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import replacing, write_whole
-from verl_patches.weights.manifest import CRITIC, MANIFEST, SAVED, Manifest, has_manifest, read_manifest, require_file
+from verl_patches.weights.manifest import (
+    CHECKPOINT_NAME,
+    CRITIC,
+    MANIFEST,
+    Manifest,
+    has_manifest,
+    read_manifest,
+    require_file,
+)
 
-START, LATEST, CHECKPOINTS = "start.json", "latest", "checkpoints"
-_NUMBER = re.compile(r"[0-9]{4,9}")
-RESUME_NEEDS = "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
-OTHER_DATA = "recipe.resume_other_data"
+START_FILE, LATEST_LINK, CHECKPOINTS = "start.json", "latest", "checkpoints"
+_START_NUMBER = re.compile(r"[0-9]{4,9}")
+RESUME_PATH_MISSING = "trainer.resume_mode=resume_path needs trainer.resume_from_path=FOLDER/global_step_N"
+OTHER_DATA_KEY = "recipe.resume_other_data"
 _BLOCK_BYTES = 4 << 20
 
 
@@ -66,15 +74,15 @@ class Link:
     """Name a folder of a chain (a start's or its checkpoints') and its last step in the chain, None without an end."""
 
     folder: Path
-    last: int | None = None
+    last_step: int | None = None
 
     def holds(self, step: int) -> bool:
         """Return whether this folder's output of the step belongs to the chain."""
-        return self.last is None or step <= self.last
+        return self.last_step is None or step <= self.last_step
 
     def up_to(self, step: int) -> Link:
         """Return the link of a chain that continues after `step` of this one."""
-        return Link(self.folder, step if self.last is None else min(step, self.last))
+        return Link(self.folder, step if self.last_step is None else min(step, self.last_step))
 
 
 def checkpoints_home(home: Path, default_local_dir: str) -> Path:
@@ -88,9 +96,11 @@ def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: st
 
     The number is the next one over all homes. Raises OSError where a folder cannot be made.
     """
-    numbers = [int(path.name) for home in homes for path in _numbered(home)]
+    numbers = [int(path.name) for home in homes for path in _start_folders(home)]
     number = max(numbers, default=0) + 1
-    origin = {"start": parent[0], "step": parent[1]} if parent else {"checkpoint": source} if source else None
+    origin: dict[str, Any] | None = {"checkpoint": source} if source else None
+    if parent:
+        origin = {"start": parent[0], "step": parent[1]}
     while True:
         name = f"{number:04d}"
         try:
@@ -103,20 +113,20 @@ def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: st
         record = {"run": home.name, "start": name, "from": origin}
         if home != homes[-1]:
             record["saves_in"] = str(homes[-1] / name)
-        write_whole(home / name / START, json.dumps(record) + "\n", durable=True)
-        with suppress(OSError), replacing(home / LATEST) as link:  # some file systems have no links
+        write_whole(home / name / START_FILE, json.dumps(record) + "\n", durable=True)
+        with suppress(OSError), replacing(home / LATEST_LINK) as link:  # some file systems have no links
             link.symlink_to(name)
     return name
 
 
 def read_start(folder: Path) -> Start | None:
     """Return the start of this folder, None for any other folder; a damaged record raises ConfigError."""
-    path = folder / START
+    path = folder / START_FILE
     try:
         found = json.loads(path.read_text())
         origin = found["from"] or {}
         parent = (origin["start"], int(origin["step"])) if "start" in origin else None
-        if parent and not (_NUMBER.fullmatch(parent[0]) and int(parent[0]) < int(found["start"])):
+        if parent and not (_START_NUMBER.fullmatch(parent[0]) and int(parent[0]) < int(found["start"])):
             raise ValueError(f"start {found['start']} cannot come from start {parent[0]}")
         saves_in = found.get("saves_in") and Path(found["saves_in"])
         return Start(folder, parent, origin.get("checkpoint"), saves_in)
@@ -128,19 +138,19 @@ def read_start(folder: Path) -> Start | None:
         ) from None
 
 
-def start_in(folder: Path) -> Start:
+def require_start(folder: Path) -> Start:
     """Return the start of this folder; any other folder, and a damaged record, raises ConfigError."""
     if (start := read_start(folder)) is None:
-        raise ConfigError(f"{folder}: expected the folder of a start, with {START}, found none; name another run")
+        raise ConfigError(f"{folder}: expected the folder of a start, with {START_FILE}, found none; name another run")
     return start
 
 
-def starts_in(home: Path) -> list[Start]:
+def list_starts(home: Path) -> list[Start]:
     """Return the starts of a run, oldest first."""
-    return [start for path in _numbered(home) if (start := read_start(path))]
+    return [start for path in _start_folders(home) if (start := read_start(path))]
 
 
-def chain_of(start: Start) -> list[Link]:
+def start_chain(start: Start) -> list[Link]:
     """Return the chain that ends with `start`, oldest first; it begins after an ancestor whose folder is gone."""
     links = [Link(start.folder)]
     while start.parent:
@@ -148,14 +158,14 @@ def chain_of(start: Start) -> list[Link]:
         if (before := read_start(start.folder.parent / name)) is None:
             break
         start = before
-        links.insert(0, Link(start.folder, links[0].last).up_to(step))
+        links.insert(0, Link(start.folder, links[0].last_step).up_to(step))
     return links
 
 
-def steps_in_chain(start: Start, files_of: Callable[[Path], Iterable[tuple[int, Any]]]) -> dict[int, Any]:
-    """Return {step: result of `files_of` in a start's folder} over the chain of `start`, in order of steps."""
-    links = chain_of(start)
-    found = {step: each for link in links for step, each in files_of(link.folder) if link.holds(step)}
+def chain_steps(start: Start, list_steps: Callable[[Path], Iterable[tuple[int, Any]]]) -> dict[int, Any]:
+    """Return {step: result of `list_steps` in a start's folder} over the chain of `start`, in order of steps."""
+    links = start_chain(start)
+    found = {step: each for link in links for step, each in list_steps(link.folder) if link.holds(step)}
     return dict(sorted(found.items()))
 
 
@@ -167,53 +177,55 @@ def find_start(given: Path, root: Path, or_else: str = "") -> Path:
     """
     try:
         for place in (given, root / given):
-            if (place / START).is_file():
+            if (place / START_FILE).is_file():
                 return place.resolve() if place.is_symlink() else place
-            if starts := starts_in(place):
+            if starts := list_starts(place):
                 return starts[-1].folder
-        found = "a file" if given.is_file() else "a folder without them" if given.is_dir() else "no such folder"
-        runs = sorted({path.parents[1].name for path in root.glob(f"*/[0-9]*/{START}")})
+        found = "a folder without them" if given.is_dir() else "no such folder"
+        if given.is_file():
+            found = "a file"
+        runs = sorted({path.parents[1].name for path in root.glob(f"*/[0-9]*/{START_FILE}")})
         known = ", ".join(runs[:9]) + (", ..." if runs[9:] else "")
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{given}: cannot be read ({error}); give the folder of a run") from None
+        raise ConfigError(f"{given}: expected a readable folder of a run, found {error}; give another one") from None
     raise ConfigError(
-        f"{given}: expected a run, a folder with starts 0001, 0002, ..., or one of these{or_else}, found {found}; give "
-        f"a path, or the name of one in {root}: {known or 'there is none yet'}"
+        f"{given}: expected the folder of a run, with starts 0001, 0002, ..., or of one start{or_else}, found {found}; "
+        f"give a path, or a name in {root}: {known or 'there is none yet'}"
     )
 
 
-def _numbered(home: Path) -> list[Path]:
+def _start_folders(home: Path) -> list[Path]:
     """Return the folders of starts by their names, oldest first."""
     found = home.iterdir() if home.is_dir() else ()
-    return sorted((path for path in found if _NUMBER.fullmatch(path.name)), key=lambda path: int(path.name))
+    return sorted((path for path in found if _START_NUMBER.fullmatch(path.name)), key=lambda path: int(path.name))
 
 
 # ---- checkpoints
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
-    saved = SAVED.fullmatch(path.name)
+    saved = CHECKPOINT_NAME.fullmatch(path.name)
     assert saved is not None, path
     return int(saved[1])
 
 
-def saves_of_steps(folder: Path) -> Iterator[tuple[int, Path]]:
+def checkpoint_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield (step, path) of all folders global_step_N in `folder`, complete or not."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if SAVED.fullmatch(path.name) and path.is_dir():
-            yield step_of(path), path
+        if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir():
+            yield checkpoint_step(path), path
 
 
-def complete_in(folder: Path) -> Iterator[tuple[int, Path]]:
+def complete_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield (step, folder) of the complete checkpoints in `folder`."""
-    return ((step, path) for step, path in saves_of_steps(folder) if has_manifest(path))
+    return ((step, path) for step, path in checkpoint_folders(folder) if has_manifest(path))
 
 
 @dataclass(frozen=True)
-class Chain:
+class CheckpointChain:
     """Hold the checkpoints that belong to a run.
 
     links: folders that hold checkpoints, oldest first; under the launcher those of a start's chain, otherwise
@@ -221,16 +233,16 @@ class Chain:
     """
 
     links: tuple[Link, ...]
-    others: tuple[Start, ...] = ()
+    other_starts: tuple[Start, ...] = ()
 
     def checkpoints(self) -> dict[int, Path]:
         """Return {step: complete checkpoint}, oldest first."""
-        found = {s: path for link in self.links for s, path in complete_in(link.folder) if link.holds(s)}
+        found = {s: path for link in self.links for s, path in complete_checkpoints(link.folder) if link.holds(s)}
         return dict(sorted(found.items()))
 
-    def up_to(self, step: int) -> Chain:
+    def up_to(self, step: int) -> CheckpointChain:
         """Return the chain of a start that continues after `step` of this one."""
-        return Chain(tuple(link.up_to(step) for link in self.links), self.others)
+        return CheckpointChain(tuple(link.up_to(step) for link in self.links), self.other_starts)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, None without one.
@@ -241,20 +253,20 @@ class Chain:
             return None
         path = found[max(found)]
         try:
-            require_whole(path)
+            require_whole_checkpoint(path)
         except ConfigError as error:
-            text = f"{path} is the newest checkpoint and is damaged: {error}\n{self.instead_of(path)}"
+            text = f"{path}: the newest checkpoint is damaged: {error}\n{self.fallback_text(path)}"
             raise ConfigError(text) from None
         return path
 
-    def instead_of(self, path: Path) -> str:
+    def fallback_text(self, path: Path) -> str:
         """Return a text that names the next older whole checkpoint to continue from if `path` cannot be used."""
         for step, older in sorted(self.checkpoints().items(), reverse=True):
-            if step < step_of(path):
+            if step < checkpoint_step(path):
                 with suppress(ConfigError):
-                    require_whole(older)
-                    return f"  the next older one is whole; to go on from it: {resume_from(older)}"
-        return "  no older one of this run is whole; to start anew: trainer.resume_mode=disable"
+                    require_whole_checkpoint(older)
+                    return f"  To continue from the newest undamaged checkpoint: {resume_overrides(older)}"
+        return "  This run has no undamaged older checkpoint; to begin at step 1: trainer.resume_mode=disable"
 
     def remove_oldest(self, keep: int | None, written: Path) -> None:
         """Remove what killed saves left, and all but the newest `keep` checkpoints; `written` is always kept.
@@ -262,48 +274,50 @@ class Chain:
         Checkpoints from which a start outside of the chain began are kept too.
         """
         for link in self.links:
-            for _, path in saves_of_steps(link.folder):
+            for _, path in checkpoint_folders(link.folder):
                 if path != written and not has_manifest(path):
-                    remove(path)
-        parents = [(start.folder.parent, start.parent) for start in self.others if start.parent]
+                    remove_checkpoint(path)
+        parents = [(start.folder.parent, start.parent) for start in self.other_starts if start.parent]
         began = {(home / name, step) for home, (name, step) in parents}
         found = self.checkpoints()
-        for step in list(found)[: max(0, len(found) - keep)] if keep else ():
+        removable = len(found) - keep if keep else 0
+        for step in list(found)[: max(0, removable)]:
             if found[step] != written and (found[step].parents[1], step) not in began:
-                remove(found[step])
+                remove_checkpoint(found[step])
 
-    def bytes_of_others(self) -> dict[str, int]:
+    def other_start_bytes(self) -> dict[str, int]:
         """Return {start: bytes of its checkpoints outside of the chain}, for starts that have any."""
         own, sizes = set(self.checkpoints().values()), {}
-        folders = [*(link.folder for link in self.links), *(start.folder / CHECKPOINTS for start in self.others)]
+        folders = [*(link.folder for link in self.links), *(start.folder / CHECKPOINTS for start in self.other_starts)]
         for folder in folders:
-            size = sum(size_bytes(path) for _, path in complete_in(folder) if path not in own)
+            size = sum(folder_bytes(path) for _, path in complete_checkpoints(folder) if path not in own)
             if size:
                 sizes[folder.parent.name] = size
         return dict(sorted(sizes.items()))
 
 
-def chain_of_start(start: Start) -> Chain:
+def checkpoint_chain(start: Start) -> CheckpointChain:
     """Return the checkpoints of the chain that ends with `start`, also if they lie in another folder."""
-    start = (start.saves_in and read_start(start.saves_in)) or start
-    links = chain_of(start)
+    if start.saves_in:
+        start = read_start(start.saves_in) or start
+    links = start_chain(start)
     inside = {link.folder for link in links}
-    others = tuple(other for other in starts_in(start.folder.parent) if other.folder not in inside)
-    return Chain(tuple(Link(link.folder / CHECKPOINTS, link.last) for link in links), others)
+    others = tuple(other for other in list_starts(start.folder.parent) if other.folder not in inside)
+    return CheckpointChain(tuple(Link(link.folder / CHECKPOINTS, link.last_step) for link in links), others)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, its manifest first, so that an interrupted removal does not leave a checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
-def resume_from(path: Path | str) -> str:
+def resume_overrides(path: Path | str) -> str:
     """Return the overrides that continue from a checkpoint."""
     return f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
 
 
-def size_bytes(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files below a folder; files that vanish during the walk are skipped."""
     size = 0
     for where, _, files in os.walk(folder):
@@ -313,7 +327,7 @@ def size_bytes(folder: Path) -> int:
     return size
 
 
-def value_model_in(folder: str | Path) -> Path:
+def value_model_folder(folder: str | Path) -> Path:
     """Return the folder of a value model's weights: critic/ of a checkpoint, otherwise `folder` itself."""
     critic = Path(folder, CRITIC)
     return critic if critic.is_dir() else Path(folder)
@@ -327,7 +341,7 @@ def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
     if resume_mode != "resume_path":
         return None
     if not resume_from_path or not isinstance(resume_from_path, str):
-        raise ConfigError(RESUME_NEEDS)
+        raise ConfigError(RESUME_PATH_MISSING)
     path = Path(resume_from_path).absolute()
     start = path.parents[1]
     if start.is_symlink():  # NAME/latest, which the resuming start will change
@@ -335,7 +349,7 @@ def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
     return path
 
 
-def require_whole(folder: Path) -> Manifest:
+def require_whole_checkpoint(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint; raises ConfigError unless its files have the manifest's sizes and tensors.
 
     Only headers are read. Bytes of tensors are compared when workers read them (worker/checkpoint.py).
@@ -386,8 +400,8 @@ def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], 
     if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):
         return
     raise ConfigError(
-        f"{folder} was saved with other data: {_data_text(before)}; this run has {_data_text(now)} (data.train_files), "
-        f"so the position in the data means nothing here. Give the same files, or {OTHER_DATA}=true to go on anyway"
+        f"{folder}: was saved with {_data_text(before)}; this run has {_data_text(now)} (data.train_files), so the "
+        f"saved position in the data does not fit. Give the same files, or {OTHER_DATA_KEY}=true to continue anyway"
     )
 
 

@@ -40,19 +40,19 @@ from verl_patches.layout.model_folder import (
 from verl_patches.reshard.region import Region, cover
 from verl_patches.weights.manifest import (
     CRITIC,
-    ENTRIES,
+    ENTRIES_FOLDER,
     ITEM_BYTES,
     MANIFEST,
-    OF_RANK,
+    RANK_PREFIX,
     TRACKER,
-    WEIGHT,
+    WEIGHT_ROLE,
     FileEntry,
     Manifest,
-    Stored,
     StoredPart,
     StoredState,
+    TensorPart,
+    build_header,
     has_manifest,
-    header_of,
     holds_critic_alone,
     read_manifest,
     require_file,
@@ -60,7 +60,7 @@ from verl_patches.weights.manifest import (
 from verl_patches.weights.megatron import read_folder
 
 FP8 = "F8_E4M3"
-FLOATS = ("F32", "BF16", "F16")
+FLOAT_DTYPES = ("F32", "BF16", "F16")
 FP8_KINDS = frozenset(  # stored in FP8 by DeepSeek: linear layers except the router and the head
     {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj"}
     | {
@@ -78,7 +78,7 @@ QUANTIZATION_CONFIG = {
 }
 _SAMPLE_BYTES = 4096  # read at the start and the end of each file's tensors, for its identity
 SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_SHOWN = 3
+_SHOWN_NAMES = 3
 
 
 class SourceTensor(NamedTuple):
@@ -89,11 +89,6 @@ class SourceTensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
     scale: StoredPart | None = None
-
-    @property
-    def stored(self) -> tuple[StoredPart, ...]:
-        """Return the tensor's parts, and its scales if it has them."""
-        return (*self.parts, self.scale) if self.scale else self.parts
 
     @property
     def size_bytes(self) -> int:
@@ -146,91 +141,94 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     """
     folder = Path(folder)
     manifest = read_manifest(folder) if has_manifest(folder) else None
-    of_megatron = (folder / TRACKER).is_file()
-    if of_megatron and not (folder / "config.json").exists():
+    is_megatron = (folder / TRACKER).is_file()
+    if is_megatron and not (folder / "config.json").exists():
         raise ConfigError(
             f"{folder}: no config.json beside {TRACKER}; copy the HF model's config.json and tokenizer to it"
         )
-    if manifest is None and ((folder / ENTRIES).is_dir() or any(folder.glob(f"{OF_RANK}*"))):
+    if manifest is None and ((folder / ENTRIES_FOLDER).is_dir() or any(folder.glob(f"{RANK_PREFIX}*"))):
         raise ConfigError(f"{folder}: no {MANIFEST}, so this checkpoint is not complete; give another one")
     if manifest and holds_critic_alone(manifest):
         raise ConfigError(
-            f"{folder}: of a run that trained a value model alone; its weights are in {folder / CRITIC}: give that"
+            f"{folder}: has no actor, because its run trained a value model alone; give {folder / CRITIC} instead"
         )
     model = read_model_shape(read_config(folder))
     config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
-    block = _block_of(folder, config)
-    index = None if manifest or of_megatron else _read_index(folder)
+    block = _fp8_block(folder, config)
+    index = None if manifest or is_megatron else _read_index(folder)
     layout: str | None = None
     left_out: tuple[str, ...] = ()
     states: dict[tuple[str, str], list[StoredState]] = {}
-    stored: Iterable[Stored]
-    if of_megatron:
+    stored: Iterable[TensorPart]
+    if is_megatron:
         found = read_folder(folder, inventory, expert_split)
-        stored, identity, layout, left_out = found.stored, found.identity, str(found.layout), found.left_out
+        stored, identity, layout, left_out = found.parts, found.identity, str(found.layout), found.left_out
     elif manifest:
         if unlike := size_differences(model, manifest.model):
-            raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
-        stored, states = _of_manifest(folder, manifest)
+            raise ConfigError(f"{folder}: config.json and {MANIFEST} differ: {unlike}; copy both again")
+        stored, states = _manifest_parts(folder, manifest)
         identity = [manifest.identity]
     elif only_plan and index and not weight_files(folder):
-        stored, identity = _of_index(index, inventory, block), [repr(asdict(model))]
+        stored, identity = _index_parts(index, inventory, block), [repr(asdict(model))]
     else:
-        headers = [_Header(folder / name) for name in _files_of(folder, index)]
+        headers = [_Header(folder / name) for name in _source_files(folder, index)]
         _check_index(folder, index, headers)
-        stored, identity = _of_headers(headers), [header.identity() for header in headers]
-    by_name: dict[str, list[Stored]] = {}
+        stored, identity = _header_parts(headers), [header.identity() for header in headers]
+    by_name: dict[str, list[TensorPart]] = {}
     for each in stored:
         by_name.setdefault(each.part.region.name, []).append(each)
-    beyond = sorted(name for name in by_name if _is_beyond(name, model.num_hidden_layers))
+    beyond = sorted(name for name in by_name if _is_uncounted_layer(name, model.num_hidden_layers))
     for name in beyond:
         del by_name[name]
     if SCORE in by_name:
         inventory = build_inventory(model, value=True)
         if SCORE_BIAS not in by_name:  # HF's ...ForSequenceClassification has no bias
             inventory = replace(inventory, outer=tuple(each for each in inventory.outer if each.name != SCORE_BIAS))
-    tensors = _tensors(folder, inventory, block, by_name)
+    tensors = _source_tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
-    kind = "checkpoint" if manifest else "megatron" if of_megatron else "hf"
+    kind = "megatron" if is_megatron else "hf"
+    if manifest:
+        kind = "checkpoint"
     files, left_out = manifest.files if manifest else (), (*left_out, *beyond)
     return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files, layout, states)
 
 
-def _tensors(
-    folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[Stored]]
+def _source_tensors(
+    folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[TensorPart]]
 ) -> dict[str, SourceTensor]:
     """Return the inventory's tensors, each from its `stored` parts; a conflict with config.json raises ConfigError."""
     scales = {name for name in stored if name.endswith(SCALE_SUFFIX)}
     _check_names(folder, inventory, stored.keys() - scales)
     tensors = {}
     for parameter in inventory.parameters:
-        dtypes = (FP8, *FLOATS) if parameter.kind in FP8_KINDS else FLOATS
-        tensor = _tensor(folder, parameter.name, parameter.shape, dtypes, stored[parameter.name])
+        dtypes = (FP8, *FLOAT_DTYPES) if parameter.kind in FP8_KINDS else FLOAT_DTYPES
+        tensor = _source_tensor(folder, parameter.name, parameter.shape, dtypes, stored[parameter.name])
         if tensor.dtype == FP8:
             name = scale_name(parameter.name)
             _check_scale(folder, parameter.name, block, name in scales)
             assert block is not None  # _check_scale refuses None
-            scale = _tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
+            scale = _source_tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
             tensor = tensor._replace(scale=scale.parts[0])
             scales.discard(name)
         tensors[parameter.name] = tensor
     if scales:
         file = stored[min(scales)][0].part.file
         raise ConfigError(
-            f"{folder / file}: {min(scales)} is the scale of no FP8 tensor; expected one of a weight in FP8"
+            f"{folder / file}: {min(scales)}: expected the scales of an FP8 weight, found no such weight; "
+            "download the folder again"
         )
     return tensors
 
 
-def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[str], stored: list[Stored]):
+def _source_tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[str], stored: list[TensorPart]):
     """Return the tensor of these parts; raises ConfigError unless they have a right dtype and cover `shape` once."""
     dtype = stored[0].dtype
     for each in stored:
         if (each.dtype, each.whole) != (dtype, shape) or dtype not in dtypes:
             raise ConfigError(
                 f"{folder / each.part.file}: {name}: expected {', '.join(dtypes)} {shape} (config.json), "
-                f"found {each.dtype} {each.whole}"
+                f"found {each.dtype} {each.whole}; use the config.json of these weights"
             )
     parts = sorted((each.part for each in stored), key=lambda part: part.region[1:3])
     missing, doubled = cover(Region(name, 0, 0, shape[0]), (part.region for part in parts), shape)
@@ -243,17 +241,19 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[st
 # ---- stored parts, as a folder describes them
 
 
-def _of_manifest(folder: Path, manifest: Manifest) -> tuple[list[Stored], dict[tuple[str, str], list[StoredState]]]:
+def _manifest_parts(
+    folder: Path, manifest: Manifest
+) -> tuple[list[TensorPart], dict[tuple[str, str], list[StoredState]]]:
     """Return the parts of weights, and the flat ranges of optimizer states."""
-    weights: list[Stored] = []
+    weights: list[TensorPart] = []
     states: dict[tuple[str, str], list[StoredState]] = {}
     for file in (file for file in manifest.files if file.tensors):
         require_file(folder, file)
-        offset = len(header_of(file.tensors, file.name))
+        offset = len(build_header(file.tensors, file.name))
         for tensor in file.tensors:
-            if tensor.role == WEIGHT:
+            if tensor.role == WEIGHT_ROLE:
                 part = StoredPart(file.name, offset, tensor.region, tensor.sha256)
-                weights.append(Stored(part, tensor.dtype, tensor.whole))
+                weights.append(TensorPart(part, tensor.dtype, tensor.whole))
             else:
                 state = StoredState(file.name, offset, tensor)
                 states.setdefault((tensor.role, tensor.region.name), []).append(state)
@@ -261,15 +261,15 @@ def _of_manifest(folder: Path, manifest: Manifest) -> tuple[list[Stored], dict[t
     return weights, states
 
 
-def _of_headers(headers: Iterable[_Header]) -> Iterator[Stored]:
+def _header_parts(headers: Iterable[_Header]) -> Iterator[TensorPart]:
     for header in headers:
         for name, tensor in header.tensors.items():
             shape = tuple(tensor["shape"])
             region = Region(name, 0, 0, math.prod(shape[:1]))
-            yield Stored(StoredPart(header.path.name, header.offset(name), region), tensor["dtype"], shape)
+            yield TensorPart(StoredPart(header.path.name, header.offset(name), region), tensor["dtype"], shape)
 
 
-def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[Stored]:
+def _index_parts(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[TensorPart]:
     """Yield parts to plan with before the files are there: dtypes and shapes by config.json, offsets unknown."""
     for name, file in index.items():
         parameter = inventory.by_name.get(name.replace(SCALE_SUFFIX, "weight"))
@@ -277,7 +277,7 @@ def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, 
         if block and parameter is not None and scale_name(parameter.name) in index and parameter.kind in FP8_KINDS:
             is_scale = name.endswith(SCALE_SUFFIX)
             dtype, shape = ("F32", scale_shape(shape, block)) if is_scale else (FP8, shape)
-        yield Stored(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
+        yield TensorPart(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
 
 
 class _Header:
@@ -301,7 +301,7 @@ class _Header:
             return self.path.name, self.data_bytes, repr(self.tensors), first + file.read(_SAMPLE_BYTES)
 
 
-def _block_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
+def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the FP8 block of config.json, None if it has none; another quantization raises ConfigError."""
     found = config.get(QUANTIZATION)
     if found is None:
@@ -322,15 +322,15 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         return None
     found = read_json_object(path).get("weight_map")
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected weight_map, {{tensor: file}}; copy it again")
+        raise ConfigError(f"{path}: expected key weight_map, {{tensor: file}}, found none; copy the file again")
     return {tensor: str(file) for tensor, file in found.items()}
 
 
-def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:
+def _source_files(folder: Path, index: dict[str, str] | None) -> list[str]:
     found = weight_files(folder)
     if index is None:
         if found != {SINGLE_FILE}:
-            what = ", ".join(sorted(found)[:_SHOWN]) or "no safetensors files"
+            what = ", ".join(sorted(found)[:_SHOWN_NAMES]) or "no safetensors files"
             raise ConfigError(
                 f"{folder}: expected {INDEX}, or {SINGLE_FILE} alone, found {what}; download the folder again"
             )
@@ -338,12 +338,12 @@ def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:
     named = set(index.values())
     if missing := sorted(named - found):
         raise ConfigError(
-            f"{folder}: {len(missing)} of {len(named)} files named in {INDEX} are missing, as {missing[0]}; "
+            f"{folder}: {len(missing)} of {len(named)} files named in {INDEX} are missing, such as {missing[0]}; "
             "download them"
         )
     if unknown := sorted(found - named):
         raise ConfigError(
-            f"{folder}: {unknown[0]} is not named in {INDEX}; the index is old, or the file is left over: remove one"
+            f"{folder}: {unknown[0]} is not named in {INDEX}; delete the file if it is left over, or download the index"
         )
     return sorted(named)
 
@@ -363,24 +363,24 @@ def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterabl
     for name in sorted(index.keys() | where.keys()):
         if index.get(name) != where.get(name):
             raise ConfigError(
-                f"{folder}: {name}: {INDEX} says {index.get(name, 'nothing')}, it is in {where.get(name, 'no file')}; "
-                "the index is not of these files: download it again"
+                f"{folder}: {name}: expected in {index.get(name, 'no file')} ({INDEX}), found in "
+                f"{where.get(name, 'no file')}; the index belongs to other files: download it again"
             )
 
 
-def _is_beyond(name: str, num_layers: int) -> bool:
+def _is_uncounted_layer(name: str, num_layers: int) -> bool:
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= num_layers
 
 
 def _check_names(folder: Path, inventory: Inventory, found: Iterable[str]) -> None:
     expected, found = inventory.by_name.keys(), set(found)
-    for what, names in (("missing", expected - found), ("not known to config.json", found - expected)):
+    for what, names in (("missing", expected - found), ("not in config.json's model", found - expected)):
         if names:
-            shown = ", ".join(sorted(names)[:_SHOWN])
+            shown = ", ".join(sorted(names)[:_SHOWN_NAMES])
             raise ConfigError(
-                f"{folder}: {len(names)} tensors are {what}, as {shown}; expected the {len(expected)} that config.json "
-                "describes: config.json is of another model, or a download is incomplete"
+                f"{folder}: {len(names)} tensors are {what}, such as {shown}; expected the {len(expected)} that "
+                "config.json describes: config.json is of another model, or a download is incomplete"
             )
 
 
@@ -393,8 +393,8 @@ def _check_scale(folder: Path, name: str, block: tuple[int, int] | None, is_ther
         )
     if not is_there:
         raise ConfigError(
-            f"{folder}: {scale_name(name)} is missing, the scales of {name}, which is stored in FP8; download the "
-            "folder again"
+            f"{folder}: expected {scale_name(name)}, the scales of {name}, which is stored in FP8, found none; "
+            "download the folder again"
         )
 
 

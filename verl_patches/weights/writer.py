@@ -15,25 +15,25 @@ from typing import Any
 from verl_patches.errors import RecipeError
 from verl_patches.shared_files import PARTIAL, disk_errors, lock_file, sync, write_whole
 from verl_patches.weights.manifest import (
-    DIGITS,
-    ENTRIES,
+    DIGEST_DIGITS,
+    ENTRIES_FOLDER,
     MANIFEST,
     FileEntry,
     Manifest,
     TensorEntry,
+    build_header,
     file_fields,
-    header_of,
     read_record,
-    recorded,
+    recorded_files,
     to_json,
 )
 
-AGAIN = "Free space and run the same command again: finished files are kept"
+RERUN_ADVICE = "Free space and run the same command again: finished files are kept"
 
 
 def write_text(path: Path, text: str | bytes, durable: bool = True) -> None:
     """Write a file by `write_whole`; a full disk raises RecipeError that names the file."""
-    with disk_errors(path, AGAIN):
+    with disk_errors(path, RERUN_ADVICE):
         write_whole(path, text, durable)
 
 
@@ -48,24 +48,24 @@ class NewFile:
         self.path, self.partial, self._finished = path, path.with_name(path.name + PARTIAL), False
 
     def __enter__(self) -> NewFile:
-        with disk_errors(self.path, AGAIN):
+        with disk_errors(self.path, RERUN_ADVICE):
             try:
                 self._file = lock_file(self.partial)
             except BlockingIOError:
-                raise RecipeError(f"{self.partial}: another process writes this file; wait for it") from None
+                raise RecipeError(f"{self.partial}: another process writes this file; wait until it ends") from None
             self._file.truncate(0)
         return self
 
     def write(self, data: Any) -> None:
         """Append the bytes of any contiguous buffer."""
         view = memoryview(data).cast("B")
-        with disk_errors(self.path, AGAIN):
+        with disk_errors(self.path, RERUN_ADVICE):
             while view:
                 view = view[self._file.write(view) :]
 
     def finish(self) -> None:
         """Make the bytes durable and give the file its name."""
-        with disk_errors(self.path, AGAIN):
+        with disk_errors(self.path, RERUN_ADVICE):
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True
@@ -86,7 +86,7 @@ def write_tensors(
 
     `contents` yields buffers with a tensor's bytes, in order. A thread hashes each buffer while it is written.
     """
-    path, head, found = Path(folder) / name, header_of(tensors, name), []
+    path, head, found = Path(folder) / name, build_header(tensors, name), []
     with NewFile(path) as file, ThreadPoolExecutor(1) as thread:
         file.write(head)
         for tensor in tensors:
@@ -99,34 +99,34 @@ def write_tensors(
                 size += len(view)
             if size != tensor.size_bytes:
                 raise RecipeError(f"{path}: {tensor.key}: expected {tensor.size_bytes} bytes, found {size}")
-            found.append(replace(tensor, sha256=digest.hexdigest()[:DIGITS]))
+            found.append(replace(tensor, sha256=digest.hexdigest()[:DIGEST_DIGITS]))
         file.finish()
     size = len(head) + sum(tensor.size_bytes for tensor in tensors)
-    return _record(folder, FileEntry(name, size, tensors=tuple(found)))
+    return _record_file(folder, FileEntry(name, size, tensors=tuple(found)))
 
 
 def write_bytes(folder: str | Path, name: str, content: bytes) -> FileEntry:
     """Write and record a file without tensors."""
     write_text(Path(folder) / name, content)
-    return _record(folder, FileEntry(name, len(content), hashlib.sha256(content).hexdigest()))
+    return _record_file(folder, FileEntry(name, len(content), hashlib.sha256(content).hexdigest()))
 
 
-def _record(folder: str | Path, entry: FileEntry) -> FileEntry:
+def _record_file(folder: str | Path, entry: FileEntry) -> FileEntry:
     """Record a finished file of a folder that is being written; without a record the folder stays incomplete."""
-    entries = Path(folder) / ENTRIES
+    entries = Path(folder) / ENTRIES_FOLDER
     entries.mkdir(exist_ok=True)
     write_text(entries / f"{entry.name}.json", json.dumps(file_fields(entry)), durable=False)
     return entry
 
 
-def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
+def complete_folder(folder: Path, manifest: Manifest) -> Manifest | None:
     """Write `manifest` with the entries of its files into `folder` and return it, or None while entries are missing."""
-    if set(manifest.expected) - set(recorded(folder)):
+    if set(manifest.file_names) - set(recorded_files(folder)):
         return None
-    manifest = replace(manifest, files=tuple(read_record(folder, name) for name in manifest.expected))
+    manifest = replace(manifest, files=tuple(read_record(folder, name) for name in manifest.file_names))
     sync(folder)  # makes the names of all files durable before the manifest that needs them
     write_text(folder / MANIFEST, to_json(manifest))
-    shutil.rmtree(folder / ENTRIES, ignore_errors=True)
+    shutil.rmtree(folder / ENTRIES_FOLDER, ignore_errors=True)
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # left by a process that was killed
         left.unlink(missing_ok=True)
     return manifest

@@ -44,7 +44,7 @@ from verl_patches.weights.manifest import read_manifest
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 from verl_patches.worker import Upstream
-from verl_patches.worker.memory import Trained, device_type
+from verl_patches.worker.memory import TrainedModel, device_type
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class TrainingWorker(Upstream):
     """Define what our workers of actor and critic have in common. A feature that is off in a worker is None."""
 
     checkpoint: WorkerCheckpoint | None = None
-    trained: Trained | None = None
+    trained: TrainedModel | None = None
 
     def start_checkpoint(self) -> None:
         """Make `checkpoint`, which saves and loads this rank's part, if row checkpoint.parts is on."""
@@ -96,11 +96,11 @@ class WorkerCheckpoint:
     def __init__(self, worker: Any):
         self.worker, self.recipe = worker, worker.recipe
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future | None = None
+        self._write_future: Future | None = None
         self._state: TrainState | None = None
         self._loads = 0
 
-    def state(self) -> TrainState:
+    def train_state(self) -> TrainState:
         """Return the train state of this rank, made once."""
         if self._state is None:
             trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
@@ -119,26 +119,26 @@ class WorkerCheckpoint:
         started, rank = time.perf_counter(), dist.get_rank()
         if not Path(folder).is_dir():
             raise CheckpointError(
-                f"{folder}: rank {rank} does not see the folder that the trainer made: expected "
-                "trainer.default_local_dir on a file system that all nodes share"
+                f"{folder}: expected the folder that the trainer made, found none on the node of rank {rank}; set "
+                "trainer.default_local_dir to a file system that all nodes share"
             )
         with self._on_device():
             storages, copied = self._copy_to_host()
-            pieces = self.state().written()
-            contents = self._contents(pieces, storages)
-        rest = self._rest()
-        self._writing = self._threads.submit(checkpoint_files.write_rank, folder, rank, pieces, contents, rest)
+            pieces = self.train_state().pieces_to_write()
+            contents = self._piece_contents(pieces, storages)
+        rest = self._other_state()
+        self._write_future = self._threads.submit(checkpoint_files.write_rank, folder, rank, pieces, contents, rest)
         return {"copied_bytes": copied, "seconds": time.perf_counter() - started}
 
     def wait(self) -> None:
         """Wait until the last save is written; raise the error of the writing thread."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
+        if self._write_future is not None:
+            writing, self._write_future = self._write_future, None
             writing.result()
 
-    def check(self) -> None:
+    def raise_write_error(self) -> None:
         """Raise the error of the writing thread, if it has ended."""
-        if self._writing is not None and self._writing.done():
+        if self._write_future is not None and self._write_future.done():
             self.wait()
 
     def _copy_to_host(self) -> tuple[dict[int, HostBackedStorage], int]:
@@ -150,7 +150,7 @@ class WorkerCheckpoint:
             copied += sum(model.copy_params_to_host() for model in models if not model.offloaded)
             storages += [storage for model in models for storage in model.params.values()]
         for one in single_optimizers(trained.optimizer):
-            if _is_mindspeeds_swap(one) or not (scheduled or hasattr(one, "recipe_offload_state")):
+            if _is_swap_optimizer(one) or not (scheduled or hasattr(one, "recipe_offload_state")):
                 continue
             state = optimizer_offload_state(one)
             copied += state.copy_to_host()
@@ -160,16 +160,16 @@ class WorkerCheckpoint:
             torch.get_device_module(self.recipe.platform).synchronize()  # MindSpeed swaps on streams of its own
         return {storage.storage._cdata: storage for storage in storages}, copied
 
-    def _contents(
+    def _piece_contents(
         self, pieces: list[StoredTensor], storages: Mapping[int, HostBackedStorage]
     ) -> Callable[[StoredTensor], Iterator[torch.Tensor]]:
         """Return the function by which `write_rank` gets a piece's tensors; copy now those that are not on the host."""
-        on_host = _mindspeeds_host_states(self.worker.trained.optimizer)
-        copies = {
-            piece.entry.key: [place.of(piece.base).detach().to("cpu", copy=True) for place in piece.places]
-            for piece in pieces
-            if (storage := piece.base.untyped_storage()._cdata) not in storages and storage not in on_host
-        }
+        on_host = storages.keys() | _swapped_storages(self.worker.trained.optimizer)
+        copies = {}
+        for piece in pieces:
+            if piece.base.untyped_storage()._cdata not in on_host:
+                views = [place.tensor_view(piece.base) for place in piece.places]
+                copies[piece.entry.key] = [view.detach().to("cpu", copy=True) for view in views]
 
         def contents(piece: StoredTensor) -> Iterator[torch.Tensor]:
             if piece.entry.key in copies:
@@ -178,7 +178,7 @@ class WorkerCheckpoint:
             held = storages.get(piece.base.untyped_storage()._cdata)
             for place in piece.places:
                 if held is None:
-                    yield place.of(piece.base)
+                    yield place.tensor_view(piece.base)
                 else:
                     at = piece.base.storage_offset() + place.offset
                     yield held.host_tensor(piece.base.dtype, place.shape, place.strides, at)
@@ -199,13 +199,13 @@ class WorkerCheckpoint:
         finally:
             offload_megatron_model_to_cpu(self.worker.trained.chunks)
 
-    def _rest(self) -> dict[str, Any]:
+    def _other_state(self) -> dict[str, Any]:
         """Return step counts, LR schedule and RNG states."""
         schedule = getattr(getattr(self.worker, "actor", None), "lr_schedule", None)  # a critic has none
         return {
             "step_counts": checkpoint_files.step_counts(self.worker.trained.optimizer),
             "lr_schedule_steps": None if schedule is None else schedule.num_steps,
-            "generators": generators(self.recipe.platform),
+            "generators": generator_states(self.recipe.platform),
         }
 
     # ---- load
@@ -216,16 +216,16 @@ class WorkerCheckpoint:
         Collective. Every rank raises the same CheckpointError if one of them finds a damaged or missing file or tensor.
         """
         self.wait()
-        state, rank = self.state(), dist.get_rank()
+        state, rank = self.train_state(), dist.get_rank()
         saved: dict[str, Any] = {}
 
         def read() -> list[str]:
-            if problems := checkpoint_files.problems_of_share(folder, rank, dist.get_world_size()):
+            if problems := checkpoint_files.share_problems(folder, rank, dist.get_world_size()):
                 return problems
             written = saved["layout"] = read_manifest(folder).layout
-            saved["rest"] = checkpoint_files.read_state(folder, rank if written == str(state.layout) else 0)
+            saved["rest"] = checkpoint_files.read_rank_state(folder, rank if written == str(state.layout) else 0)
             count = heartbeat.current_heartbeat().count_bytes
-            with self._on_device(), WeightReader(open_source(folder), count, verify=True, widen=True) as reader:
+            with self._on_device(), WeightReader(open_source(folder), count, verify=True, read_whole=True) as reader:
                 checkpoint_files.load_state(state, reader)
             return []
 
@@ -243,20 +243,20 @@ class WorkerCheckpoint:
             schedule = actor_lr_schedule(self.worker.actor)
             schedule.step(increment=rest["lr_schedule_steps"] - schedule.num_steps)
         if same_layout:
-            set_generators(rest["generators"], self.recipe.platform)
+            set_generator_states(rest["generators"], self.recipe.platform)
         elif rank == 0:
             log.warning(
-                "%s was saved by layout %s; random generators start again in %s", folder, saved["layout"], state.layout
+                "%s: layout %s, this run has %s: RNG states are not restored", folder, saved["layout"], state.layout
             )
 
 
-def _is_mindspeeds_swap(one: Any) -> bool:
+def _is_swap_optimizer(one: Any) -> bool:
     return hasattr(type(one), "param_to_cpu_states_map")
 
 
-def _mindspeeds_host_states(optimizer: Any) -> set[int]:
+def _swapped_storages(optimizer: Any) -> set[int]:
     """Return identities of the storages in which MindSpeed's swap optimizer keeps states on the host."""
-    maps = [type(one).param_to_cpu_states_map for one in single_optimizers(optimizer) if _is_mindspeeds_swap(one)]
+    maps = [type(one).param_to_cpu_states_map for one in single_optimizers(optimizer) if _is_swap_optimizer(one)]
     states = [state for each in maps for state in each.values()]
     return {t.untyped_storage()._cdata for state in states for t in state.values() if t is not None}
 
@@ -264,23 +264,26 @@ def _mindspeeds_host_states(optimizer: Any) -> set[int]:
 # ---- random number generators, as JSON
 
 
-def generators(platform: str) -> dict[str, Any]:
-    """Return this process's RNG states: `checkpoint_files.generators`, Megatron's by name, and the device's if any."""
+def generator_states(platform: str) -> dict[str, Any]:
+    """Return this process's RNG states: `checkpoint_files.generator_states`, Megatron's by name, and the device's."""
     from megatron.core import tensor_parallel
 
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    saved = {**checkpoint_files.generators(), "megatron": {k: checkpoint_files.text_of(v) for k, v in states.items()}}
+    saved = {
+        **checkpoint_files.generator_states(),
+        "megatron": {k: checkpoint_files.encode_generator(v) for k, v in states.items()},
+    }
     if platform not in NO_DEVICE:
-        saved["device"] = checkpoint_files.text_of(torch.get_device_module(platform).get_rng_state())
+        saved["device"] = checkpoint_files.encode_generator(torch.get_device_module(platform).get_rng_state())
     return saved
 
 
-def set_generators(saved: Mapping[str, Any], platform: str) -> None:
-    """Set the states that `generators` returned."""
+def set_generator_states(saved: Mapping[str, Any], platform: str) -> None:
+    """Set the states that `generator_states` returned."""
     from megatron.core import tensor_parallel
 
-    checkpoint_files.set_generators(saved)
-    states = {k: checkpoint_files.state_of(v) for k, v in saved["megatron"].items()}
+    checkpoint_files.set_generator_states(saved)
+    states = {k: checkpoint_files.decode_generator(v) for k, v in saved["megatron"].items()}
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
     if "device" in saved:
-        torch.get_device_module(platform).set_rng_state(checkpoint_files.state_of(saved["device"]))
+        torch.get_device_module(platform).set_rng_state(checkpoint_files.decode_generator(saved["device"]))

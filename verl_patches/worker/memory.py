@@ -25,10 +25,10 @@ from verl_patches.spec import RunSpec
 from verl_patches.worker.context import context
 
 # torch.npu, whose free memory is checked after the rollout sleeps; None on a CPU and with recipe.memory.ledger=off
-checked_device: Current[ModuleType | None] = Current(None)
+free_memory_device: Current[ModuleType | None] = Current(None)
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """Hold a model that a worker trains: its chunks in DDP, Megatron's optimizer, HF config and memory groups."""
 
     chunks: Sequence[torch.nn.Module]
@@ -48,9 +48,9 @@ class WorkerMemory:
 
     def __init__(self, config: Any, run: RunSpec):
         recipe = self.recipe = run.recipe
-        self.checked = recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
-        if self.checked:
-            checked_device.value = device_module(recipe.platform)
+        self.checks_memory = recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
+        if self.checks_memory:
+            free_memory_device.value = device_module(recipe.platform)
         self.scheduled, here = "memory.order" in run.rows, context()
         if "ppo_epochs" in config:  # critic: the actor's worker, made first, has set the rest of the schedule
             assert here.schedule is not None
@@ -61,7 +61,9 @@ class WorkerMemory:
         elif here.schedule is None:
             here.schedule, here.unmoved_groups = schedule_for_run(run, config, unified_memory=run.platform in NO_DEVICE)
 
-    def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None, groups: TrainedGroups = ACTOR) -> None:
+    def offload_model(
+        self, chunks: Sequence[torch.nn.Module], optimizer: Any = None, groups: TrainedGroups = ACTOR
+    ) -> None:
         """Offload a model that verl has just built, as verl would; the reference has no optimizer."""
         if not self.scheduled:
             return
@@ -74,17 +76,17 @@ class WorkerMemory:
             else:
                 handler.offload()
 
-    def start(self, worker: Any, trained: Trained | None) -> None:
+    def register_worker(self, worker: Any, trained: TrainedModel | None) -> None:
         """Register what `worker` has built and trains with the ledger and the scheduler of this process."""
         here = context()
         if not self.scheduled:
             return
         assert here.schedule is not None  # `__init__` sets it
-        if self.checked:
+        if self.checks_memory:
             if here.ledger is None:
                 rank, measured = dist.get_rank(), process_memory_meter(device_type(self.recipe.platform))
                 here.ledger = Ledger(here.schedule, here.unmoved_groups, self.recipe.memory.ledger, rank, measured)
-            self._watch(worker, trained, here.ledger)
+            self._register_groups(worker, trained, here.ledger)
             here.ledger.take()  # drop the records from building the engine
         if here.scheduler is None:
             device = device_module(self.recipe.platform)
@@ -97,18 +99,18 @@ class WorkerMemory:
         if getattr(worker, "_is_ref", False):  # verl's other workers have no such attribute
             here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
-    def _watch(self, worker: Any, trained: Trained | None, ledger: Ledger) -> None:
+    def _register_groups(self, worker: Any, trained: TrainedModel | None, ledger: Ledger) -> None:
         if trained is not None:
-            self._watch_training(trained, ledger)
+            self._register_training(trained, ledger)
         if getattr(worker, "_is_rollout", False):
-            self._watch_rollout(worker, ledger)
+            self._register_rollout(worker, ledger)
         if getattr(worker, "_is_ref", False):
-            ledger.register("ref_params", self._bytes_of(lambda: [list(m.parameters()) for m in worker.ref_module]))
+            ledger.register("ref_params", self._byte_counter(lambda: [list(m.parameters()) for m in worker.ref_module]))
         if models := getattr(worker, "reward_models", ()):
             chunks = [chunk for model in models for chunk in model.reward_model_module]
-            ledger.register("reward_params", self._bytes_of(lambda: [list(m.parameters()) for m in chunks]))
+            ledger.register("reward_params", self._byte_counter(lambda: [list(m.parameters()) for m in chunks]))
 
-    def _watch_training(self, trained: Trained, ledger: Ledger) -> None:
+    def _register_training(self, trained: TrainedModel, ledger: Ledger) -> None:
         buffers, optimizer, groups = measure.ddp_buffers(trained.chunks), trained.optimizer, trained.groups
         for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
             full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
@@ -116,8 +118,8 @@ class WorkerMemory:
             def tensors(name: str = name) -> list[torch.Tensor]:
                 return [getattr(buffer, name) for buffer in buffers]
 
-            ledger.register(group, self._bytes_of(tensors), full_bytes=full)
-        states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
+            ledger.register(group, self._byte_counter(tensors), full_bytes=full)
+        states = self._byte_counter(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
         # With swap_optimizer only a window of the states, `full` at most, is on the device, and only during a step; the
         # ledger checks at a phase's start, when the window is empty.
@@ -127,18 +129,19 @@ class WorkerMemory:
         ledger.register(holds, states, full_bytes=full, partial_at_first=True)
         ledger.register(empty, lambda: 0, full_bytes=0, partial_at_first=True)
 
-    def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
-        for group, held in rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform)).items():
-            ledger.register(group, held)
+    def _register_rollout(self, worker: Any, ledger: Ledger) -> None:
+        groups = rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform))
+        for group, tag_bytes in groups.items():
+            ledger.register(group, tag_bytes)
         # Allocated and freed inside the sync, which passes its peak to the ledger (worker/sharding.py).
         most = 4 * self.recipe.reshard.bucket_bytes
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, partial_at_first=True)
 
-    def _bytes_of(self, tensors: Callable[[], Any]) -> Callable[[], int]:
+    def _byte_counter(self, tensors: Callable[[], Any]) -> Callable[[], int]:
         return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
 
     @contextmanager
-    def all_on_device(self, trained: Trained, writes: bool) -> Iterator[None]:
+    def all_on_device(self, trained: TrainedModel, writes: bool) -> Iterator[None]:
         """Keep parameters and optimizer states on the device inside the context, then restore their places.
 
         `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
@@ -175,7 +178,7 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
     A function returns 0 while vLLM's own sleep mode has unmapped the memory, although tensors still point to it.
     """
 
-    def held(tag: str) -> int:
+    def tag_bytes(tag: str) -> int:
         sleeps = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
         if sleeps and tag not in getattr(llm, "awake", (tag,)):
             return 0
@@ -185,7 +188,7 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
         return measure.held_bytes(tensors, device_type)
 
     tags = {"rollout_weights": sleep_mode.WEIGHTS, "kv_cache": sleep_mode.CACHE}
-    return {group: functools.partial(held, tag) for group, tag in tags.items()}
+    return {group: functools.partial(tag_bytes, tag) for group, tag in tags.items()}
 
 
 def device_type(platform: str) -> str:
@@ -206,10 +209,10 @@ class _Torch(wrapt.ObjectProxy):
         return _Cuda(self.__wrapped__.cuda)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return without_empty_cache, (self.__wrapped__,)  # Ray pickles functions of verl's workers with their globals
+        return torch_without_empty_cache, (self.__wrapped__,)  # Ray pickles functions with their globals
 
 
-def without_empty_cache(torch: ModuleType) -> Any:
+def torch_without_empty_cache(torch: ModuleType) -> Any:
     """Replace the name `torch` in one module of verl: its empty_cache does nothing if we schedule memory.
 
     On an NPU a patch of torch.cuda itself would be overwritten: transfer_to_npu sets torch.cuda's names at its import.

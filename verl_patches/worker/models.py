@@ -29,16 +29,16 @@ from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, region_view
 from verl_patches.reshard.train_tensors import inventory_and_library, model_layout, train_tensors
 from verl_patches.spec import RUN, run_from_config
-from verl_patches.weights.load import WAIT_S, copy_weights, difference, load_weights
+from verl_patches.weights.load import WAIT_S, copy_weights, load_weights, weights_difference
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import Trained, WorkerMemory
+from verl_patches.worker.memory import TrainedModel, WorkerMemory
 from verl_patches.worker.step_guard import StepGuard
 
 log = logging.getLogger("verl_patches.weights")
 ARCHITECTURE = "DeepseekV3ForCausalLM"
-reads: Current[int] = Current(0)  # how often this process has read a model's folder
+folder_reads: Current[int] = Current(0)  # how often this process has read a model's folder
 # folder and chunks of the model whose parameters others copy, and whether it is a value model
-reference_weights: Current[tuple[str, Sequence[torch.nn.Module], bool] | None] = Current(None)
+copy_source: Current[tuple[str, Sequence[torch.nn.Module], bool] | None] = Current(None)
 
 
 def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:
@@ -55,7 +55,7 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
         wait_s, layout = WAIT_S, None
         if config.get(RUN) is not None:
             run = run_from_config(config)
-            wait_s, layout = run.recipe.timeouts.load_s, _with_layers(run.train, model_config.num_hidden_layers)
+            wait_s, layout = run.recipe.timeouts.load_s, _layout_with_layers(run.train, model_config.num_hidden_layers)
         return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 
     return load_gpt_weights
@@ -66,7 +66,7 @@ def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
     return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
 
 
-def _with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:
+def _layout_with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:
     """Return the layout with the number of layers of each chunk."""
     return dataclasses.replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(num_layers))))
 
@@ -77,33 +77,36 @@ def load_model(
     line: str,
     wait_s: float,
     layout: ParallelLayout | None = None,
-    value: bool = False,
+    is_value: bool = False,
 ) -> int:
     """Fill `chunks` from a model of this process that has read `folder` into equal parameters, or else from the folder.
 
     Returns the bytes read.
 
-    `value`: the chunks are of a value model. From a model with another head all parameters but the head are copied.
+    `is_value`: the chunks are of a value model. From a model with another head all parameters but the head are copied.
     """
-    rank, copied, scores = dist.get_rank(), False, value and _is_reference(chunks)
+    rank, copied, is_reward_model = dist.get_rank(), False, is_value and _is_untrained(chunks)
     _show_log(rank)
-    if reference_weights.value is not None:
-        read_from, reference, has_value = reference_weights.value
-        head, which = has_value == value, "critic" if has_value else "reference"
-        unlike = difference(chunks, reference, head) if read_from == folder else f"the {which} has read {read_from}"
-        if unlike and not scores:
+    if copy_source.value is not None:
+        read_from, source, source_is_value = copy_source.value
+        same_head, which = source_is_value == is_value, "critic" if source_is_value else "reference"
+        if read_from == folder:
+            unlike = weights_difference(chunks, source, same_head)
+        else:
+            unlike = f"the {which} has read {read_from}"
+        if unlike and not is_reward_model:
             log.warning("weights: %s is read again, not copied from the %s: %s", folder, which, unlike)
         elif not unlike:
-            with parameters_loaded(reference):
-                copy_weights(chunks, reference, head)
+            with parameters_loaded(source):
+                copy_weights(chunks, source, same_head)
             if rank == 0:
-                what = "0 bytes read" if head else "its head is read"
+                what = "0 bytes read" if same_head else "its head is read"
                 log.info("weights: copied from the %s, %s from %s", which, what, folder)
-            if head:
+            if same_head:
                 return 0
             copied = True
-    reads.value += 1
-    key = f"verl_patches/load/{reads.value}"
+    folder_reads.value += 1
+    key = f"verl_patches/load/{folder_reads.value}"
     started = time.perf_counter()
     read_bytes = load_weights(
         folder, chunks, line, key, wait_s, layout, copied, heartbeat.current_heartbeat().count_bytes
@@ -111,14 +114,14 @@ def load_model(
     if rank == 0:
         seconds = time.perf_counter() - started
         log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)
-    if not scores and (
-        _is_reference(chunks) or (value and is_on("memory.order"))
-    ):  # verl's own offload leaves no storage to copy from
-        reference_weights.value = folder, chunks, value
+    # a trained model can be copied later only if our schedule moves it: verl's own offload leaves no storage
+    is_copyable = _is_untrained(chunks) or (is_value and is_on("memory.order"))
+    if is_copyable and not is_reward_model:
+        copy_source.value = folder, chunks, is_value
     return read_bytes
 
 
-def prepare_training(trained: Trained, memory: WorkerMemory) -> StepGuard | None:
+def prepare_training(trained: TrainedModel, memory: WorkerMemory) -> StepGuard | None:
     """Give a trained model its memory groups and its step guard, and offload it; return the guard."""
     guard = None
     for each in (*trained.chunks, *single_optimizers(trained.optimizer)):
@@ -126,7 +129,7 @@ def prepare_training(trained: Trained, memory: WorkerMemory) -> StepGuard | None
     if is_on("update.skip_bad_steps"):
         guard = StepGuard(trained.chunks, trained.optimizer, "critic " if trained.groups is CRITIC else "")
         context().step_guards.append(guard)
-    memory.built(trained.chunks, trained.optimizer, trained.groups)
+    memory.offload_model(trained.chunks, trained.optimizer, trained.groups)
     return guard
 
 
@@ -140,7 +143,7 @@ def _show_log(rank: int) -> None:
         log.propagate = False
 
 
-def _is_reference(chunks: Sequence[torch.nn.Module]) -> bool:
+def _is_untrained(chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether these chunks are not trained: verl wraps those that it trains in DDP."""
     from megatron.core.distributed import DistributedDataParallel
 
@@ -176,8 +179,8 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
     inventory, library = inventory_and_library(chunks, hf_config, "a3")
     held = train_tensors(chunks, inventory, layout, rank, library)
     holders: dict[str, dict[Region, int]] = {}
-    for holder, of_rank in enumerate(gather([tensor.region for tensor in held.values()])):
-        for region in of_rank:
+    for holder, regions in enumerate(gather([tensor.region for tensor in held.values()])):
+        for region in regions:
             holders.setdefault(region.name, {}).setdefault(region, holder)
     device = next(chunks[0].parameters()).device
     for parameter in inventory.parameters:
@@ -193,7 +196,7 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
 
 
 def overlapping_ddp(original: type) -> type:
-    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (line a3, recipe.train.grad_overlap).
+    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (recipe.train.overlap_grad_reduce).
 
     Megatron's training loop gives the schedules DDP's no_sync (megatron.training.training.train); verl has its own loop
     and does not. A bucket's reduction starts in the last micro batch's backward, once all its gradients are there;

@@ -42,13 +42,13 @@ class PhaseProfiler:
         self.name, self.folder = f"step_{step}_rank_{rank}", folder
         self.files: list[str] = []
         self.faults: list[str] = []
-        self._times: Counter[str] = Counter()
+        self._phase_counts: Counter[str] = Counter()
         self._trace: _Trace | _NpuTrace | None = None  # the open trace
 
     def snapshot(self) -> None:
         """Take the memory snapshot of the open trace."""
         if self._trace is not None:
-            self._without_error(self._trace.snapshot)
+            self._record_error(self._trace.snapshot)
 
     def begin(self, phase: str | None) -> None:
         """End the open trace, and begin that of `phase` if the recipe asks for it; None begins none."""
@@ -57,31 +57,31 @@ class PhaseProfiler:
             heartbeat.current_heartbeat().begin_phase(
                 PROFILE
             )  # on npu the trace is analysed now, which may take minutes
-            self._without_error(lambda: self._add(trace.stop()))
+            self._record_error(lambda: self._add_files(trace.stop()))
         if phase is not None and (self.phases is None or phase in self.phases):
-            self._without_error(lambda: self._start(phase))
+            self._record_error(lambda: self._start(phase))
 
-    def take(self) -> dict[str, list[str]]:
+    def take_files(self) -> dict[str, list[str]]:
         """End the open trace; return {files, faults}: paths relative to the folder, and errors of files not written."""
         self.snapshot()
         self.begin(None)
         return {"files": self.files, "faults": self.faults}
 
     def _start(self, phase: str) -> None:
-        self._times[phase] += 1
-        again = f"_{self._times[phase]}" if self._times[phase] > 1 else ""
+        self._phase_counts[phase] += 1
+        again = f"_{self._phase_counts[phase]}" if self._phase_counts[phase] > 1 else ""
         path = self.folder / f"{self.name}_{phase}{again}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._trace = (_NpuTrace if self.on_npu else _Trace)(path, self.stacks, self.ledger)
 
-    def _add(self, files: list[Path]) -> None:
+    def _add_files(self, files: list[Path]) -> None:
         self.files += [file.relative_to(self.folder).as_posix() for file in files]
 
-    def _without_error(self, call: Callable[[], None]) -> None:
+    def _record_error(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            log.warning("verl_patches: profile of %s", self.name, exc_info=True)
+            log.warning("verl_patches: the profile of %s failed; training continues", self.name, exc_info=True)
             self.faults.append(f"{self.name}: {type(error).__name__}: {error}")
 
 
@@ -141,5 +141,5 @@ class _NpuTrace:
             self.allocator._record_memory_history(enabled=None)  # else every later allocation records a stack
         traces = sorted(self.path.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
         if not traces:
-            raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; the worker's log has its reason")
+            raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; see the worker's log")
         return [*traces, *files]

@@ -57,13 +57,13 @@ from verl_patches.step.replay.expert_load import ExpertLoad, count_rollout_load,
 from verl_patches.step.replay.routing_replay import RoutingReplay
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import Trained, WorkerMemory, device_type
+from verl_patches.worker.memory import TrainedModel, WorkerMemory, device_type
 from verl_patches.worker.models import prepare_training
 from verl_patches.worker.sharding import RecipeShardingManager
-from verl_patches.worker.step_guard import take_all
+from verl_patches.worker.step_guard import take_all_skips
 
 # packages of the rollout engine, which a worker on fixed data does not import
-_OF_ENGINE = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.sharding_manager.megatron_vllm")
+_ENGINE_PACKAGES = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.sharding_manager.megatron_vllm")
 
 
 class RecipeWorker(TrainingWorker):
@@ -100,17 +100,18 @@ class RecipeWorker(TrainingWorker):
             return
         with counters.time_phase("start/models"):
             super().init_model()
-        self.memory.start(self, self.trained)
+        self.memory.register_worker(self, self.trained)
 
     def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):
             self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # before super() reads them
         built = super()._build_model_optimizer(*args, **kwargs)
-        chunks, optimizer = built[0], built[1] if self._is_actor else None
+        chunks = built[0]
+        optimizer = built[1] if self._is_actor else None
         if optimizer is None:
-            self.memory.built(chunks)
+            self.memory.offload_model(chunks)
         else:
-            self.trained = Trained(chunks, optimizer, built[2])
+            self.trained = TrainedModel(chunks, optimizer, built[2])
             if self.recipe.train.routing_replay and is_on("update.routing_samples"):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory)
@@ -146,7 +147,7 @@ class RecipeWorker(TrainingWorker):
         """
         patches, error = engine.current_engine(), None
         try:
-            patches.verify("worker", () if self.run.samples else _OF_ENGINE)
+            patches.verify("worker", () if self.run.samples else _ENGINE_PACKAGES)
         except engine.PatchError as refused:
             error = str(refused)
         return {
@@ -227,8 +228,8 @@ class RecipeWorker(TrainingWorker):
         budget = token_budget(self.config, stage) if a3 else None
         if budget is not None and not ours:
             raise ConfigError(
-                f"the micro batches of {stage} are dynamic, but row update.dynamic_batches is off, so "
-                "they would have a fixed size: switch the row on, or set the key to false"
+                f"stage {stage}: expected row update.dynamic_batches on, because (log_prob_)use_dynamic_bsz is true, "
+                "found it off; switch the row on, or set the key to false"
             )
         return budget
 
@@ -295,12 +296,12 @@ class RecipeWorker(TrainingWorker):
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
-        started, None on a real one; skipped: steps of actor and critic (step_guard.take_all); rebalance,
+        started, None on a real one; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance,
         routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take; None
         where the feature is off.
         """
         if self.checkpoint is not None:
-            self.checkpoint.check()
+            self.checkpoint.raise_write_error()
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
         sums, self.log_prob_sums = self.log_prob_sums, None
@@ -317,7 +318,7 @@ class RecipeWorker(TrainingWorker):
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
-            "skipped": take_all(context().step_guards),
-            "profile": profiler and profiler.take(),
-            "emulated": emulator and emulator.called(self.recipe.platform),
+            "skipped": take_all_skips(context().step_guards),
+            "profile": profiler.take_files() if profiler is not None else None,
+            "emulated": emulator and emulator.device_usage(self.recipe.platform),
         }

@@ -22,10 +22,10 @@ from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
 from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import checked_device, device_type, rollout_groups
+from verl_patches.worker.memory import device_type, free_memory_device, rollout_groups
 
 weights_move: Current[bool] = Current(False)  # whether the engine's weights change their addresses at wake-up
-_PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
+_TAG_PHASES = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
 
 
 class RolloutEngine(Upstream):
@@ -42,19 +42,19 @@ class RolloutEngine(Upstream):
         by_vllm = options.pop(VLLM_SLEEP_MODE, True) and not kwargs.get("enforce_eager")
         if "additional_config" in kwargs:
             kwargs["additional_config"] = options
-        ours = bool(kwargs.get("enable_sleep_mode")) and is_on("memory.sleep_mode")
-        if ours and not by_vllm:
+        our_sleep_mode = bool(kwargs.get("enable_sleep_mode")) and is_on("memory.sleep_mode")
+        if our_sleep_mode and not by_vllm:
             kwargs["enable_sleep_mode"] = False
             weights_move.value = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
-        self.by_vllm = by_vllm or not ours  # whether vLLM, not our sleep mode, frees the memory
-        self.awake = set(_PHASE_OF_TAG)
+        self.vllm_frees_memory = by_vllm or not our_sleep_mode  # whether vLLM, not our sleep mode, frees the memory
+        self.awake = set(_TAG_PHASES)
         if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1 syncs on it each decode step
             heartbeat.current_heartbeat().count_group(
                 dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config)
             )
-        if ours:
+        if our_sleep_mode:
             loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current_engine().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
             self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
@@ -62,7 +62,7 @@ class RolloutEngine(Upstream):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake the weights in phase reshard, then the KV cache in phase wake_kv; skip a tag that is awake."""
-        for tag, phase in _PHASE_OF_TAG.items():
+        for tag, phase in _TAG_PHASES.items():
             if tag not in self.awake and (tags is None or tag in tags):
                 context().begin(phase, functools.partial(self._wake_tag, tag))
 
@@ -73,26 +73,26 @@ class RolloutEngine(Upstream):
     def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Generate in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        params = seeded_apart(prompts, sampling_params, self._replica)
-        with without_collector(is_on("rollout.no_collector")):
+        params = with_prompt_seeds(prompts, sampling_params, self._replica_number)
+        with garbage_collection_off(is_on("rollout.no_collector")):
             outputs = super().generate(prompts, params, *args, **kwargs)
         context().raise_peak()
         return outputs
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, in phase sleep; memory/sleep_mode.py describes its RecipeError."""
-        here, device, sleep = context(), checked_device.value, functools.partial(self._sleep, level)
+        here, device, sleep = context(), free_memory_device.value, functools.partial(self._sleep, level)
         here.raise_peak()
         if device is None:
             here.begin("sleep", sleep)
         else:
-            with require_freed_memory(device, self.held_bytes, self.by_vllm):
+            with require_freed_memory(device, self.held_bytes, self.vllm_frees_memory):
                 here.begin("sleep", sleep)
                 if here.scheduler is None:  # at the start, and in verl's own order
                     device.empty_cache()
         here.trace(None)
 
-    def _replica(self) -> int:
+    def _replica_number(self) -> int:
         """Return the number of this engine's replica, whose tensor-parallel ranks must sample the same tokens."""
         return dist.get_rank() // self.llm_engine.vllm_config.parallel_config.tensor_parallel_size
 
@@ -112,7 +112,7 @@ class RolloutEngine(Upstream):
 
 
 @contextmanager
-def without_collector(wanted: bool) -> Iterator[None]:
+def garbage_collection_off(wanted: bool) -> Iterator[None]:
     """Disable Python's cyclic garbage collector inside the context if `wanted`; restore it also after an error.
 
     A decode step makes objects for each request, which start a collection every few steps. A full collection visits all
@@ -129,7 +129,7 @@ def without_collector(wanted: bool) -> Iterator[None]:
         gc.enable()
 
 
-def seeded_apart(prompts: Any, params: Any, replica: Callable[[], int]) -> Any:
+def with_prompt_seeds(prompts: Any, params: Any, replica: Callable[[], int]) -> Any:
     """Return `params`, or one copy with its own seed for each prompt, if each prompt is one sampled request.
 
     verl repeats the prompts of a validation (rollout.val_kwargs.n) as separate requests, over all engines: with one
@@ -160,7 +160,7 @@ class _Torchair(wrapt.ObjectProxy):
         return self.__wrapped__.get_npu_backend(compiler_config=compiler_config, **more)
 
 
-def with_addresses_read(torchair: ModuleType) -> Any:
+def torchair_with_live_addresses(torchair: ModuleType) -> Any:
     """Replace the name `torchair` in vllm-ascend's model runner by a proxy that unfreezes parameters.
 
     vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model sets frozen_parameter: a graph

@@ -62,7 +62,7 @@ class RecipeShardingManager(Upstream):
             if self.resharder is None:
                 self.resharder = WorkerReshard(self.settings, self.actor_module, self.model_config, device)
 
-        raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine is not ready for weights")
+        raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine could not be prepared")
         assert self.resharder is not None  # `prepare` has made it, or every rank has raised
         report = self.resharder.sync(vllm_worker(engine).model_runner.model)
         context().raise_peak(report.peak_extra_bytes)
@@ -82,7 +82,7 @@ class RecipeShardingManager(Upstream):
         except Exception:
             if exc_type is None:
                 raise
-            log.warning("after an error the rollout engine did not go to sleep", exc_info=True)  # keep the first error
+            log.warning("rollout engine: sleep failed after another error", exc_info=True)  # that error is raised
         for chunk in self.actor_module:
             chunk.train()
 

@@ -27,15 +27,15 @@ from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches.micro_batches import MiniBatchCounts, Stage, in_stage
-from verl_patches.weights.run_folders import value_model_in
+from verl_patches.weights.run_folders import value_model_folder
 from verl_patches.worker import Upstream
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import Trained, WorkerMemory
+from verl_patches.worker.memory import TrainedModel, WorkerMemory
 from verl_patches.worker.models import ARCHITECTURE, prepare_training
 
 
-def _take_own_stage(config: Any) -> None:
+def _set_stage_recompute(config: Any) -> None:
     """Replace a list in `config`, of each stage's number of recomputed layers, by this stage's number (line a3)."""
     if is_on("update.engine_start"):
         from verl_patches.model.mindspeed.start import set_recomputed_layers
@@ -48,7 +48,7 @@ class RecipeCriticWorker(TrainingWorker):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        _take_own_stage(config)
+        _set_stage_recompute(config)
         self.run = run_from_config(config)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         if self.memory.scheduled:  # then verl's own calls must not move memory
@@ -60,7 +60,7 @@ class RecipeCriticWorker(TrainingWorker):
         """Build model and optimizer with verl, then register them with ledger and schedule."""
         with counters.time_phase("start/models"):
             super().init_model()
-        self.memory.start(self, self.trained)
+        self.memory.register_worker(self, self.trained)
 
     def _build_critic_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):
@@ -69,7 +69,7 @@ class RecipeCriticWorker(TrainingWorker):
         chunks, optimizer, hf_config, _ = built
         if is_on("update.critic_gradients"):
             reduce_gradients(chunks)
-        self.trained = Trained(chunks, optimizer, hf_config, CRITIC)
+        self.trained = TrainedModel(chunks, optimizer, hf_config, CRITIC)
         self.step_guard = prepare_training(self.trained, self.memory)
         return built
 
@@ -112,7 +112,7 @@ class RecipeRewardModelWorker(Upstream):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        _take_own_stage(config)
+        _set_stage_recompute(config)
         self.run = run_from_config(config)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         self.reward_models: list[Any] = []
@@ -127,10 +127,10 @@ class RecipeRewardModelWorker(Upstream):
         with counters.time_phase("start/models"):
             for entry in self.run.reward_models:
                 assert entry.path is not None  # rewards/parts.py requires it
-                self.config.model.path = str(value_model_in(entry.path))
+                self.config.model.path = str(value_model_folder(entry.path))
                 super().init_model()
                 self.reward_models.append(self.rm)
-        self.memory.start(self, None)
+        self.memory.register_worker(self, None)
 
     def _build_rm_model(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):

@@ -40,7 +40,7 @@ def production():
     return Node(composed("deepseekv3_256die_true_weight").with_verl({"trainer.nnodes": 3}))
 
 
-def answer_of(probes=PROBED, found="fine there", **changes):
+def make_answer(probes=PROBED, found="fine there", **changes):
     """Return ray_nodes.py's answer of three nodes; `changes` are the second one's, `found` is its disk finding."""
     nodes = []
     for number in range(3):
@@ -55,7 +55,7 @@ def answer_of(probes=PROBED, found="fine there", **changes):
 
 def compared(node, answer):
     """Return {name: finding} of the rows about all nodes, and the findings of each node."""
-    report, _ = doctor.compared(node, answer)
+    report, _ = doctor.check_answer(node, answer)
     own = {row.name for row in doctor.NODE_ROWS}
     across = {one.name: one for one in report.findings if one.name not in own}
     return across, [one for one in report.findings if one.name in own]
@@ -75,10 +75,10 @@ def test_this_machine_is_fine_and_says_what_it_cannot_check():
 
 
 def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, production):
-    across, own = compared(production, answer_of(clock={"ahead_s": 0.9, "within_s": 0.002}))
+    across, own = compared(production, make_answer(clock={"ahead_s": 0.9, "within_s": 0.002}))
     assert {one.state for one in across.values()} == {"fine"}
     assert [(one.name, one.where) for one in own] == [("disk", "all 3 nodes"), ("gloo", "all 3 nodes")]
-    across, own = compared(smoke, answer_of(found="full"))
+    across, own = compared(smoke, make_answer(found="full"))
     assert [name for name, one in across.items() if one.state == "not run"] == ["hccl, all nodes"]
     assert [one.where for one in own if one.name == "disk"] == ["10.0.0.0, 10.0.0.2", "10.0.0.1"]
 
@@ -97,20 +97,20 @@ def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, producti
     ],
 )
 def test_one_node_that_differs_is_named(production, changes, name, text):
-    across, _ = compared(production, answer_of(**changes))
+    across, _ = compared(production, make_answer(**changes))
     wrong = {key: one for key, one in across.items() if one.state == "problem"}
     assert list(wrong) == [name] and text in wrong[name].found and wrong[name].todo
 
 
 def test_output_that_is_no_report_of_this_checkout_is_a_problem_of_its_node(production):
     output = '{"rows": [{"name": "disk"}], "nodes": [{}]}'
-    across, own = compared(production, answer_of(answer={"code": 0, "output": output, "error": ""}))
-    assert across["nodes: report"].where == "10.0.0.1" and "no report" in across["nodes: report"].found
+    across, own = compared(production, make_answer(answer={"code": 0, "output": output, "error": ""}))
+    assert across["nodes: report"].where == "10.0.0.1" and "not a report" in across["nodes: report"].found
     assert {one.where for one in own} == {"all 2 nodes"}
 
 
 def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(production):
-    answer = answer_of(found="full", address="10.0.0.0")
+    answer = make_answer(found="full", address="10.0.0.0")
     answer["nodes"][1]["answer"]["output"] = "a warning\n" + answer["nodes"][1]["answer"]["output"]
     across, own = compared(production, answer)
     assert "nodes: report" not in across and ray_nodes._interface(answer["nodes"][1]["answer"]["output"]) == "eth0"
@@ -119,7 +119,7 @@ def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(pro
 
 def test_a_ray_that_does_not_answer_is_a_problem_and_this_node_is_checked():
     with socket.socket() as refusing:
-        refusing.bind(("127.0.0.1", 0))  # held, and not listened on
+        refusing.bind(("127.0.0.1", 0))  # bound, but nothing listens
         address = f"127.0.0.1:{refusing.getsockname()[1]}"
         done = run(CONFIG_NAME, f"recipe.ray_address={address}", "--json")
     found = json.loads(done.stdout)
@@ -169,4 +169,4 @@ def test_two_nodes_of_a_real_ray_report_and_sum(smoke):
     across, _ = compared(smoke, answer)
     assert across["clocks"].state == across["gloo, all nodes"].state == "fine"
     assert "2 ranks" in across["gloo, all nodes"].found and "none" in answer["probes"]["broken"]["error"]
-    assert across["nodes"].state == "problem" and "nodes: report" not in across  # the config has three
+    assert across["nodes"].state == "problem" and "nodes: report" not in across  # the config asks for three nodes

@@ -24,7 +24,7 @@ from verl_patches.upstream.versions import installed_line
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
-OF_A3 = {name: version.replace("*", "9") for name, version in load_pins().line("a3").packages.items()}.get
+A3_VERSIONS = {name: version.replace("*", "9") for name, version in load_pins().line("a3").packages.items()}
 
 
 def tool(changes=()):
@@ -143,7 +143,7 @@ def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
     nothing = {f"hccn_tool -i {n} -ip -g": recorded.NO_IP for n in range(16)}
     found = findings(make_node(nothing), "npu links")
     assert {one.state for one in found.values()} == {"note"}
-    assert found["npu links: ports"].found.startswith("16 of 16 dies have no address")
+    assert found["npu links: ports"].found.startswith("16 of 16 dies have no RoCE address")
     assert found["npu links: ports"].found.endswith("SuperPoD 3")
     sick = {**nothing, "npu-smi info -t hccs -i 0 -c 0": recorded.HCCS.replace(": OK", ": NOK")}
     assert findings(make_node(sick), "npu links")["npu links: die 0 (card 0, chip 0)"].state == "problem"
@@ -155,12 +155,12 @@ def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
     (found,) = findings(make_node(), "versions").values()
     assert (found.state, found.expected) == ("problem", "the packages of line a3")
-    assert found.found == "the packages of line pypi" and found.todo.startswith("leave them")
-    mixed = {name: OF_A3(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
+    assert found.found == "the packages of line pypi" and found.todo.startswith("keep them")
+    mixed = {name: A3_VERSIONS.get(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
     found = findings(make_node(distribution=mixed.get, ascend=tmp_path), "versions")
     assert found["versions: torch"].todo.startswith("install torch 2.5.1")
     assert (found["versions: driver"].found, found["versions: driver"].todo) == ("24.1.rc3", "install driver 25.2.0")
-    assert (installed_line(), installed_line(Machine(distribution=OF_A3))) == ("pypi", "a3")
+    assert (installed_line(), installed_line(Machine(distribution=A3_VERSIONS.get))) == ("pypi", "a3")
 
 
 def test_limits_and_memory(make_node, tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_a_check_that_hangs_or_raises_is_left_behind_with_what_it_saw(monkeypatc
     monkeypatch.setattr(node_checks, "CHECK_S", 0.1)
     found = NodeCheck("a", "how", "expected", "todo", look).findings(npu=False)
     ended.set()
-    assert found[-1].state == "problem" and "no end within" in found[-1].found
+    assert found[-1].state == "problem" and "not finished within" in found[-1].found
 
     def broken():
         yield Result(True, "first")
@@ -247,11 +247,11 @@ def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(
         run = changed_run(production, {"recipe.hccl.interface": interface}).with_verl({"trainer.nnodes": nodes})
         return findings(replace(node, run=run), "interface")["interface"]
 
-    assert found().found.startswith("lo, by one node") and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
+    assert found().found.startswith("lo (one node)") and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
     absent = found("eth99")
     assert absent.state == "problem" and "recipe.hccl.interface is eth99" in absent.found
     absent = found(GLOO_SOCKET_IFNAME="eth98")
-    assert "Correct or unset it before" in absent.found and "null" not in absent.found  # a variable has no null
+    assert "Correct or unset it before" in absent.found and "null" not in absent.found  # a variable is unset, not null
     assert "from TP_SOCKET_IFNAME;" in found(None, 2, GLOO_SOCKET_IFNAME="eth98", TP_SOCKET_IFNAME="lo").found
     before_ray = found(None, 2)
     assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))

@@ -107,7 +107,8 @@ class Nodes:
             self._sshd.append(self.start(number, *command))
         for host, sshd in zip(self.hosts, self._sshd, strict=True):
             while (done := subprocess.run([*self.ssh, host, "true"], capture_output=True, text=True)).returncode:
-                if sshd.poll() is not None or "refused" not in done.stderr:  # as before it listens
+                # connections are refused until sshd listens
+                if sshd.poll() is not None or "refused" not in done.stderr:
                     pytest.skip(f"sshd lets nobody in here: {done.stderr} {(folder / 'sshd-0.log').read_text()}")
                 time.sleep(0.1)
 

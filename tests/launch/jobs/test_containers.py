@@ -10,11 +10,12 @@ import psutil
 import pytest
 
 from tests.launch.jobs.conftest import ended
-from verl_patches.launch.jobs.render import BEGINS
+from verl_patches.launch.jobs.render import OUTPUT_MARKER
 from verl_patches.run.environment import REPOSITORY
 
 # a node that answers every verb of node.sh: with the address of `up`, the archive of `logs`, a code for `check`
-NODE = f"""echo "Welcome, loading modules"; echo "{BEGINS}"; cat > "$IN.$$"; [[ "$*" != *" check "* ]] || exit $CHECK
+NODE = f"""echo "Welcome, loading modules"; echo "{OUTPUT_MARKER}"; cat > "$IN.$$"
+[[ "$*" != *" check "* ]] || exit $CHECK
 case "$*" in *" logs "*) cat "$IN/archive";; *" check "*) echo free 10.0.0.1;; esac"""
 
 
@@ -54,7 +55,7 @@ def test_a_container_is_started_with_its_labels_and_goes_after_its_logs_and_its_
     docker("diff*) echo 'A /home/me/notes'; echo 'C /tmp/verl_patches_cluster/ray/x.parquet'; echo 'A /x/.cache/y.pt'")
     made = scripts(job)
     code, _, err = ended(call(made / "up.sh"))
-    assert code == 0 and "1 containers of registry/a3:1 run, 1 of them new" in err, err
+    assert code == 0 and "1 containers of registry/a3:1 run; 1 were started now" in err, err
     (started,) = (line for line in program.docker() if line.startswith("docker run"))
     assert "--name j " in started and "--label verl_patches.job=j --label verl_patches.digest=" in started
     assert f"--volume {next(iter(job['volumes']))}:/c/outputs " in started and "/data:/data" not in started
@@ -82,12 +83,12 @@ def test_secrets_come_before_the_scripts_on_standard_input_alone(job, scripts, c
     assert "of = " not in "".join(path.read_text() for path in made.iterdir())
     (tmp_path / "values.env").write_text("")
     code, _, err = ended(call(made / "up.sh", HF_TOKEN="x", WANDB=""))
-    assert code == 2 and "job j needs WANDB (secrets:), unset here: export it first; nothing was started" in err
+    assert code == 2 and "secret WANDB of job j is unset here: export it first; nothing was started" in err
 
 
 @pytest.mark.parametrize(
     ("label", "image", "fault"),
-    [("j", "a3:1", None), ("other", "a3:1", "that up.sh did not start"), ("j", "a3:2", "another image or job file")],
+    [("j", "a3:1", None), ("other", "a3:1", "not started by up.sh"), ("j", "a3:2", "another image or job file")],
 )
 def test_a_container_of_somebody_else_or_of_another_image_is_left_alone(
     job, scripts, call, program, docker, digest, label, image, fault
@@ -120,7 +121,7 @@ def test_down_does_not_delete_a_container_that_holds_files_of_a_run(job, scripts
     path = "/c/checkpoints/global_step_8/manifest.json"
     docker(f"diff*) echo 'A {path}'")
     code, _, err = ended(call(scripts(job) / "down.sh"))
-    assert code == 1 and f"files of runs, such as A {path}" in err and "docker cp j:PATH" in err, err
+    assert code == 1 and f"such as A {path}" in err and "docker cp j:PATH" in err, err
     assert not any(line.startswith("docker rm") for line in program.docker())
 
 
@@ -129,7 +130,7 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(job, scripts, c
     cut = io.BytesIO((tmp_path / "archive").read_bytes()[:40]).getvalue()
     (tmp_path / "cut").write_bytes(cut)
     docker(
-        f'*--quiet*) [ $HOST = 10.0.0.3 ] || echo $HOST;; exec*logs*) echo "{BEGINS}"; '
+        f'*--quiet*) [ $HOST = 10.0.0.3 ] || echo $HOST;; exec*logs*) echo "{OUTPUT_MARKER}"; '
         '[ $HOST = 10.0.0.1 ] && cat "$IN/archive" || cat "$IN/cut"'
     )
     made = scripts({**job, "nodes": 3, "hosts": ["10.0.0.1", "10.0.0.2", "10.0.0.3"]})
@@ -145,7 +146,7 @@ def test_the_command_is_started_once_where_connections_are_lost(job, scripts, ca
     """Let the first connection fail, the second break after the start; then the head is not reached at all."""
     job = {key: value for key, value in job.items() if key not in ("image", "volumes")}
     ssh = f"""n=$(cat {tmp_path}/n 2> /dev/null || echo 0); echo $((n + 1)) > {tmp_path}/n; [ $n != 0 ] || exit 255
-    cat > /dev/null; echo "Welcome"; echo "{BEGINS}"
+    cat > /dev/null; echo "Welcome"; echo "{OUTPUT_MARKER}"
     case "$2" in *" run "*) [ $n != 1 ] || exit 255;; *follow*) echo "rest of $2"; exit 3;; esac"""
     program("ssh", ssh)
     made = scripts(job)
@@ -159,14 +160,15 @@ def test_the_command_is_started_once_where_connections_are_lost(job, scripts, ca
     with (made / "job.sh").open("a") as values:
         values.write("reconnect_s=0\n")
     code, _, err = ended(call(made / "run.sh"))
-    assert code == 1 and "for 0 s: run.sh again" in err
+    assert code == 1 and "for 0 s: start run.sh again" in err
 
 
 def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, scripts, call, program):
     job = {key: value for key, value in job.items() if key not in ("image", "volumes")}
     program(
         "ssh",
-        f'cat > /dev/null; echo "{BEGINS}"; case "$2" in *state*) echo 255;; *"follow 0 0") echo out; exit 255;; esac',
+        f'cat > /dev/null; echo "{OUTPUT_MARKER}"; '
+        'case "$2" in *state*) echo 255;; *"follow 0 0") echo out; exit 255;; esac',
     )
     code, out, err = ended(call(scripts(job) / "follow.sh"))
     assert (code, out) == (255, "out\n"), err
@@ -174,13 +176,13 @@ def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, script
 
 def test_placeholders_and_an_ssh_that_is_not_installed_are_named_before_anything_is_called(job, scripts, call, program):
     code, _, err = ended(call(scripts({**job, "hosts": ["node-01.example"]}) / "up.sh"))
-    assert code == 2 and "found node-01.example, a placeholder" in err
+    assert code == 2 and "found the placeholder node-01.example" in err
     code, _, err = ended(call(scripts({**job, "ssh": {"command": ["no-ssh"]}}) / "down.sh"))
-    assert code == 2 and "no-ssh is not installed here" in err and program.calls() == ""
+    assert code == 2 and "no-ssh is not installed on this machine" in err and program.calls() == ""
 
 
 def sleeping(process):
-    """Return the descendants of a process that sleep; one that ends while they are listed is none of them."""
+    """Return the descendants of a process that sleep, without those that end while they are listed."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -196,5 +198,5 @@ def test_a_signal_ends_the_calls_and_says_what_goes_on(job, scripts, call, progr
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
     code, _, err = ended(process)
-    assert code == 143 and err.splitlines()[-1].startswith("interrupted; nodes may still be starting Ray; down.sh")
+    assert code == 143 and err.splitlines()[-1].startswith("interrupted; nodes may still be starting Ray; run down.sh")
     assert psutil.wait_procs(calls, timeout=600)[1] == []

@@ -39,16 +39,19 @@ def test_the_example_is_a_job_of_256_dies():
     ("changes", "text"),
     [
         ({"colour": 1}, "colour"),
-        ({"provider": "ssh", "hosts": ["10.0.0.1"]}, "hosts has 1 addresses, expected one of each of the 2 nodes"),
+        ({"provider": "ssh", "hosts": ["10.0.0.1"]}, "hosts has 1 addresses, expected 2, one for each node"),
         ({"provider": "kubernetes"}, "image is missing"),
         ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
         ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
         ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
         ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
         ({"image": "-v /:/host"}, "image: .*does not begin with -"),
-        ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "has a password"),
-        ({"command": ["a"], "uploads": [{"from": "o", "to": to} for to in ("s3://b", "s3://b/")]}, "has a target"),
-        ({"image": "a", "volumes": {"/d": "/x", "/e": "/x"}}, "volumes has a folder of the container twice"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "1 addresses have a password"),
+        (
+            {"command": ["a"], "uploads": [{"from": "o", "to": to} for to in ("s3://b", "s3://b/")]},
+            "has the same target",
+        ),
+        ({"image": "a", "volumes": {"/d": "/x", "/e": "/x"}}, "volumes mounts two folders"),
         ({"ports": {"gcs": 6380}}, "overlap at 6380"),
         ({"command": ["a\x1b"]}, "command.*without control characters"),
         ({"image": "${NONE}"}, "image: .*NONE.* is unset; give it in env_file or export it"),
@@ -70,12 +73,13 @@ IN_DATA = {"provider": "kubernetes", "volumes": {"/data": "/data"}, "logs": "/da
     ("changes", "fault"),
     [
         ({"volumes": {"/d": "/c/outputs"}}, None),
-        ({"provider": "nodes"}, None),  # somebody else has started the containers, whose volumes are theirs
+        ({"provider": "nodes"}, None),  # the user starts the containers, with volumes of their own
         ({}, "at /c/outputs, where runs write, found none"),
         ({"volumes": {"/d": "/c/outputs"}, "logs": "/l"}, "at /l, where logs are written, found /c/outputs"),
         ({"volumes": {"/d": "/c/outputs"}, "command": ["train", "recipe.output_root=/r/x"]}, "at /r/x, "),
         ({**IN_DATA, "command": ["train", "recipe.output_root=/data/x"]}, None),
-        ({**IN_DATA, "command": ["train", "recipe.output_root=$X"]}, None),  # the run looks itself
+        # the run itself checks a folder that is unknown here
+        ({**IN_DATA, "command": ["train", "recipe.output_root=$X"]}, None),
     ],
 )
 def test_a_job_with_containers_has_a_volume_for_results_and_logs(read, changes, fault):
@@ -90,7 +94,7 @@ def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(prog
     words = program.calls().split()
     given = [value for option, value in zip(words, words[1:], strict=False) if option == "--volume"]
     volumes = load_job(CONFIGS_DIR / "cluster_256die.yaml", {}).volumes
-    own = ("/usr/local/", "/etc/localtime", "/var/log/npu/")  # of the host's driver
+    own = ("/usr/local/", "/etc/localtime", "/var/log/npu/")  # folders of the host's driver
     assert [value for value in given if not value.startswith(own)] == [":".join(pair) for pair in volumes.items()]
 
 
@@ -106,7 +110,7 @@ def test_variables_of_public_samples_fill_what_the_file_leaves_out(read):
     assert (job.nodes, job.dies, job.interface) == (4, 8, "eth1")
     with pytest.raises(ConfigError, match="has nodes: 2, but NNODES is 4"):
         read(environ)
-    assert read({"SOCKET_IFNAME": "eth1"}, interface="eth0").interface == "eth1"  # as the node says
+    assert read({"SOCKET_IFNAME": "eth1"}, interface="eth0").interface == "eth1"  # the node's variable takes precedence
     with pytest.raises(ConfigError, match="NNODES is 'many', expected a whole number"):
         read({"NNODES": "many"}, nodes=None)
 

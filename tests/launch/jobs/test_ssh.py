@@ -48,7 +48,7 @@ def gate(job, number):
 
 
 @pytest.fixture
-def lines_of_processes():
+def process_lines():
     """Collect the command lines of all processes while the test runs."""
     seen, end = set(), threading.Event()
 
@@ -68,23 +68,23 @@ def lines_of_processes():
 
 
 def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_true(
-    nodes, job, scripts, call, tmp_path, lines_of_processes
+    nodes, job, scripts, call, tmp_path, process_lines
 ):
     made = scripts(job)
     try:
         code, _, err = ended(call(made / "up.sh"))
-        assert code == 0 and "all 2 nodes of job over-ssh are in Ray" in err, err
+        assert code == 0 and "all 2 nodes of job over-ssh have joined Ray" in err, err
         code, _, err = ended(call(made / "up.sh"))
         assert code == 0 and err.count("is up already") == 2, err
         first = call(made / "run.sh")
         assert first.stdout.readline() == "line 1 of a b\n"
-        os.killpg(first.pid, signal.SIGKILL)  # with its ssh: the caller's machine is lost
+        os.killpg(first.pid, signal.SIGKILL)  # kills its ssh too, as if the caller's machine were lost
         first.communicate()
         second = call(made / "follow.sh")
         assert second.stdout.readline() == "line 1 of a b\n"
         os.killpg(second.pid, signal.SIGINT)
         code, _, err = ended(second)
-        assert code == 130 and "the command goes on: follow.sh shows its output again" in err, err
+        assert code == 130 and "the command still runs: follow.sh shows its output again" in err, err
 
         third = call(made / "run.sh")
         assert third.stdout.readline() == "line 1 of a b\n"
@@ -94,7 +94,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         gate(job, 2)
         gate(job, 3)
         code, out, err = ended(third)
-        assert code == 5 and out == "line 3 of a b\n" and "was lost; the command goes on" in err, (code, out, err)
+        assert code == 5 and out == "line 3 of a b\n" and "was lost; the command still runs" in err, (code, out, err)
         assert "runs already" in err  # one command, for three callers
         code, out, _ = ended(call(made / "follow.sh"))
         assert code == 5 and out.count("\n") == 3
@@ -110,7 +110,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
     assert {path.name for path in (nodes.folder / "0").iterdir()} == {".lock"}
     # the secret, which the command had (its exit code), is in no file and on no command line; the controls are
     assert written == files_with(SECRET.encode(), logs) == [] and files_with(b"line 1 of", logs) != []
-    lines = "\n".join(lines_of_processes)
+    lines = "\n".join(process_lines)
     assert SECRET not in lines and "s3cret" not in lines and "bash -s -- up 1" in lines
     code, _, err = ended(call(made / "follow.sh"))
     assert code == 1 and "no command of job over-ssh was started" in err
@@ -152,7 +152,7 @@ def test_a_node_that_is_lost_is_named_and_the_others_are_ended_with_their_logs(n
         nodes.join(1)
     assert down[0] == 1 and f"node 1 ({nodes.hosts[1]}): " in down[2] and f"node 0 ({nodes.hosts[0]}): " not in down[2]
     assert nodes.processes(0) == [] and [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
-    assert ended(call(made / "down.sh"))[0] == 0  # it is back
+    assert ended(call(made / "down.sh"))[0] == 0  # the node answers again
     assert nodes.processes(1) == [] and (logs / f"node-1-{nodes.hosts[1]}" / "ray").is_dir()
 
 
@@ -164,7 +164,7 @@ def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes
     words = [str(tmp_path / "ssh_config") if word.endswith("ssh_config") else word for word in nodes.ssh]
     for changes, text in (
         ({"ssh": {"command": words}}, "Permission denied (publickey)"),
-        ({"python": "/no/python3"}, "no program /no/python3 (python)"),
+        ({"python": "/no/python3"}, "python: no program /no/python3"),
         ({"checkout": "/no/checkout"}, "cd: /no/checkout: No such file or directory"),
     ):
         code, _, err = ended(call(scripts({**job, **changes}) / "up.sh"))

@@ -67,7 +67,7 @@ def sent(logged):
     def sent(folder, to="memory://t/j"):
         """Upload and return (whether all is there, the log)."""
         logged.clear()
-        return upload.send(folder, to), logged.text.partition("/j: ")[2]
+        return upload.send_files(folder, to), logged.text.partition("/j: ")[2]
 
     return sent
 
@@ -78,7 +78,7 @@ def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent)
     assert store.sent == ALL_SENT
     names = ("rank_0.safetensors", "critic/manifest.json", "manifest.json")
     copies = [f"/t/j/global_step_1/{name}" for name in names]
-    assert set(store.store) == {*copies, "/t/j/run.log", f"/t/j/{upload.MARK}"}
+    assert set(store.store) == {*copies, "/t/j/run.log", f"/t/j/{upload.MARK_FILE}"}
     assert [name for name in store.store if name in copies] == copies
     assert "0 files sent" in sent(results)[1] and len(store.sent) == 4
     later = time.time() + 60
@@ -98,7 +98,7 @@ def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the
     store.faults = {"manifest.json": PermissionError("denied to s3cret-value\n here")}
     whole, found = sent(results)
     assert (whole, found[:12]) == (False, "2 files sent")
-    assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
+    assert "some were not sent: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
     store.faults = {}
     assert sent(results)[0] and store.sent == ALL_SENT
     assert "absent: expected a file or a folder" in sent(results / "absent", "memory://t/x/j")[1]
@@ -111,9 +111,9 @@ def test_files_that_another_put_there_are_refused_and_kept(results, tmp_path, se
     assert sent(other, to)[0] and sent(other, to)[0]
     whole, found = sent(results, to)
     assert not whole and f"copies of {results}, found {other}" in found and copy.read_text() == "other"
-    (tmp_path / "u" / "j" / upload.MARK).unlink()
+    (tmp_path / "u" / "j" / upload.MARK_FILE).unlink()
     whole, found = sent(other, to)
-    assert not whole and f"files without {upload.MARK}" in found and copy.read_text() == "other"
+    assert not whole and f"files without {upload.MARK_FILE}" in found and copy.read_text() == "other"
 
 
 def test_an_upload_that_is_cut_off_leaves_whole_files_and_goes_on(tmp_path, sent, monkeypatch):
@@ -132,7 +132,7 @@ def test_an_upload_that_is_cut_off_leaves_whole_files_and_goes_on(tmp_path, sent
         patch.setattr(LocalFileSystem, "put_file", cut_off)
         sent(source, f"file://{target}")
     there = {path.name for path in target.iterdir() if not path.name.endswith(".partial")}
-    assert there == {"0.bin", "1.bin", "2.bin", upload.MARK}  # the half of 3.bin has another name
+    assert there == {"0.bin", "1.bin", "2.bin", upload.MARK_FILE}  # the half of 3.bin has another name
     before = (target / "1.bin").stat().st_mtime_ns
     assert sent(source, f"file://{target}")[1].startswith("2 files") and (target / "1.bin").stat().st_mtime_ns == before
     assert all((target / f"{number}.bin").read_text() == str(number) * 1000 for number in range(5))
@@ -144,7 +144,7 @@ def test_a_store_without_its_package_is_refused_in_one_sentence_before_the_comma
     assert f"this machine can write, found {to}" in logged.text and logged.text.count("\n") == 1
 
 
-def job_of(tmp_path, line, to, **more):
+def make_job(tmp_path, line, to, **more):
     given = {"checkout": str(tmp_path), "command": ["bash", "-c", line], **more}
     return Job(**JOB, **given, python=sys.executable, uploads=[{"from": "outputs", "to": to}])
 
@@ -161,19 +161,19 @@ WORK = "mkdir -p outputs/saved; echo w > outputs/saved/w; echo l > outputs/log; 
 
 def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path):
     (tmp_path / "to").write_text("no folder")
-    code, out = run(job_of(tmp_path, WORK.format(0), f"file://{tmp_path}/to"))
-    assert code == 1 and out.index("ended") < out.index("NOT ALL") and "the command ended with 0" in out
+    code, out = run(make_job(tmp_path, WORK.format(0), f"file://{tmp_path}/to"))
+    assert code == 1 and out.index("ended") < out.index("some were not sent") and "the command ended with 0" in out
     (tmp_path / "to").unlink()
-    again = shlex.split(out.partition("To send the rest: ")[2].splitlines()[0])
+    again = shlex.split(out.partition("To send them: ")[2].splitlines()[0])
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, env=env, check=True)
     assert "2 files sent" in done.stdout
     assert (tmp_path / "to/j/saved/w").exists()
-    assert run(job_of(tmp_path, WORK.format(3), f"file://{tmp_path}/to"))[0] == 3
+    assert run(make_job(tmp_path, WORK.format(3), f"file://{tmp_path}/to"))[0] == 3
 
 
 def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_path):
-    words = upload.command_words(job_of(tmp_path, "echo $$ > pid; sleep 600 & wait", f"file://{tmp_path}/to"))
+    words = upload.command_words(make_job(tmp_path, "echo $$ > pid; sleep 600 & wait", f"file://{tmp_path}/to"))
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         (tmp_path / "pid").unlink(missing_ok=True)
         process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.ranks import HANG_S
 from verl_patches.heartbeat import heartbeat, node
 from verl_patches.heartbeat.node import read_processes, stacks
-from verl_patches.launch.supervise.stall import Bounds, awaited_by, find_stall
+from verl_patches.launch.supervise.stall import Bounds, find_awaited_ranks, find_stall
 
 BOUNDS = {
     "place": Bounds(first_s=1800, least_s=10, factor=1),
@@ -61,6 +61,6 @@ def _watch(folder, bounds, answers, ended):
         stall = find_stall(seen, bounds)
     names = [each.beat.name for each in stall.culprits]
     node.STACK_S = HANG_S  # a busy machine may need longer than a run allows
-    answers += [stall.sentence, names, stacks(folder, [*names, "rank 3"]), awaited_by(seen)]
+    answers += [stall.sentence, names, stacks(folder, [*names, "rank 3"]), find_awaited_ranks(seen)]
     (folder / "found").touch()
     ended.set()

@@ -70,7 +70,7 @@ def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, tmp_pat
     program = [sys.executable, "-m", "verl_patches", "smoke"]
     smoke = [*program, "layout=tp2ep2", "--steps", str(STEPS), "--run", "r"]
     smoke += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"recipe.ray_address={nodes.hosts[0]}:6379"]
-    smoke += ["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.times=1"]
+    smoke += ["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.max_restarts=1"]
     output = (tmp_path / "smoke.log").open("w+")
     run = nodes.run(0, *smoke, f"recipe.output_root={tmp_path}", stdout=output, stderr=subprocess.STDOUT)
     starts = [tmp_path / "r" / start for start in ("0001", "0002")]

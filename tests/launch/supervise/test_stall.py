@@ -6,7 +6,7 @@ import pytest
 
 from verl_patches.heartbeat.heartbeat import Beat
 from verl_patches.heartbeat.node import SeenProcess
-from verl_patches.launch.supervise.stall import Bounds, awaited_by, find_stall, start_of
+from verl_patches.launch.supervise.stall import Bounds, find_awaited_ranks, find_stall, start_progress
 from verl_patches.layout.phases import START, VALIDATE
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
@@ -84,16 +84,16 @@ def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_
 
 def test_how_far_a_start_is_until_the_controller_is_in_a_step():
     begun = controller(3, START, step=0)
-    assert start_of([], 2) == start_of([begun], 2) == (0, "0 of 2 ranks have started")
+    assert start_progress([], 2) == start_progress([begun], 2) == (0, "0 of 2 ranks have started")
     constructing = rank(0, 3, at=(START, ""))
-    assert start_of([constructing, begun], 2) == (1, "1 of 2 ranks have started: 1 in the worker's constructor")
+    assert start_progress([constructing, begun], 2) == (1, "1 of 2 ranks have started: 1 in the worker's constructor")
     ranks = [rank(number, 3, at=("init_model", "")) for number in range(3)] + [rank(3, 3, at=("", ""))]
-    assert start_of([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
+    assert start_progress([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
     for number, seen in enumerate(ranks[:2]):
         seen.beat.read_bytes = (3 - number) * 10**9
-    said = start_of([*ranks, begun], 4)[1]
+    said = start_progress([*ranks, begun], 4)[1]
     assert said.endswith("; 5.0 GB of weights read, by rank 1 (pid 101 on host0) 2.0 GB")
-    assert start_of([*ranks, controller(0, step=1)], 4) == (4, "")
+    assert start_progress([*ranks, controller(0, step=1)], 4) == (4, "")
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():
@@ -106,7 +106,7 @@ def test_a_rank_that_others_wait_for_is_named_with_the_group():
     assert text.startswith("step 4: rank 2 (pid 102 on host1) is behind the others, in update_actor (update) for 70 s")
     assert "at most 60 s were expected" in text and "3 other ranks" in text
     assert "operation 5 of process group 0 (ranks 0-3); rank 2 is at 4" in text
-    assert awaited_by(ranks)[2].keys() == {0, 1, 3} and awaited_by(ranks)[3].keys() == {0, 1}
+    assert find_awaited_ranks(ranks)[2].keys() == {0, 1, 3} and find_awaited_ranks(ranks)[3].keys() == {0, 1}
 
 
 def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overdue():
@@ -143,9 +143,9 @@ def test_who_is_named(ranks, names, words):
 def test_groups_whose_numbers_cannot_be_compared_say_nothing():
     """Check a pipeline's stages, which send and receive unequally often, and a group that was not used yet."""
     unequal = [rank(0, now=5), rank(1, now=4, before={WORLD: 2})]
-    assert awaited_by(unequal) == {} and named(*unequal) == ["rank 0", "rank 1"]
-    assert awaited_by([rank(0, now=1, before={}), rank(1, now=0, before={})]) == {}
-    assert awaited_by([rank(0, now=5), rank(1, now=4)]) == {1: {0: (WORLD, 4, 5)}}  # the control
+    assert find_awaited_ranks(unequal) == {} and named(*unequal) == ["rank 0", "rank 1"]
+    assert find_awaited_ranks([rank(0, now=1, before={}), rank(1, now=0, before={})]) == {}
+    assert find_awaited_ranks([rank(0, now=5), rank(1, now=4)]) == {1: {0: (WORLD, 4, 5)}}  # the control
 
 
 @pytest.mark.parametrize(("what", "words"), [

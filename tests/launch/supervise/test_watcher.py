@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_patches.launch.supervise.stall import StallError
-from verl_patches.launch.supervise.watcher import Watcher, _raylets_end
+from verl_patches.launch.supervise.watcher import Watcher, _raylet_end_text
 
 pytestmark = pytest.mark.slow
 DRILLS = "from tests.launch.supervise.ray_job import main; main()"
@@ -50,14 +50,14 @@ def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as raylet:
         raylet.bind(path)
         raylet.listen()
-        assert _raylets_end() is None
-    assert _raylets_end() == "its raylet has ended"
+        assert _raylet_end_text() is None
+    assert _raylet_end_text() == "its raylet has ended"
     for end, text in ((signal.SIGKILL, "was killed by SIGKILL"), (0, "exited with 0")):
         process = subprocess.Popen(["sleep", "60" if end else "0"])
         process.send_signal(end)
         process.wait()
         dead[:] = [("gcs_server", process), ("raylet", process)]
-        assert _raylets_end() == f"its raylet (pid {process.pid}) {text}"
+        assert _raylet_end_text() == f"its raylet (pid {process.pid}) {text}"
 
 
 @pytest.mark.parametrize(("stops", "asked"), [(True, ["stopped", "waits"]), (False, ["waits"])])
@@ -70,5 +70,5 @@ def test_a_stopped_process_of_a_run_that_goes_on_is_not_asked_for_stacks(stops, 
     names = {id(stopped): "stopped", id(waits): "waits"}
     stall = SimpleNamespace(culprits=[stopped], waiting=[waits], sentence="stalls")
     with pytest.raises(StallError) if stops else nullcontext():
-        watcher._end_at(stall)
+        watcher._report_stall(stall)
     assert [names[id(seen)] for seen in found] == asked

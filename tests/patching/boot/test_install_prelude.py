@@ -19,7 +19,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.boot.install_prelude import PRELUDE_LINE, WORKER_FILE, insert_line, remove_line
 
-# the shape of upstream's file, none of its text
+# shaped like upstream's file, without its text
 WORKER = (
     '# Copyright\n"""\nA docstring\n"""\n\nimport logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n'
 )

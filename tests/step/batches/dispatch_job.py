@@ -101,7 +101,7 @@ def facts(group):
 
 def on_and_off():
     """Return {"on"|"off": {case: facts}}, and the starts that the workers recorded."""
-    ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray_start.start_ray({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
     group, actors = make_group(Echo, 2, 4)
     group.lay_out(tp=2, dp=2, pp=1)
     on = facts(group)

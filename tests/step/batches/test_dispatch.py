@@ -61,8 +61,8 @@ def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_call
     assert start_skew([first, second]) == {"f": 0.5}
     assert start_skew([]) == {} and start_skew([first, []]) == {}
     dispatch.take_calls()
-    dispatch.sent.value.update(calls=2, puts=3, put_bytes=150)
-    step = dispatch.dispatch_of_step([first, second[:3]])
+    dispatch.sent_counts.value.update(calls=2, puts=3, put_bytes=150)
+    step = dispatch.dispatch_counts([first, second[:3]])
     skew = {"max": 1.0, "by_call": {"f": 0.5, "g": 1.0}}
     assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "start_skew_s": skew}
     assert not any(dispatch.take_calls().values())

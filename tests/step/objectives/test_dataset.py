@@ -87,6 +87,7 @@ MISSING = "row 1: {} is None; expected {}"
     ("KtoData", {"response": ["x", "y"], "label": [True, None]}, MISSING.format("label", "true or false")),
     ("StepData", {"steps": [["x"]], "labels": [[2.0]]}, r"row 0: labels is \[2.0\]; expected a list of true or false"),
     ("StepData", {"steps": [["x", "y"]], "labels": [[1.0]]}, "row 0: found 2 steps and 1 labels; expected a label"),
+    ("SftData", {"response": ["x", "y"], "extra_info": [{"index": 0}, None]}, "row 1: extra_info is null"),
     ("SftData", {"response": ["x", "abcdefghijkl"]}, "row 1: a response has 1[0-9] tokens .*max_response_length, 8"),
 ])  # fmt: skip
 def test_a_wrong_row_is_refused_by_file_and_row(make, name, columns, words):

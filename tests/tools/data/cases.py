@@ -4,7 +4,7 @@ import json
 
 from pyarrow import parquet
 
-from verl_patches.tools.data.build import build
+from verl_patches.tools.data.build import build_data
 from verl_patches.tools.data.settings import read_settings
 
 HI, HELLO, NO = (
@@ -49,7 +49,7 @@ def make(folder, records, handler="maths", overwrite=False, out="out", **keys):
     source = write_lines(folder / "rows.jsonl", records) if isinstance(records, list) else records
     keys = {"input": str(source), "handler_name": handler, "output_prefix": str(folder / out), **keys}
     (folder / "build.yaml").write_text(json.dumps(keys))
-    return build(read_settings(folder / "build.yaml"), overwrite)
+    return build_data(read_settings(folder / "build.yaml"), overwrite)
 
 
 def read(folder, name="train"):

@@ -24,7 +24,7 @@ from tests.tools.data.cases import RECORDS, contents, make, read, write_lines
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.tools.data import build as module
-from verl_patches.tools.data.output import whole_folder
+from verl_patches.tools.data.output import replaced_folder
 from verl_patches.tools.data.settings import read_settings
 
 SAMPLE = ROOT / "data" / "deepscaler_sample.json"
@@ -57,7 +57,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
+    return module.build_data(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
@@ -95,7 +95,7 @@ def test_each_problem_is_on_one_side_once(tmp_path_factory, numbers, test_size, 
     try:
         _, report = make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
     except ConfigError as error:
-        assert "leave none to train on" in str(error) and (least >= len(kept) or not dedupe)
+        assert "none is left to train on" in str(error) and (least >= len(kept) or not dedupe)
         return
     assert least < len(kept)
     train, test = questions(folder / "out")
@@ -126,7 +126,7 @@ def test_rows_of_one_prompt_are_on_one_side(tmp_path):
     assert report["test"] == len(test) == 4 * len({*test}) >= 5
     _, report = make(tmp_path, [RECORDS["text"](n) for n in range(40)], "text", test_size=5, out="text")
     assert report["test"] == 5
-    with pytest.raises(ConfigError, match="test_size is 0.1: 400 of 400 rows leave none to train on"):
+    with pytest.raises(ConfigError, match="test_size is 0.1: it takes 400 of 400 rows"):
         make(tmp_path, [{**row, "prompt": "p"} for row in rows], "instruction", out="one")
 
 
@@ -152,9 +152,10 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     ]
     code, report = make(tmp_path, [*MATHS, *bad])
     assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 61
-    assert len(report["bad"]["shown"]) == module.SHOWN and not (tmp_path / "out").exists()
+    assert len(report["bad"]["shown"]) == module.MAX_SENTENCES and not (tmp_path / "out").exists()
     first, empty = list(report["bad"]["shown"].items())[:2]
-    assert first[0] == "expected response in answer, found problem; map_keys={response: COLUMN} names another"
+    hint = "name its column with map_keys={response: COLUMN}"
+    assert first[0] == f"expected response in column answer, found the columns problem; {hint}"
     assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
     assert empty[1] == {"rows": 30, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
     share = 61 / 101
@@ -177,13 +178,13 @@ def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
 def test_an_output_is_replaced_only_with_overwrite_and_never_other_files(tmp_path):
     make(tmp_path, MATHS)
     before = contents(tmp_path / "out")
-    with pytest.raises(ConfigError, match="exists already: give --overwrite"):
+    with pytest.raises(ConfigError, match="found an existing one; replace it with --overwrite"):
         make(tmp_path, MATHS[:20])
     assert contents(tmp_path / "out") == before
     make(tmp_path, MATHS[:20], overwrite=True)
     assert len(read(tmp_path / "out")) == 18
     (tmp_path / "out" / "mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match="holds other files, such as 'mine.txt'"):
+    with pytest.raises(ConfigError, match="found other files, such as 'mine.txt'"):
         make(tmp_path, MATHS, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
 
@@ -196,18 +197,18 @@ def test_tricks_with_the_outputs_name_are_refused(tmp_path, monkeypatch, name):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     write_lines(tmp_path / "rows.jsonl", MATHS)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="output"), whole_folder(Path(name), overwrite=True) as work:
+    with pytest.raises(ConfigError, match="output"), replaced_folder(Path(name), overwrite=True) as work:
         (work / "out" / "train.parquet").write_text("x")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
     target = tmp_path / "out"
-    with pytest.raises(ZeroDivisionError), whole_folder(target, overwrite=False) as work:
+    with pytest.raises(ZeroDivisionError), replaced_folder(target, overwrite=False) as work:
         (work / "out" / "train.parquet").write_text("x")
         raise ZeroDivisionError
-    with whole_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process writes it"):
-        with whole_folder(target, overwrite=False):
+    with replaced_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process is writing it"):
+        with replaced_folder(target, overwrite=False):
             pass
     assert list(tmp_path.iterdir()) == []
 
@@ -312,7 +313,7 @@ def test_nothing_is_written_but_the_output(tmp_path):
 
 def test_a_killed_worker_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "make_rows", _die)
-    with pytest.raises(RecipeError, match="a worker of data build was killed"):
+    with pytest.raises(RecipeError, match="worker processes was killed"):
         make(tmp_path, MATHS, workers=2)
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
 

@@ -24,7 +24,7 @@ from verl_patches.run.resolve import changed_run
 from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
 from verl_patches.step.replay.recording import save_scores, save_step
-from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
+from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
 from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
@@ -82,7 +82,7 @@ def save(folder, spec):
     (folder / FACTS_FILE).write_text(spec.text())
 
 
-def spec_of(folder):
+def read_spec(folder):
     return read_run((folder / FACTS_FILE).read_text(), OmegaConf.load(folder / CONFIG_FILE))
 
 
@@ -105,7 +105,7 @@ def record(folder, step, sampled, rows, tokenizer, prompt=None):
 
 
 def made(run, tmp_path, name="out", **choice):
-    report = from_rollouts(run, tmp_path / name, Choice(**choice))
+    report = write_rollout_data(run, tmp_path / name, Choice(**choice))
     return parquet.read_table(tmp_path / name / "train.parquet").to_pylist(), report
 
 
@@ -183,16 +183,16 @@ def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
     made(run, tmp_path, kind="pairs")
     file = str(tmp_path / "out" / "train.parquet")
 
-    def run_of(algo):
+    def make_run(algo):
         overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
         overrides += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
         return composed("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
 
     def faults(algo):
-        return [check.detail for check in data_checks(run_of(algo)) if not check.ok]
+        return [check.detail for check in data_checks(make_run(algo)) if not check.ok]
 
     assert faults("dpo") == [] and faults("kto")  # control
-    data = OmegaConf.merge(run_of("dpo").verl.data, {"cache_dir": str(tmp_path)})
+    data = OmegaConf.merge(make_run("dpo").verl.data, {"cache_dir": str(tmp_path)})
     row = dataset.PairData([file], tokenizer, data)[0]
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
@@ -209,11 +209,11 @@ def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
         path.unlink()
     record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer, cut[truncation])
     for setting in ("left", "middle", "right"):
-        save(run, changed_run(spec_of(run), {"data.truncation": setting}))
+        save(run, changed_run(read_spec(run), {"data.truncation": setting}))
         if setting == truncation:
             assert len(made(run, tmp_path)[0]) == 1
         else:
-            with pytest.raises(ConfigError, match="1 of 1 recorded prompts are not in the run's data"):
+            with pytest.raises(ConfigError, match="expected all 1 recorded prompts, found 0"):
                 made(run, tmp_path, setting)
 
 
@@ -229,11 +229,13 @@ def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_pat
         path.unlink()
     with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
         made(run, tmp_path)
-    save(run, changed_run(spec_of(run), {"recipe.objective.name": "sft"}))
-    with pytest.raises(ConfigError, match="trained on fixed data"):
+    save(run, changed_run(read_spec(run), {"recipe.objective.name": "sft"}))
+    with pytest.raises(ConfigError, match="trains on fixed data"):
         made(run, tmp_path)
     (run / FACTS_FILE).unlink()
-    with pytest.raises(ConfigError, match="expected a run, with config.yaml and facts.json; found FileNotFoundError"):
+    with pytest.raises(
+        ConfigError, match="the folder of a run, with config.yaml and facts.json; found FileNotFoundError"
+    ):
         made(run, tmp_path)
 
 
@@ -241,7 +243,7 @@ def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
     facts = json.loads((run / FACTS_FILE).read_text())
     facts.pop("recipe")
     (run / FACTS_FILE).write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="was recorded by an earlier version: use that version, or record") as error:
+    with pytest.raises(ConfigError, match="found an earlier version's; read it with that version, or record") as error:
         made(run, tmp_path)
     assert "\n" not in str(error.value) and "validation error" not in str(error.value)
 
@@ -251,14 +253,14 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
     remove(run, "scores_2.safetensors")
     assert made(run, tmp_path)[1]["steps"] == 1
     remove(run, "scores_1.safetensors")
-    with pytest.raises(ConfigError, match="recorded no rewards of its 2 steps"):
+    with pytest.raises(ConfigError, match="found 2 steps without rewards"):
         made(run, tmp_path, "b")
 
 
 def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after(run, tmp_path):
     """Let start 2 go on after step 1 and end before its step 2 had scores: step 2 of start 1 is not the run's."""
     second = run.parent / take_start([run.parent], ("0001", 1), None)
-    save(second, spec_of(run))
+    save(second, read_spec(run))
     (second / "rollouts").mkdir()
     shutil.copy(run / "rollouts/step_2.safetensors", second / "rollouts")
     done = CliRunner().invoke(app, ["data", "from-rollouts", str(run.parent), "-o", str(tmp_path / "new")])
@@ -276,7 +278,7 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
     with pytest.raises(ConfigError, match=str(scores)):
         made(run, tmp_path)
     scores.write_bytes(content)
-    with pytest.raises(RecipeError, match="no row is left of 16 responses"):
+    with pytest.raises(RecipeError, match="found none among 16 responses"):
         made(run, tmp_path, threshold=2.0)
     (tmp_path / "train.parquet").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"train.parquet: expected "):

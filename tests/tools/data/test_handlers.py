@@ -14,8 +14,8 @@ from tests.runs import composed
 from tests.tools.data.cases import HELLO, HI, RECORDS, make, read, say
 from verl_patches.errors import ConfigError
 from verl_patches.run.files import data_checks, with_required_files
-from verl_patches.tools.data.build import MADE, make_rows
-from verl_patches.tools.data.handlers import HANDLERS, schema_of, template_of
+from verl_patches.tools.data.build import RESULT_COLUMNS, make_rows
+from verl_patches.tools.data.handlers import HANDLERS, parquet_schema, read_template
 from verl_patches.tools.data.settings import Settings, read_settings
 
 USED_BY = {
@@ -33,7 +33,7 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def row_of(folder, handler, record, **keys):
+def build_row(folder, handler, record, **keys):
     """Return the row of a record, which is in train: the first file is large enough for the others."""
     others = [RECORDS[handler](n) for n in range(100, 103)]
     make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
@@ -41,28 +41,28 @@ def row_of(folder, handler, record, **keys):
 
 
 def test_the_columns_of_each_handler(tmp_path):
-    row = row_of(tmp_path, "maths", {"question": "1?", "answer": 0.5, "solution": "x"})
+    row = build_row(tmp_path, "maths", {"question": "1?", "answer": 0.5, "solution": "x"})
     assert (row["prompt"], row["data_source"], row["ability"]) == (user("1?"), "maths", "math")
     assert row["reward_model"] == {"style": "rule", "ground_truth": "0.5"}
     extra = {"index": 0, "split": "train", "answer": "0.5", "solution": "x", "origin": "rows.jsonl:2"}
     assert row["extra_info"] == extra
-    row = row_of(tmp_path, "gsm8k", RECORDS["gsm8k"](1))
+    row = build_row(tmp_path, "gsm8k", RECORDS["gsm8k"](1))
     assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("1000", "so\n#### 1,000")
-    row = row_of(tmp_path, "instruction", RECORDS["instruction"](3))
+    row = build_row(tmp_path, "instruction", RECORDS["instruction"](3))
     assert (row["prompt"], row["response"]) == (user("Say 3.\nLoud."), "3!")
-    row = row_of(tmp_path, "instruction", RECORDS["instruction"](2))
+    row = build_row(tmp_path, "instruction", RECORDS["instruction"](2))
     assert (row["prompt"], row["response"]) == ([HI, HELLO, say(2)], "2!")
     sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    row = row_of(tmp_path, "instruction", {"conversations": sharegpt, "system": "Be brief."})
+    row = build_row(tmp_path, "instruction", {"conversations": sharegpt, "system": "Be brief."})
     assert (row["prompt"], row["response"]) == ([{"role": "system", "content": "Be brief."}, HI], "Hello")
     for number in (1, 2):
-        row = row_of(tmp_path, "preference", RECORDS["preference"](number))
+        row = build_row(tmp_path, "preference", RECORDS["preference"](number))
         assert (row["prompt"], row["rejected"]) == ([say(number)], "no")
-    row = row_of(tmp_path, "labelled", RECORDS["labelled"](2))
+    row = build_row(tmp_path, "labelled", RECORDS["labelled"](2))
     assert (row["prompt"], row["response"], row["label"]) == ([say(2)], "2!", True)
-    row = row_of(tmp_path, "process", RECORDS["process"](1))
+    row = build_row(tmp_path, "process", RECORDS["process"](1))
     assert (row["steps"], row["labels"]) == (["one", "two"], [1.0, 0.5])
-    row = row_of(tmp_path, "text", {"content": "raw"})
+    row = build_row(tmp_path, "text", {"content": "raw"})
     assert row["text"] == "raw" and "prompt" not in row
 
 
@@ -77,7 +77,7 @@ def test_map_keys_and_additional_keys(tmp_path):
     extra = {name: row["extra_info"][name] for name in ("level", "tags", "note")}
     assert extra == {"level": "3", "tags": '["x", {"y": null}]', "note": "n"}
     code, report = make(tmp_path, records, "maths", dataset_additional_keys=["gone"], out="b", **keys)
-    assert code == 1 and "gone (dataset_additional_keys), found a, level" in next(iter(report["bad"]["shown"]))
+    assert code == 1 and "expected a column gone, found a, level" in next(iter(report["bad"]["shown"]))
 
 
 def test_map_keys_reaches_nested_columns_and_an_answer_in_a_list(tmp_path):
@@ -107,7 +107,7 @@ def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
     ("maths", {"problem": "p", "answer": "9" * 513}, "513 characters; expected 1 to 512"),
     ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
-    ("instruction", {"messages": [HI]}, "messages to end with a message of assistant, found user"),
+    ("instruction", {"messages": [HI]}, "the last message of messages to have role assistant, found user"),
     ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
     ("labelled", {"prompt": "p", "response": "r", "label": 2}, "label to be true or false, found 2"),
     ("process", {"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "a label for each of 1 steps, found 2"),
@@ -137,11 +137,11 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
     records = [pickle.dumps(record) for record in (*records, RECORDS[name](1))]
     found = make_rows(found, [f"f:{number}" for number in range(len(records))], records)
-    assert found.keys() == MADE.keys() and all(len(column) == len(records) for column in found.values())
+    assert found.keys() == RESULT_COLUMNS.keys() and all(len(column) == len(records) for column in found.values())
     for text, reason, sentence in zip(found["text"], found["reason"], found["sentence"], strict=True):
         assert (reason == "bad" and sentence) if text is None else reason in (None, "sentences")
     made = [json.loads(text) for text in found["text"] if text]
-    schema = schema_of(HANDLERS[name].columns, columns[:1])
+    schema = parquet_schema(HANDLERS[name].columns, columns[:1])
     assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
 
 
@@ -197,9 +197,9 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     assert [*made[1]["too_long"]["shown"]] == ["more than 90 tokens"]
     assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
-    with pytest.raises(ConfigError, match=r"0 of 312 rows are left \(312 too_long\); expected 2"):
+    with pytest.raises(ConfigError, match=r"found 0 of 312 \(left out: 312 too_long\)"):
         make(tmp_path, sample, out="c", seq_length=20, **keys)
-    with pytest.raises(ConfigError, match="nowhere: expected tokenizer_name_or_path to be a model folder"):
+    with pytest.raises(ConfigError, match="nowhere: expected tokenizer_name_or_path to be an existing model folder"):
         make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
 
 
@@ -208,14 +208,17 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
 
 def test_prompt_types(tmp_path):
     record = RECORDS["maths"](1)
-    assert row_of(tmp_path, "maths", record)["prompt"] == user(record["problem"])
-    boxed = row_of(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
+    assert build_row(tmp_path, "maths", record)["prompt"] == user(record["problem"])
+    boxed = build_row(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
     assert boxed.startswith(record["problem"]) and boxed.endswith("\\boxed{}.")
-    assert [m["role"] for m in row_of(tmp_path, "maths", record, prompt_type="think")["prompt"]] == ["system", "user"]
+    assert [m["role"] for m in build_row(tmp_path, "maths", record, prompt_type="think")["prompt"]] == [
+        "system",
+        "user",
+    ]
     jinja = (
         "{% for word in tags|default(prompt) %}{{ word|trim }}{% endfor %}{% if answer %} ({{ solution }}){% endif %}"
     )
-    made = row_of(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
+    made = build_row(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
     assert made["prompt"] == user("ab (Add.)")
     others = [RECORDS["maths"](n) for n in range(4)]
     code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
@@ -224,19 +227,19 @@ def test_prompt_types(tmp_path):
 
 def test_a_text_that_is_no_jinja_is_refused_and_one_that_fails_is_a_bad_row():
     for text in ("{{ prompt", "{% include %}", "{% for a in prompt %}"):
-        with pytest.raises(ConfigError, match="prompt_type: expected Jinja") as error:
-            template_of(text)
+        with pytest.raises(ConfigError, match="prompt_type: expected a Jinja template") as error:
+            read_template(text)
         assert len(str(error.value)) < 600
-    assert template_of("{% for a in prompt %}{{ prompt }}{% endfor %}").render({"prompt": "ab"}) == "abab"
+    assert read_template("{% for a in prompt %}{{ prompt }}{% endfor %}").render({"prompt": "ab"}) == "abab"
     for text in ("{{ prompt.__class__.__mro__ }}", "{% include 'x' %}", "{{ n|int }}"):  # the sandbox; JSON's 1e999
         with pytest.raises(ValueError, match="prompt_type"):
-            template_of(text).render({"prompt": "x", "n": float("inf")})
+            read_template(text).render({"prompt": "x", "n": float("inf")})
 
 
 def test_an_unknown_prompt_type_is_refused():
     for name, message in (("boxd", "did you mean boxed"), ("other", "expected model, boxed")):
         with pytest.raises(ConfigError, match=message):
-            template_of(name)
+            read_template(name)
 
 
 # ---- the keys
@@ -245,7 +248,7 @@ def test_an_unknown_prompt_type_is_refused():
 GOOD = {"input": "rows.jsonl", "handler_name": "maths", "output_prefix": "out"}
 
 
-def settings_of(folder, *overrides, **keys):
+def make_settings(folder, *overrides, **keys):
     (folder / "b.yaml").write_text(json.dumps({**GOOD, **keys}))
     return read_settings(folder / "b.yaml", overrides)
 
@@ -253,25 +256,27 @@ def settings_of(folder, *overrides, **keys):
 def test_a_yaml_of_mindspeed_rl(tmp_path):
     keys = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_name_or_path": "m", "workers": 8, "seq_length": 1024}
     keys["map_keys"] = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
-    found = settings_of(tmp_path, log_interval=1000, **keys)
+    found = make_settings(tmp_path, log_interval=1000, **keys)
     assert found.handler.fields["prompt"] == ("problem",)
     assert found.handler.fields["query"] == ()
-    assert settings_of(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith("{{ prompt")
-    assert settings_of(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
+    assert make_settings(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith(
+        "{{ prompt"
+    )
+    assert make_settings(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
 
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
     ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected one of maths, gsm8k"),
-    ({"seq_length": 10}, "seq_length is in tokens; expected tokenizer_name_or_path"),
+    ({"seq_length": 10}, "seq_length counts tokens: expected tokenizer_name_or_path"),
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
-    ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),
+    ({"dataset_additional_keys": ["origin"]}, "extra_info already has origin"),
     ({"output_prefix": "s3://b/c"}, "expected a local folder"),
-    ({"prompt_type": "boxed", "handler_name": "text"}, "raw text has no prompt"),
+    ({"prompt_type": "boxed", "handler_name": "text"}, "makes rows without a prompt"),
 ])  # fmt: skip
 def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message) as error:
-        settings_of(tmp_path, **keys)
+        make_settings(tmp_path, **keys)
     assert "\n" not in str(error.value)
 
 
@@ -280,7 +285,7 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path, text):
     (tmp_path / "b.yaml").write_text(text)
     with pytest.raises(ConfigError, match="b.yaml"):
         read_settings(tmp_path / "b.yaml")
-    with pytest.raises(ConfigError, match="expected a YAML file of keys .*input=.*rows.jsonl -o DIR"):
+    with pytest.raises(ConfigError, match="expected a YAML file of settings .*input=.*rows.jsonl -o DIR"):
         read_settings(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
-        settings_of(tmp_path, "seed")
+        make_settings(tmp_path, "seed")

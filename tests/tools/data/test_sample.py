@@ -27,7 +27,7 @@ def test_a_wrong_answer_stops_the_generator():
     def wrong(rng):
         return make_sample["Item"]("What is 1 + 1?", "3", "Count.", 1 + 1 == 3)
 
-    with pytest.raises(ValueError, match="the check contradicts '3'"):
+    with pytest.raises(ValueError, match="its check contradicts the answer '3'"):
         make_sample["make_rows"]((wrong,))
 
 

@@ -21,7 +21,7 @@ ROW = {"problem": "What is 1 + 1?", "answer": "2"}
 def read(path, **keys):
     """Return (line, value or sentence) of all records below `path`."""
     settings = Settings(input=str(path), handler_name="maths", output_prefix="x", **keys)
-    rows = [row for source in sources.sources_of(settings, path.parent) for row in source.rows()]
+    rows = [row for source in sources.input_sources(settings, path.parent) for row in source.rows()]
     return [(line, str(value) if isinstance(value, ValueError) else value) for line, value in rows]
 
 
@@ -39,7 +39,7 @@ def test_json_lists(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('[\n {"problem": oops}\n]', "not JSON: Expecting value at character 16"), (b'[\n{"a": "\xff"}]', "utf-8")],
+    [('[\n {"problem": oops}\n]', "invalid JSON: Expecting value at character 16"), (b'[\n{"a": "\xff"}]', "utf-8")],
 )
 def test_a_broken_list_is_refused_as_a_whole(tmp_path, text, message):
     path = write(tmp_path, text)
@@ -56,7 +56,7 @@ def test_json_lines(tmp_path, name):
     found = read(write(tmp_path, text, name))
     assert (found[0], found[-1][1]) == ((1, ROW), ROW)
     assert [line for line, _ in found[1:5]] == [3, 4, 5, 6] and found[4][1] == {}
-    words = ("not JSON", "utf-8", "not JSON: Infinity")
+    words = ("invalid JSON", "utf-8", "invalid JSON: Infinity")
     assert all(word in sentence for word, (_, sentence) in zip(words, found[1:], strict=False))
     assert name == "rows.json" or "too deep" in found[5][1]
 
@@ -65,7 +65,7 @@ def test_a_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
     values = pa.array([b"a", b"\xff"])
     text = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
     parquet.write_table(pa.table({"problem": text}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"a\.parquet: expected a file that can be read; found UnicodeDecodeError"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: expected a readable file; found UnicodeDecodeError"):
         read(tmp_path / "a.parquet")
 
 
@@ -100,8 +100,8 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch, n
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def of_url(url, scratch):
-    return list(sources.sources_of(Settings(input=url, handler_name="maths", output_prefix="x"), scratch))
+def read_url(url, scratch):
+    return list(sources.input_sources(Settings(input=url, handler_name="maths", output_prefix="x"), scratch))
 
 
 class Bucket(MemoryFileSystem):
@@ -121,22 +121,22 @@ def test_remote_files_are_read_through_fsspec(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.jsonl", "README"):
         bucket.pipe(f"/bucket/rows/{name}", json.dumps({**ROW, "answer": name}).encode())
     for number, (url, names) in enumerate([("s3://bucket/rows", "ab"), ("s3://bucket/rows/b.jsonl", "b")]):
-        found = of_url(url, tmp_path / str(number))
+        found = read_url(url, tmp_path / str(number))
         assert [source.name for source in found] == [f"{name}.jsonl" for name in names]
         assert next(found[0].rows())[1]["answer"] == f"{names[0]}.jsonl"
     with pytest.raises(ConfigError, match="s3://bucket/none"):
-        of_url("s3://bucket/none", tmp_path)
+        read_url("s3://bucket/none", tmp_path)
 
 
 def test_without_its_package_an_address_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigError, match="s3fs is not installed: pip install s3fs"):
-        of_url("s3://bucket/rows.jsonl", tmp_path)
+    with pytest.raises(ConfigError, match="s3fs is not installed; pip install s3fs"):
+        read_url("s3://bucket/rows.jsonl", tmp_path)
 
 
 def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
-    with pytest.raises(ConfigError, match="from the environment alone") as error:
-        of_url("s3://user:word@bucket/x.json", tmp_path)
+    with pytest.raises(ConfigError, match="pass credentials in environment variables") as error:
+        read_url("s3://user:word@bucket/x.json", tmp_path)
     assert "bucket" not in str(error.value)
 
 

@@ -66,7 +66,7 @@ def test_which_settings_count_is_said_and_a_file_of_them_is_refused_for_a_run(ru
     found = [find(given, run.parents[1]).settings for given in (run, saved, copied, tiny_model)]
     assert found == [str(run / "config.yaml")] * 2 + [f"configs/{CONFIG}.yaml"] * 2
     for given in (run, saved):
-        with pytest.raises(ConfigError, match=r"mine/0002/config.yaml; leave --config-name out"):
+        with pytest.raises(ConfigError, match=r"mine/0002/config.yaml; remove --config-name"):
             find(given, run.parents[1], config=CONFIG)
 
 
@@ -78,7 +78,7 @@ def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model,
             tiny_model, run.parents[1], f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
         )
         prompts = [Prompt(0, {"prompt": "1", "reward_model": {"ground_truth": answer}}, [1])]
-        return _settings(model, prompts, {"n": 1}, scores.scored_by(model.run)[0])
+        return _settings(model, prompts, {"n": 1}, scores.reward_facts(model.run)[0])
 
     first = settings("4")
     assert settings("4") == first != settings("5")
@@ -104,7 +104,7 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     with pytest.raises(ConfigError, match="(?s)recipe.gone.*recorded by another version: remove it from the file"):
         rollout()
     (run / "config.yaml").write_text(recorded)
-    for name in ("require_trees", "require_verl"):  # of line a3
+    for name in ("require_trees", "require_verl_version"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda platform: None)
     given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
@@ -151,7 +151,7 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
     assert not (tmp_path / "out").exists()
     both = find(tiny_model, run.parents[1], "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
-    assert scores.scored_by(both.run)[1] == ["reward_model"]
+    assert scores.reward_facts(both.run)[1] == ["reward_model"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     [
         (("data.max_respnse_length=5",), "max_respnse_length"),
         (("recipe.platform=npu",), "torch_npu is not installed"),
-        (("recipe.rollout.dp=3", "trainer.n_gpus_per_node=2"), "3 ranks .* whole nodes"),
+        (("recipe.rollout.data_parallel_size=3", "trainer.n_gpus_per_node=2"), "3 ranks .* whole nodes"),
     ],
 )
 def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(run, overrides, words):
@@ -169,7 +169,7 @@ def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(r
 
 def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one_is_started(run, monkeypatch):
     monkeypatch.setattr("verl_patches.tools.inference.model.require_platform", lambda platform: None)
-    npu = ("recipe.platform=npu", "trainer.device=npu", "recipe.train.collective_timeout_minutes=18")
+    npu = ("recipe.platform=npu", "trainer.device=npu", "recipe.train.distributed_timeout_minutes=18")
     share = "actor_rollout_ref.rollout.gpu_memory_utilization="
     assert list(find(run, run.parents[1], *npu, f"{share}0.5", newest=True).sources) == [20]
     with pytest.raises(ConfigError, match=r"memory: modelled: a die needs 0.00 GB of vLLM's 0.00 .*no number of nodes"):
@@ -180,14 +180,14 @@ def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
     root, value = run.parents[1], tmp_path / "value"
     with pytest.raises(ConfigError, match="or a folder of weights, with config.json, found no such folder"):
         find(tmp_path / "nothing", root)
-    with pytest.raises(ConfigError, match="global_step_40: no complete checkpoint; .* has global_step_20$"):
+    with pytest.raises(ConfigError, match="global_step_40: expected a complete checkpoint, .* has global_step_20$"):
         find(run / "checkpoints/global_step_40", root)
     (run / "checkpoints/global_step_20" / MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match=r"global_step_20/manifest.json"):
         find(run, root)
     for start in run.parent.glob("0*"):
         shutil.rmtree(start / "checkpoints")
-    with pytest.raises(ConfigError, match=r"expected complete checkpoints of .* found none .*save_freq"):
+    with pytest.raises(ConfigError, match=r"expected complete checkpoints of .* found none.*save_freq"):
         find(run, root)
     shutil.copytree(tiny_model, value)
     config = json.loads((value / "config.json").read_text())
@@ -208,7 +208,7 @@ def test_a_value_model_and_a_run_that_trained_one_are_refused(run, tiny_model, m
     config = OmegaConf.load(run / "config.yaml")
     config.recipe.objective.name = "rm"
     OmegaConf.save(config, run / "config.yaml")
-    with pytest.raises(ConfigError, match=r"a value model \(algo=rm\), which generates nothing"):
+    with pytest.raises(ConfigError, match=r"a value model \(algo=rm\), which generates no tokens"):
         find(run, run.parents[1])
 
 

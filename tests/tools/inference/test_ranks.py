@@ -20,8 +20,11 @@ from verl_patches.weights.manifest import small_files
 PROMPTS = ["1 2 3", [{"role": "user", "content": "A B C D"}], "small a b"]
 SHAPE = "model/deepseekv3_tiny_256experts.json"  # vllm-ascend's routing is that of 256 experts
 GREEDY, SAMPLED = ("--temperature", "0", "--max-tokens", "8"), ("--n", "2", "--seed", "7", "--max-tokens", "8")
-EXPERTS = "recipe.rollout.expert_parallel=true"
-DP2, TP2 = ("recipe.rollout.dp=2", EXPERTS), ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", EXPERTS)
+EXPERTS = "recipe.rollout.enable_expert_parallel=true"
+DP2, TP2 = (
+    ("recipe.rollout.data_parallel_size=2", EXPERTS),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", EXPERTS),
+)
 
 
 def use(folder, commands, main=None):
@@ -48,7 +51,7 @@ def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
     upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
     model = make_tiny_model(tmp_path / "model", overrides=json.loads((ROOT / "configs" / SHAPE).read_text()))
     given = ["--upstream", upstream, "recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
-    given += [f"recipe.model_shape={SHAPE}", "recipe.train.collective_timeout_minutes=18"]
+    given += [f"recipe.model_shape={SHAPE}", "recipe.train.distributed_timeout_minutes=18"]
     out = {name: tmp_path / f"{name}.jsonl" for name in ("sampled", "alone", "tp2")}
     commands = [
         ["generate", model, "in.jsonl", out["sampled"], *SAMPLED, *given, *DP2],
@@ -104,7 +107,7 @@ def test_a_rank_reads_no_experts_of_other_ranks(run_warm, tiny_model):
     """Check by vLLM's own maps; without a map, in an engine without expert parallelism, a rank reads all."""
     code = """
 import sys, torch
-from verl_patches.tools.inference.engine import _tensors, experts_elsewhere
+from verl_patches.tools.inference.engine import _read_tensors, remote_experts
 from verl_patches.weights.source import open_source
 source, model = open_source(__import__('pathlib').Path(sys.argv[1])), torch.nn.Module()
 experts = sorted({name.rsplit('.', 2)[0] for name in source.tensors if '.experts.' in name})
@@ -112,12 +115,12 @@ layer, number = experts[0].rsplit('.', 1)[0], sum(name.startswith(experts[0].rsp
 at = model
 for word in layer.split('.'):
     at.add_module(word, torch.nn.Module()); at = getattr(at, word)
-assert experts_elsewhere(model) == set()
+assert remote_experts(model) == set()
 at.expert_map = torch.tensor([-1] * (number // 2) + list(range(number - number // 2)))
-out = experts_elsewhere(model)
+out = remote_experts(model)
 assert out == {f'{layer}.{e}' for e in range(number // 2)}, out
-read = {name for name, _ in _tensors(source, out)}
+read = {name for name, _ in _read_tensors(source, out)}
 assert source.tensors.keys() - read == {n for n in source.tensors if n.rsplit('.', 2)[0] in out} != set()
-assert {name for name, _ in _tensors(source)} == source.tensors.keys()
+assert {name for name, _ in _read_tensors(source)} == source.tensors.keys()
 """
     run_warm(code, str(tiny_model), patches="line=pypi,platform=cpu").check()

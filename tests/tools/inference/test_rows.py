@@ -10,8 +10,8 @@ import pytest
 from pyarrow.parquet import write_table
 
 from verl_patches.errors import ConfigError
-from verl_patches.tools.data.sources import read_tokenizer, render
-from verl_patches.tools.inference.rows import read_prompts, resumable
+from verl_patches.tools.data.sources import read_tokenizer, render_chat
+from verl_patches.tools.inference.rows import read_prompts, resumable_output
 
 USER = {"role": "user", "content": "1 2 3"}
 
@@ -58,7 +58,7 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
     [
         ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found none"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
-        (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found not JSON"),
+        (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found invalid JSON"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, line, words):
@@ -72,8 +72,8 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     write_table(pyarrow.table({"other": [1, 2]}), tmp_path / "other.parquet")
     for name, words in (
-        ("p.txt", "expected a file that ends in .json, .jsonl, .parquet, found none"),
-        ("a.parquet", "a.parquet: expected a file that can be read"),
+        ("p.txt", "expected a file that ends in .json, .jsonl, .parquet, found no file"),
+        ("a.parquet", "a.parquet: expected a readable file"),
         ("other.parquet", "other.parquet:1: column"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -88,7 +88,7 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
 def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, template, words):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(ValueError, match=words):
-        render(tokenizer, [USER])
+        render_chat(tokenizer, [USER])
     with pytest.raises(ConfigError, match=f"p.jsonl:1: column prompt: .*{words}"):
         read_prompts([write({"prompt": [USER]})], "prompt", tokenizer, 100)
 
@@ -96,9 +96,9 @@ def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, templat
 WRITE = """
 import os, signal, sys
 from pathlib import Path
-from verl_patches.tools.inference.rows import resumable
-with resumable(Path(sys.argv[1]), {"n": 1}) as lines:
-    for number in range(lines.done, 5):
+from verl_patches.tools.inference.rows import resumable_output
+with resumable_output(Path(sys.argv[1]), {"n": 1}) as lines:
+    for number in range(lines.count, 5):
         if number == 3 and sys.argv[2] == "kill":
             lines._file.write(b'{"number": 3')
             os.kill(os.getpid(), signal.SIGKILL)
@@ -117,26 +117,29 @@ def test_an_output_goes_on_after_kill_9_and_has_its_name_when_it_is_whole(tmp_pa
     assert [line["number"] for line in found] == [0, 1, 2, 3, 4]
     assert [line["by"] for line in found] == ["kill"] * 3 + ["second"] * 2 and not partial.exists()
     before = output.read_bytes()
-    with pytest.raises(ConfigError, match="expected a new file"), resumable(output, {"n": 1}):
+    with pytest.raises(ConfigError, match="expected a new file"), resumable_output(output, {"n": 1}):
         pass
     assert output.read_bytes() == before and [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
 
 
 def test_other_settings_begin_anew_and_another_writer_is_refused(tmp_path):
     output = tmp_path / "out.jsonl"
-    with pytest.raises(KeyError), resumable(output, {"n": 1, "model": "a"}) as lines:
+    with pytest.raises(KeyError), resumable_output(output, {"n": 1, "model": "a"}) as lines:
         lines.add({"row": 0})
-        with pytest.raises(ConfigError, match="another process writes it"), resumable(output, {"n": 1, "model": "a"}):
+        with (
+            pytest.raises(ConfigError, match="another process is writing it"),
+            resumable_output(output, {"n": 1, "model": "a"}),
+        ):
             pass
         raise KeyError
     (partial,) = tmp_path.iterdir()
-    with pytest.raises(KeyError), resumable(output, {"n": 2, "model": "a"}) as lines:
-        assert lines.done == 0
+    with pytest.raises(KeyError), resumable_output(output, {"n": 2, "model": "a"}) as lines:
+        assert lines.count == 0
         raise KeyError
     assert partial.read_bytes() == b'{"row": 0}\n' and not output.exists()
-    with resumable(output, {"n": 1, "model": "a"}) as lines:
-        assert lines.done == 1 and list(lines.read()) == [{"row": 0}]
+    with resumable_output(output, {"n": 1, "model": "a"}) as lines:
+        assert lines.count == 1 and list(lines.read()) == [{"row": 0}]
     assert output.read_bytes() == b'{"row": 0}\n' and not partial.exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"), resumable(tmp_path / "file" / "out.jsonl", {}):
+    with pytest.raises(ConfigError, match="cannot be written"), resumable_output(tmp_path / "file" / "out.jsonl", {}):
         pass

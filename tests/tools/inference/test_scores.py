@@ -7,7 +7,14 @@ from math import comb, sqrt
 
 import pytest
 
-from verl_patches.tools.inference.scores import BOOTSTRAP, WILSON, bootstrap, measure, steps_of, wilson
+from verl_patches.tools.inference.scores import (
+    BOOTSTRAP,
+    WILSON,
+    bootstrap_interval,
+    checkpoint_scores,
+    measure,
+    wilson_interval,
+)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
@@ -30,18 +37,18 @@ def test_wilsons_interval_of_the_literature():
         (1, 29): (0.0061, 0.1718),
     }
     for (correct, count), expected in published.items():
-        assert wilson(correct, count) == pytest.approx(expected, abs=5e-5)
+        assert wilson_interval(correct, count) == pytest.approx(expected, abs=5e-5)
 
 
 def test_the_interval_says_how_it_was_made():
     one, several = measure([[1.0]] * 3 + [[0.0]] * 5), measure([[1.0, 0.0]] * 3 + [[0.0, 0.0]] * 5)
     assert (one["interval"], several["interval"], measure([[0.5]])["interval"]) == (WILSON, BOOTSTRAP, BOOTSTRAP)
-    assert (one["low"], one["high"]) == wilson(3, 8)
+    assert (one["low"], one["high"]) == wilson_interval(3, 8)
     means = [number / 100 for number in range(101)]
-    low, high = bootstrap(means)
+    low, high = bootstrap_interval(means)
     expected = 1.96 * statistics.pstdev(means) / sqrt(101)
     assert 0.5 - low == pytest.approx(expected, rel=0.15) and high - 0.5 == pytest.approx(expected, rel=0.15)
-    assert (low, high) == bootstrap(means)  # the same for the same data
+    assert (low, high) == bootstrap_interval(means)  # the same for the same data
 
 
 def test_steps_are_scored_by_the_mean_over_sources_and_list_their_wrong_answers():
@@ -50,7 +57,7 @@ def test_steps_are_scored_by_the_mean_over_sources_and_list_their_wrong_answers(
         return {"step": step, "row": row, "data_source": source, "ground_truth": "g", "responses": responses}
 
     lines = [line(1, 0, "a", 1, 1), line(1, 1, "a", 1, 0), line(1, 2, "b", 0, 0), line(5, 0, "a", 1, 1)]
-    first, last = steps_of(lines)
+    first, last = checkpoint_scores(lines)
     assert (first["step"], first["score"], first["sources"]["a"]["mean"]) == (1, 0.375, 0.75)
     assert [(each["row"], each["found"]) for each in first["wrong"]] == [(1, "1 0"), (2, "2 0")]
     assert (last["step"], last["score"], last["wrong"]) == (5, 1.0, [])

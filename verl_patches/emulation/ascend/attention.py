@@ -13,39 +13,41 @@ from itertools import pairwise
 import torch
 from einops import rearrange
 
-from verl_patches.emulation.op_schemas import demand, torch_npu_op, wide
+from verl_patches.emulation.op_schemas import demand, to_fp32, torch_npu_op
 
 LAYOUTS = {"SBH": "s b (n d)", "TND": "(b s) n d"}
 CAUSAL = 3  # sparse mode: causal to the lower right corner of each sequence
-_STORED = 8  # the op stores each softmax statistic eight times
+_STATISTIC_COPIES = 8  # the op stores each softmax statistic eight times
 
 
 @functools.cache
-def _triangle() -> torch.Tensor:
+def _causal_mask() -> torch.Tensor:
     """Return the mask that the op expects for all lengths."""
     return torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
-def _check(layout, sparse_mode, keep_prob, atten_mask, inputs, ends) -> None:
+def _check_arguments(layout, sparse_mode, keep_prob, atten_mask, inputs, ends) -> None:
     """Raise ValueError for arguments that a device refuses or misuses, or that the reference does not support."""
-    demand(layout in LAYOUTS, f"input_layout {layout!r} is not part of the reference: {', '.join(LAYOUTS)}")
+    demand(layout in LAYOUTS, f"input_layout must be {' or '.join(LAYOUTS)}, found {layout!r}")
     fits = sparse_mode == CAUSAL and keep_prob == 1
-    demand(fits, f"sparse_mode {sparse_mode} and keep_prob {keep_prob} are not part of the reference: {CAUSAL} and 1")
+    demand(fits, f"sparse_mode must be {CAUSAL} and keep_prob 1, found {sparse_mode} and {keep_prob}")
     dtypes, dims = {x.dtype for x in inputs}, [x.dim() for x in inputs]
-    demand(len(dtypes) == 1 and set(dims) == {3}, f"expected one dtype and 3 dimensions, found {dtypes}, {dims}")
+    demand(len(dtypes) == 1 and set(dims) == {3}, f"q, k and v must have one dtype and 3 dims, found {dtypes}, {dims}")
     fits = atten_mask is not None and atten_mask.dtype in (torch.bool, torch.uint8)
-    fits = fits and torch.equal(atten_mask.bool(), _triangle())
-    demand(fits, f"sparse_mode {sparse_mode} takes the mask of 2048 x 2048 that is set above the diagonal")
+    fits = fits and torch.equal(atten_mask.bool(), _causal_mask())
+    demand(fits, f"atten_mask must be 2048 x 2048 and true above the diagonal only, for sparse_mode {sparse_mode}")
     packed = layout == "TND"
-    demand(all((one is not None) == packed for one in ends), "ends of sequences are needed for TND, and for TND only")
+    fits = all((one is not None) == packed for one in ends)
+    demand(fits, "actual_seq_qlen and actual_seq_kvlen must be given for TND, and be None for SBH")
     if packed:
         q_ends, kv_ends = map(list, ends)
         totals = [q_ends[-1:], kv_ends[-1:]] == [[len(inputs[0])], [len(inputs[1])]]
         rising = q_ends == sorted(q_ends) and kv_ends == sorted(kv_ends) and len(q_ends) == len(kv_ends)
-        demand(totals and rising, f"ends {q_ends} and {kv_ends} must rise to {len(inputs[0])} and {len(inputs[1])}")
+        found = f"actual_seq_qlen {q_ends} and actual_seq_kvlen {kv_ends}"
+        demand(totals and rising, f"{found} must increase to {len(inputs[0])} and {len(inputs[1])}")
 
 
-def _parts(q: torch.Tensor, k: torch.Tensor, ends) -> Iterator[tuple[slice, slice]]:
+def _sequence_slices(q: torch.Tensor, k: torch.Tensor, ends) -> Iterator[tuple[slice, slice]]:
     """Yield slices (queries, keys) that attend to each other: all, or one packed sequence after the other.
 
     A length of 0 is allowed: Megatron's cumulative lengths begin with 0.
@@ -80,19 +82,20 @@ def npu_fusion_attention(
     zero, its maximum is -inf and its sum 0 (a device leaves that undefined).
     """
     ends, packed = (actual_seq_qlen, actual_seq_kvlen), input_layout == "TND"
-    demand(padding_mask is None and prefix is None and pse is None, "pse, padding_mask and prefix must be left out")
-    _check(input_layout, sparse_mode, keep_prob, atten_mask, (query, key, value), ends)
+    demand(padding_mask is None and prefix is None and pse is None, "pse, padding_mask and prefix must be None")
+    _check_arguments(input_layout, sparse_mode, keep_prob, atten_mask, (query, key, value), ends)
     heads = key.shape[1] if packed else key.shape[2] // (query.shape[2] // head_num)
     fits = heads > 0 and head_num % heads == 0 and (not packed or query.shape[1] == head_num)
     demand(fits, f"head_num {head_num} must be the query's heads, a multiple of the key's {heads}")
 
     def heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
-        made = rearrange(wide(x), f"{LAYOUTS[input_layout]} -> b n s d", n=heads, **({"b": 1} if packed else {}))
+        sizes = {"n": heads, "b": 1} if packed else {"n": heads}
+        made = rearrange(to_fp32(x), f"{LAYOUTS[input_layout]} -> b n s d", **sizes)
         return made.repeat_interleave(head_num // heads, 1)
 
     q, k, v = heads_first(query, head_num), heads_first(key, heads), heads_first(value, heads)
     outs, tops, sums, pairs = [], [], [], 0
-    for here, there in _parts(q, k, ends):
+    for here, there in _sequence_slices(q, k, ends):
         scores = q[:, :, here] @ k[:, :, there].transpose(-1, -2) * scale
         s, s_kv = scores.shape[-2:]
         ahead = torch.arange(s_kv) - torch.arange(s).unsqueeze(1) - (s_kv - s)
@@ -106,7 +109,7 @@ def npu_fusion_attention(
         sums.append(total.detach())
         pairs += s * s_kv
     out = rearrange(torch.cat(outs, 2), f"b n s d -> {LAYOUTS[input_layout]}").to(query.dtype)
-    top, total = (torch.cat(parts, 2).expand(-1, -1, -1, _STORED) for parts in (tops, sums))
+    top, total = (torch.cat(parts, 2).expand(-1, -1, -1, _STATISTIC_COPIES) for parts in (tops, sums))
     if packed:
         top, total = (x.squeeze(0).transpose(0, 1) for x in (top, total))
     count = len(q) * head_num * pairs

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from verl_patches.emulation.ascend import ops
-from verl_patches.emulation.op_schemas import builder_op, demand, wide
+from verl_patches.emulation.op_schemas import builder_op, demand, to_fp32
 
 
 def _grouped_op(text: str) -> Callable[[Callable], Callable]:
     """Return the `builder_op` of both overloads of schema `text`, in which GROUPS stands for the list of groups."""
     groups = "int[]? group_list", "Tensor? group_list"
-    return builder_op(*(text.replace("GROUPS", kind) for kind in groups), by_place=True)
+    return builder_op(*(text.replace("GROUPS", kind) for kind in groups), by_position=True)
 
 
 @_grouped_op(
@@ -33,9 +33,11 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     With group_type 2, x [K, M] times weight [M, N] gives [E, K, N]. A group_list of numbers is always cumulative, as in
     the C++.
     """
-    demand(len(x) == len(weight) == 1 and not bias, "x and weight hold one tensor each, and there is no bias")
-    kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
-    return [ops.grouped(x[0], weight[0], group_list, group_type, kind)]
+    demand(len(x) == len(weight) == 1 and not bias, "x and weight must hold one tensor each, and bias none")
+    kind = 0
+    if isinstance(group_list, torch.Tensor):
+        kind = group_list_type or 0
+    return [ops.grouped_matmul(x[0], weight[0], group_list, group_type, kind)]
 
 
 @_grouped_op(
@@ -82,8 +84,8 @@ def npu_matmul_add_fp32(x, weight, C):
     demand(C.dtype == torch.float32, f"C must be float32, found {C.dtype}")
     found = f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype}"
     fits = x.dtype == weight.dtype and x.dim() == weight.dim() == 2 and len(x) == len(weight)
-    demand(fits, f"{found} must be [M, N] and [M, K]")
-    C.add_(wide(x).t() @ wide(weight))
+    demand(fits, f"expected [M, N] and [M, K] of one dtype, found {found}")
+    C.add_(to_fp32(x).t() @ to_fp32(weight))
 
 
 @builder_op("npu_groupmatmul_add_fp32(Tensor x, Tensor weight, Tensor group_list, Tensor grad) -> ()")
@@ -94,7 +96,7 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     group_list holds the cumulative ends of the groups.
     """
     demand(grad.dtype == torch.float32, f"grad must be float32, found {grad.dtype}")
-    made = ops.grouped(wide(x).t(), wide(weight), group_list, 2, 0)
+    made = ops.grouped_matmul(to_fp32(x).t(), to_fp32(weight), group_list, 2, 0)
     fits = grad.numel() == made.numel() and grad.is_contiguous()
     demand(fits, f"grad {list(grad.shape)} must hold {list(made.shape)} without gaps")
     grad.view(made.shape).add_(made)
@@ -104,14 +106,14 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     "npu_apply_fused_adamw_v2(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor "
     "max_exp_avg_sq, Tensor state_step, float lr, float beta1, float beta2, float weight_decay, float eps, "
     "bool amsgrad, bool maximize) -> ()",
-    by_place=True,
+    by_position=True,
 )
 def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, maximize, **given):
     """Make AdamW step state_step (one number, the first is 1) in place; max_exp_avg_sq is for amsgrad only."""
-    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
+    demand(not amsgrad and not maximize, "amsgrad and maximize must be False: the reference does not support them")
     demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
     step = int(state_step)
-    demand(step >= 1, f"the first step is 1, found {step}")
+    demand(step >= 1, f"state_step must be at least 1, found {step}")
     ops.adam_w(betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
 
 
@@ -126,21 +128,21 @@ def _namespace(*functions: Callable) -> SimpleNamespace:
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
-_GROUPED = _namespace(npu_gmm, npu_gmm_backward, npu_gmm_backward_fusion)
-_ALONE = (
+_GMM_OPS = _namespace(npu_gmm, npu_gmm_backward, npu_gmm_backward_fusion)
+_SINGLE_OPS = (
     npu_apply_fused_adamw_v2, npu_groupmatmul_add_fp32, npu_matmul_add_fp32, npu_moe_token_permute,
     npu_moe_token_unpermute, npu_rotary_position_embedding,
 )  # fmt: skip
 # name of a builder -> the namespace that load() returns
 OPS: dict[str, SimpleNamespace] = {
-    "grouped_matmul": _GROUPED,
-    "grouped_matmul_v2": _GROUPED,
-    **{function.__name__: _namespace(function) for function in _ALONE},
+    "grouped_matmul": _GMM_OPS,
+    "grouped_matmul_v2": _GMM_OPS,
+    **{function.__name__: _namespace(function) for function in _SINGLE_OPS},
 }
 
 
 def load(self: Any, verbose: bool = True) -> SimpleNamespace:
     """Replace the builders' `load`; raise RuntimeError for a builder that DeepSeek-V3's training never loads."""
     if self.name not in OPS:
-        raise RuntimeError(f"{type(self).__name__} has no reference for CPU; add {self.name!r} to {__name__}")
+        raise RuntimeError(f"{type(self).__name__} {self.name!r} has no CPU reference; add it to {__name__}")
     return OPS[self.name]

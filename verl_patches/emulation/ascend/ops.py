@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import silu
 
-from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_one_dtype, torch_npu_op, wide
+from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_one_dtype, to_fp32, torch_npu_op
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
@@ -24,10 +24,10 @@ def npu_rms_norm(input, gamma, epsilon):
     demand(fits, f"gamma {list(gamma.shape)} must have the last dimensions of input {shape}")
     fits = gamma.dtype in (input.dtype, torch.float32)
     demand(fits, f"gamma is {gamma.dtype}, input {input.dtype}: they must be of one dtype, or gamma float32")
-    x = wide(input)
+    x = to_fp32(input)
     over = tuple(range(-dims, 0))
     rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + epsilon)
-    return (x * rstd * wide(gamma)).to(input.dtype), rstd
+    return (x * rstd * to_fp32(gamma)).to(input.dtype), rstd
 
 
 @torch_npu_op
@@ -35,7 +35,7 @@ def npu_swiglu(input, dim):
     """Return silu(first half) * second half along `dim`, whose width must be even."""
     demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
     first, second = input.chunk(2, dim)
-    return (silu(wide(first)) * wide(second)).to(input.dtype)
+    return (silu(to_fp32(first)) * to_fp32(second)).to(input.dtype)
 
 
 @torch_npu_op
@@ -58,14 +58,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     fits = all(c in (1, n) for c, n in zip(cos.shape, x.shape, strict=True))
     demand(fits, f"cos {list(cos.shape)} does not broadcast to x {shape}")
     demand(width % 2 == 0, f"head width {width} must be even")
-    inner = wide(x)
+    inner = to_fp32(x)
     if interleaved:
         even, odd = inner[..., 0::2], inner[..., 1::2]
         turned = torch.stack((-odd, even), -1).flatten(-2)
     else:
         first, second = inner.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
-    return (inner * wide(cos) + turned * wide(sin)).to(x.dtype)
+    return (inner * to_fp32(cos) + turned * to_fp32(sin)).to(x.dtype)
 
 
 @torch_npu_op
@@ -78,7 +78,7 @@ def npu_apply_adam_w(
     Without `out` the real function refuses; this one raises TypeError.
     """
     demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
-    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
+    demand(not amsgrad and not maximize, "amsgrad and maximize must be False: the reference does not support them")
     powers = beta1_power * beta1, beta2_power * beta2
     adam_w(*out, grad, (beta1, beta2), powers, lr, weight_decay, epsilon)
     return tuple(out)
@@ -106,13 +106,14 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     indices are [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
     only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
     """
-    demand(not padded_mode, "padded_mode is not supported by the device either")
+    demand(not padded_mode, "padded_mode must be False: a device does not support it either")
     shapes = f"{list(tokens.shape)} and {list(indices.shape)}"
     fits = tokens.dim() == 2 and indices.dim() in (1, 2)
     demand(fits, f"tokens must be [T, H] and indices [T, k] or [T], found {shapes}")
     demand(indices.dtype in (torch.int32, torch.int64), f"indices must be int32 or int64, found {indices.dtype}")
-    demand(len(indices) == len(tokens), f"{len(indices)} rows of indices for {len(tokens)} tokens")
-    k, flat, limit = indices.shape[1] if indices.dim() == 2 else 1, indices.flatten(), num_out_tokens or 0
+    demand(len(indices) == len(tokens), f"indices must have {len(tokens)} rows, one a token, found {len(indices)}")
+    k = indices.shape[1] if indices.dim() == 2 else 1
+    flat, limit = indices.flatten(), num_out_tokens or 0
     rows = min(limit, len(flat)) if limit > 0 else len(flat) + limit
     order = flat.argsort(stable=True)
     return tokens.index_select(0, order[:rows] // k), order.argsort().to(torch.int32)
@@ -124,15 +125,16 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
 
     sorted_indices [T * k] are the places from npu_moe_token_permute; rows that were cut off count as zero.
     """
-    demand(not padded_mode, "padded_mode is not supported by the device either")
+    demand(not padded_mode, "padded_mode must be False: a device does not support it either")
     fits = permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2)
     demand(fits, "permuted_tokens must be [M, H], sorted_indices [T * k], probs [T, k]")
-    k, places, width = 1 if probs is None else probs.shape[1], len(sorted_indices), permuted_tokens.shape[1]
+    k = 1 if probs is None else probs.shape[1]
+    places, width = len(sorted_indices), permuted_tokens.shape[1]
     if probs is not None:
         demand(probs.numel() == places, f"probs {list(probs.shape)} must hold {places} weights")
     cut = permuted_tokens.new_zeros(max(places - len(permuted_tokens), 0), width)
-    rows = wide(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long()).view(-1, k, width)
-    total = rows.sum(1) if probs is None else (rows * wide(probs).unsqueeze(-1)).sum(1)
+    rows = to_fp32(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long()).view(-1, k, width)
+    total = rows.sum(1) if probs is None else (rows * to_fp32(probs).unsqueeze(-1)).sum(1)
     return total.to(permuted_tokens.dtype)
 
 
@@ -147,14 +149,16 @@ def npu_moe_gating_top_k(
     groups the k_group best stay, by the sum of their best two experts (group_select_mode 1).
     """
     E, modes = x.shape[-1], (renorm, norm_type, group_select_mode, out_flag)
-    demand(modes == (0, 1, 1, False), f"(renorm, norm_type, group_select_mode, out_flag) {modes} are not the reference")
+    fits = modes == (0, 1, 1, False)
+    demand(fits, f"(renorm, norm_type, group_select_mode, out_flag) must be (0, 1, 1, False), found {modes}")
     fits = x.dim() == 2 and group_count > 0 and E % group_count == 0 and k_group <= group_count
     sizes = f"E a multiple of group_count {group_count} >= k_group {k_group}"
     demand(fits, f"x {list(x.shape)} must be [T, E], {sizes}")
     demand_one_dtype(x=x, bias=bias)
-    demand(k <= k_group * (E // group_count), f"k = {k} is more than {k_group} groups of {E // group_count} hold")
-    scores = wide(x).sigmoid()
-    choice = scores if bias is None else scores + wide(bias)
+    most = k_group * (E // group_count)
+    demand(k <= most, f"k must be at most {most}, the experts of {k_group} groups, found {k}")
+    scores = to_fp32(x).sigmoid()
+    choice = scores if bias is None else scores + to_fp32(bias)
     if group_count > 1:
         groups = choice.view(-1, group_count, E // group_count)
         value = groups.topk(min(2, groups.shape[-1])).values.sum(-1)
@@ -173,16 +177,17 @@ def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list
     demand_defaults("npu_grouped_matmul", unused)
     found = f"{len(x)} inputs, {len(weight)} weights, group_type {group_type}, split_item {split_item}"
     demand(
-        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3), f"expected 1, 1, 0, 2 or 3: {found}"
+        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3),
+        f"expected 1 input, 1 weight, group_type 0 and split_item 2 or 3, found {found}",
     )
-    return [grouped(x[0], weight[0], group_list, 0, group_list_type or 0)]
+    return [grouped_matmul(x[0], weight[0], group_list, 0, group_list_type or 0)]
 
 
-def _product(x, weight):
+def _matmul(x, weight):
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
     k, rows = x.shape[-1], weight.shape[-2]
     demand(k == rows, f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {k} and {rows}")
-    return (wide(x) @ wide(weight)).to(x.dtype)
+    return (to_fp32(x) @ to_fp32(weight)).to(x.dtype)
 
 
 def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int, int]]:
@@ -190,7 +195,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
 
     group_list is cumulative (type 0) or holds counts (type 1), and must cover all rows.
     """
-    demand(group_list is not None, "group_list is missing")
+    demand(group_list is not None, "group_list must be given, found None")
     demand(group_list_type in (0, 1), f"group_list_type must be 0 or 1, found {group_list_type}")
     if isinstance(group_list, torch.Tensor):
         found = f"{group_list.dtype} of shape {list(group_list.shape)}"
@@ -201,7 +206,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
     if group_list_type == 1:
         ends = torch.tensor(ends, dtype=torch.int64).cumsum(0).tolist()
     bounds = list(pairwise([0, *ends]))
-    demand(all(first <= last for first, last in bounds), f"group_list must not fall, found ends {ends}")
+    demand(all(first <= last for first, last in bounds), f"group_list must not decrease, found ends {ends}")
     covered = ends[-1] if ends else 0
     hint = " (were counts given as cumulative ends?)" if group_list_type == 0 else ""
     covers = ends and covered == rows
@@ -209,7 +214,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
     return bounds
 
 
-def grouped(x, weight, group_list, group_type, group_list_type):
+def grouped_matmul(x, weight, group_list, group_type, group_list_type):
     """Compute one product for each group: of rows (group_type 0), or of columns of x and rows of weight (2)."""
     demand(group_type in (0, 2), f"group_type must be 0 or 2, found {group_type}")
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
@@ -220,7 +225,7 @@ def grouped(x, weight, group_list, group_type, group_list_type):
         bounds = _group_bounds(group_list, group_list_type, rows)
         fits = weight.dim() == 2 and len(weight) == rows
         demand(fits, f"{shapes}: M differs, {rows} and {len(weight)}")
-        return torch.stack([_product(x[:, a:b], weight[a:b]) for a, b in bounds])
+        return torch.stack([_matmul(x[:, a:b], weight[a:b]) for a, b in bounds])
     bounds = _group_bounds(group_list, group_list_type, len(x))
     groups = len(bounds)
     fits = weight.dim() == 3 and len(weight) == groups
@@ -228,4 +233,4 @@ def grouped(x, weight, group_list, group_type, group_list_type):
     demand(x.shape[1] == weight.shape[1], f"{shapes}: K differs, {x.shape[1]} and {weight.shape[1]}")
     # Groups without rows, such as most experts in a small batch, need no product.
     filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
-    return torch.cat([_product(x[a:b], weight[e]) for e, a, b in filled])
+    return torch.cat([_matmul(x[a:b], weight[e]) for e, a, b in filled])

@@ -14,22 +14,22 @@ import torch
 
 from verl_patches.emulation.ascend import attention, ops
 from verl_patches.emulation.cpu import torch_on_cpu
-from verl_patches.emulation.op_schemas import VERSION, WITH_REFERENCE
+from verl_patches.emulation.op_schemas import TORCH_NPU_VERSION, TRAINING_FUNCTIONS
 
 
 def stand_in(real: str, doc: str | None, **names: Any) -> ModuleType:
     """Return a module object in place of module `real`: it has `names`, submodules included, and no others."""
     module = ModuleType(real, doc)
-    vars(module).update(names, __getattr__=refuse_unknown(real))
+    vars(module).update(names, __getattr__=refuse_unknown_names(real))
     return module
 
 
-def refuse_unknown(real: str) -> Callable[[str], NoReturn]:
+def refuse_unknown_names(real: str) -> Callable[[str], NoReturn]:
     """Return `__getattr__` of the stand-in for module `real`, which raises an error that says where to add the name."""
 
     def __getattr__(name: str) -> NoReturn:
         hint = f"if the pinned package has it and training needs it, add it to {__name__}"
-        raise AttributeError(f"the stand-in for {real} has no {name!r}: {hint}", name=name)
+        raise AttributeError(f"stand-in module {real} has no attribute {name!r}; {hint}", name=name)
 
     return __getattr__
 
@@ -73,7 +73,7 @@ def _lazy_call(callable: Callable[[], Any], **kwargs: Any) -> None:
     callable()
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing: nothing is compiled, cached or counted here."""
 
 
@@ -83,17 +83,17 @@ def _no_bytes(device: Any = None) -> int:
 
 
 _STREAM = torch_on_cpu.Stream()
-_AS_CUDA = """
+_CUDA_NAMES = """
 Event Stream current_device device_count get_device_properties get_rng_state is_available manual_seed mem_get_info
 set_device set_rng_state stream synchronize
 """.split()
-_MEMORY = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split()
+_MEMORY_NAMES = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split()
 npu = stand_in(
     "torch_npu.npu", "The device.", FloatTensor=torch.FloatTensor, current_stream=_current_stream,
     default_generators=_Generators(), default_stream=_default_stream, device=_Device, _lazy_call=_lazy_call,
-    manual_seed_all=torch_on_cpu.manual_seed, empty_cache=_nothing, reset_max_memory_allocated=_nothing,
-    set_compile_mode=_nothing, **{name: getattr(torch_on_cpu, name) for name in _AS_CUDA},
-    **dict.fromkeys(_MEMORY, _no_bytes),
+    manual_seed_all=torch_on_cpu.manual_seed, empty_cache=_do_nothing, reset_max_memory_allocated=_do_nothing,
+    set_compile_mode=_do_nothing, **{name: getattr(torch_on_cpu, name) for name in _CUDA_NAMES},
+    **dict.fromkeys(_MEMORY_NAMES, _no_bytes),
 )  # fmt: skip
 
 # -- torch_npu ---------------------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ def get_cann_version() -> str:
 
 def analyse(*args: Any, **kwargs: Any) -> None:
     """Refuse to run: mindspeed/core/auto_parallel only imports this while MindSpeed's adaptor is imported."""
-    raise RuntimeError("torch_npu.profiler's analyse was called: there is no NPU whose profile could be read")
+    raise RuntimeError("torch_npu.profiler.profiler.analyse needs an NPU, found platform cpu; do not call it")
 
 
-_OPS = {**vars(attention), **vars(ops)}
+_REFERENCES = {**vars(attention), **vars(ops)}
 torch_npu = stand_in(
-    "torch_npu", f"torch_npu {VERSION}: the functions that are called on our paths, as plain-torch references.",
-    __version__=VERSION, __file__=__file__,
-    **{name: _OPS[name] for name in WITH_REFERENCE},
+    "torch_npu", f"torch_npu {TORCH_NPU_VERSION}: functions that are called on our paths, as plain-torch references.",
+    __version__=TORCH_NPU_VERSION, __file__=__file__,
+    **{name: _REFERENCES[name] for name in TRAINING_FUNCTIONS},
     _C=stand_in("torch_npu._C", "Options of process groups.", _distributed_c10d=SimpleNamespace(
         ProcessGroupHCCL=SimpleNamespace(Options=_Options))),
     contrib=stand_in("torch_npu.contrib", "transfer_to_npu.", transfer_to_npu=stand_in(
@@ -141,8 +141,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, *args, **kwargs):
         raise RuntimeError(
-            f"apex.optimizers.{type(self).__name__} was built: its kernel needs a device. On line a3 the optimizer is "
-            "MindSpeed's AdamW, put here by its adaptor: import mindspeed.megatron_adaptor before megatron"
+            f"apex.optimizers.{type(self).__name__} needs a device, found platform cpu. On line a3 MindSpeed's adaptor "
+            "replaces it by MindSpeed's AdamW; import mindspeed.megatron_adaptor before megatron"
         )
 
 
@@ -158,8 +158,8 @@ def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *arg
 def fused_rms_norm_affine(*args: Any, **kwargs: Any) -> Any:
     """Refuse the call: only verl's Llama and Qwen2 make it (verl.models.llama.megatron.layers.parallel_rmsnorm)."""
     raise RuntimeError(
-        "apex's fused_rms_norm_affine was called: its kernel needs a device, and only verl's own Llama and Qwen2 "
-        "models use it; on line a3 the model is MindSpeed-LLM's"
+        "apex.normalization.fused_layer_norm.fused_rms_norm_affine needs a device, found platform cpu; only verl's "
+        "Llama and Qwen2 models call it, so use MindSpeed-LLM's model on line a3"
     )
 
 
@@ -180,12 +180,12 @@ def get_soc_name() -> str:
     return "Ascend910_9391"
 
 
-_NO_RT = "CANN's own package. It has no rt: Ray counts devices through acl.rt, and there are none."
-acl = stand_in("acl", _NO_RT, get_soc_name=get_soc_name)
+_ACL_DOC = "CANN's own package. It has no rt: Ray counts devices through acl.rt, and there are none."
+acl = stand_in("acl", _ACL_DOC, get_soc_name=get_soc_name)
 
 
 # Classes in the signatures of converters; no object of them is made here.
-_NODES = {name: type(name, (), {}) for name in ("DataType", "Tensor", "TensorSpec")}
+_GE_CLASSES = {name: type(name, (), {}) for name in ("DataType", "Tensor", "TensorSpec")}
 
 
 def register_fx_node_ge_converter(aten_op: Any) -> Callable[[Callable], Callable]:
@@ -196,5 +196,5 @@ def register_fx_node_ge_converter(aten_op: Any) -> Callable[[Callable], Callable
 torchair = stand_in(
     "torchair", "Ascend's graph compiler: MindSpeed's op builders register converters while they are built.",
     register_fx_node_ge_converter=register_fx_node_ge_converter,
-    ge=stand_in("torchair.ge", "Names in the signatures of converters.", **_NODES),
+    ge=stand_in("torchair.ge", "Names in the signatures of converters.", **_GE_CLASSES),
 )  # fmt: skip

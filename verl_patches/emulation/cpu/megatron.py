@@ -59,7 +59,8 @@ def causal_attention(
     Engine with the same attn_mask_type; `attention_mask` is ignored.
     """
     if (attn_mask_type or self.attn_mask_type).name != "causal" or attention_bias is not None:
-        raise NotImplementedError(f"this stand-in is causal, without bias; found {attn_mask_type}, {attention_bias}")
+        found = f"{attn_mask_type or self.attn_mask_type} and {attention_bias}"
+        raise NotImplementedError(f"DotProductAttention on CPU: expected a causal mask and no bias, found {found}")
     attend = functools.partial(scaled_dot_product_attention, is_causal=True, scale=self.softmax_scale)
     if packed_seq_params is None:
         out = attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
@@ -69,7 +70,7 @@ def causal_attention(
     return torch.cat([attend(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
 
 
-def without_transformer_engine(original):
+def disable_transformer_engine(original):
     """Wrap verl's `_get_base_transformer_config` to turn off features of Transformer Engine and apex."""
 
     @functools.wraps(original)
@@ -96,7 +97,7 @@ def local_block_spec(original):
     return block_spec
 
 
-def as_if_moved_to_cpu(original):
+def cpu_tensor_to_numpy(original):
     """Wrap `maybe_move_tensor_to_cpu` to return a numpy array with as_numpy for CPU tensors too."""
 
     @functools.wraps(original)
@@ -111,7 +112,7 @@ def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = 
     torch.set_rng_state(new_state)
 
 
-def quantize_nothing(original):
+def skip_quantize(original):
     """Wrap `quantize_param_shard` to do nothing where there is no fp8 parameter."""
 
     @functools.wraps(original)

@@ -88,7 +88,7 @@ def manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-class _Finished:
+class _FinishedWork:
     """Answer queries and waits at once: work on a CPU is done when a call returns."""
 
     def query(self) -> bool:
@@ -101,7 +101,7 @@ class _Finished:
     wait = wait_stream = wait_event = synchronize
 
 
-class Event(_Finished):
+class Event(_FinishedWork):
     """Stand in for torch.cuda.Event; all work before an event is done when it is recorded."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
@@ -114,11 +114,11 @@ class Event(_Finished):
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds from this event to another; raise RuntimeError if one was not recorded."""
         if self._at_s is None or end_event._at_s is None:
-            raise RuntimeError("Event.elapsed_time: both events must have been recorded")
+            raise RuntimeError("Event.elapsed_time: an event has no time; call record() on both events first")
         return (end_event._at_s - self._at_s) * 1000
 
 
-class Stream(_Finished):
+class Stream(_FinishedWork):
     """Stand in for torch.cuda.Stream, a queue of work."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs):
@@ -139,7 +139,7 @@ if hasattr(torch, "_streambase"):  # torch 2.5: torch._dynamo asserts that a dev
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def on_cpu(factory):
+def factory_on_cpu(factory):
     """Wrap a tensor factory: device "cuda" or "npu" means the CPU, and no memory is pinned (no device copies it)."""
 
     @functools.wraps(factory)
@@ -157,7 +157,7 @@ def stay_on_cpu(self, *args, **kwargs):
     return self
 
 
-def to_on_cpu(original):
+def move_to_cpu(original):
     """Wrap Tensor.to and DataProto.to: "cuda" and "npu" mean the CPU."""
 
     @functools.wraps(original)
@@ -176,7 +176,7 @@ def pin_memory(self, *args, **kwargs):
     return self.clone()
 
 
-def type_on_cuda(original):
+def cuda_type_name(original):
     """Wrap Tensor.type: without a dtype a CPU tensor is torch.cuda.FloatTensor; with one it is converted."""
 
     @functools.wraps(original)
@@ -194,7 +194,7 @@ def type_wrapper_on_cuda(type_wrapper):
 
     @functools.wraps(type_wrapper)
     def wrap(fn):
-        return type_wrapper(type_on_cuda(fn))
+        return type_wrapper(cuda_type_name(fn))
 
     return wrap
 
@@ -235,7 +235,7 @@ def init_device_mesh_on_cpu(original):
     return init_device_mesh
 
 
-def script_nothing(
+def skip_script(
     obj: Any, optimize: Any = None, _frames_up: int = 0, _rcb: Any = None, example_inputs: Any = None
 ) -> Any:
     """Replace torch.jit.script: return the object as it is."""

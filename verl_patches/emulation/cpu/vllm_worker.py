@@ -42,7 +42,7 @@ class RolloutCpuWorker(CPUWorker):
     def init_device(self) -> None:
         """Run upstream's, then make the lockstep of the DP ranks that share experts."""
         super().init_device()
-        self.lockstep = Lockstep.of(self.parallel_config)
+        self.lockstep = Lockstep.from_config(self.parallel_config)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """Return (blocks, 0): VLLM_CPU_KVCACHE_SPACE, but at most what all sequences that may run at once can fill."""
@@ -54,14 +54,14 @@ class RolloutCpuWorker(CPUWorker):
     def execute_model(self, execute_model_req: ExecuteModelRequest | None = None):
         """Tell the DP ranks that share experts that this rank still works, then run upstream's."""
         if self.lockstep is not None and execute_model_req is not None:
-            self.lockstep.someone_works(here=True)
+            self.lockstep.any_rank_works(works=True)
         return super().execute_model(execute_model_req)
 
-    def keep_stepping(self) -> None:
+    def run_dummy_steps(self) -> None:
         """Take part in the other DP ranks' steps, with a batch of one unused token, until all of them have finished."""
         assert self.lockstep is not None  # _run_engine checks this first
         steps = 0
-        while self.lockstep.someone_works(here=False):
+        while self.lockstep.any_rank_works(works=False):
             super().execute_model(self._dummy_request())
             steps += 1
         log.debug("DP rank %d ran %d dummy steps", self.parallel_config.data_parallel_rank, steps)
@@ -113,13 +113,13 @@ STALL_S = 600.0  # a rank that waits this long for the others' vote gives up, wi
 
 
 class Lockstep:
-    """Vote in one DP group; each `someone_works` is collective: every rank of the group must call it equally often."""
+    """Vote in one DP group; each `any_rank_works` is collective: every rank of the group must call it equally often."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int):
         self.group, self.rank, self.size = group, rank, size
 
     @classmethod
-    def of(cls, parallel_config) -> Lockstep | None:
+    def from_config(cls, parallel_config) -> Lockstep | None:
         """Return the lockstep of this rank's DP group, after vLLM's groups exist; None without data parallelism.
 
         Raises RuntimeError if vLLM built its groups without data parallelism before this engine was built.
@@ -132,26 +132,26 @@ class Lockstep:
         dp = get_dp_group()
         if dp.world_size != size:
             raise RuntimeError(
-                f"vLLM's DP group has {dp.world_size} rank(s), the engine wants data_parallel_size={size}: groups are "
-                "built once a process, by the first engine. Build the data-parallel engine first, or in its own process"
+                f"vLLM's DP group: expected data_parallel_size={size} ranks, found {dp.world_size}. A process's first "
+                "engine builds its groups; build the data-parallel engine first, or in its own process"
             )
         return cls(dp.cpu_group, dp.rank_in_group, size)
 
-    def someone_works(self, here: bool) -> bool:
+    def any_rank_works(self, works: bool) -> bool:
         """Vote, and return whether any rank of the group (this one included) is about to run a forward pass.
 
         Raises RuntimeError if another rank does not vote within STALL_S seconds, or has exited.
         """
-        vote = torch.tensor([int(here)], dtype=torch.int32)
+        vote = torch.tensor([int(works)], dtype=torch.int32)
         try:
             work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             work.wait(datetime.timedelta(seconds=STALL_S))
         except RuntimeError as error:
-            state = "has sequences to generate" if here else "has finished"
+            state = "has sequences to generate" if works else "has finished"
             raise RuntimeError(
                 f"rollout DP rank {self.rank} of {self.size} {state}, but another rank of its group did not take part "
                 f"in the next step within {STALL_S:g} s. Ranks that share experts must call generate() equally often; "
-                "look for the first error among the other ranks' logs, or for row platform.vllm_dp_lockstep being off"
+                "look for the first error in the other ranks' logs, and check that row platform.vllm_dp_lockstep is on"
             ) from error
         return bool(vote.item())
 
@@ -164,7 +164,7 @@ def drain_after_run(original: Callable) -> Callable:
         outputs = original(self, **kwargs)
         worker = getattr(getattr(self.llm_engine, "model_executor", None), "driver_worker", None)
         if getattr(worker, "lockstep", None) is not None:
-            worker.keep_stepping()
+            worker.run_dummy_steps()
         return outputs
 
     return _run_engine

@@ -18,23 +18,23 @@ from verl_patches.emulation.op_schemas import (
     demand_defaults,
     demand_int32,
     demand_one_dtype,
-    no_values,
+    empty_output,
+    to_fp32,
     torch_npu_op,
-    wide,
     with_shapes,
 )
 
 
 def attend(q, k, v, scale, hidden=None):
     """Return softmax(scale * q k^T, -inf where hidden) v [Tq, N, Dv] and the log of the sums [N, Tq], both fp32."""
-    scores = torch.einsum("qnd,knd->nqk", wide(q), wide(k)) * scale
+    scores = torch.einsum("qnd,knd->nqk", to_fp32(q), to_fp32(k)) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     sums = scores.logsumexp(-1)
-    return torch.einsum("nqk,knd->qnd", (scores - sums.unsqueeze(-1)).exp(), wide(v)), sums
+    return torch.einsum("nqk,knd->qnd", (scores - sums.unsqueeze(-1)).exp(), to_fp32(v)), sums
 
 
-def pieces(lengths: Sequence[int]) -> Iterator[slice]:
+def sequence_slices(lengths: Sequence[int]) -> Iterator[slice]:
     """Yield the slice of each sequence in a tensor that packs them one after the other."""
     begin = 0
     for length in lengths:
@@ -53,26 +53,26 @@ def demand_lengths(lengths: Sequence[int], **rows: torch.Tensor | None) -> None:
 def demand_sequences(count: int, **given: Sequence | torch.Tensor) -> None:
     """Raise ValueError unless each argument has one entry for each of `count` sequences."""
     found = {name: len(x) for name, x in given.items()}
-    demand(all(n == count for n in found.values()), f"there are {count} sequences, found entries {found}")
+    demand(all(n == count for n in found.values()), f"expected {count} entries, one a sequence, found {found}")
 
 
-def paged(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+def read_cache(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
     """Return a sequence's first `length` rows [length, heads, width]; `blocks` [blocks] int32 are its cache blocks."""
     demand_int32(block_table=blocks)
     needed = -(-length // cache.shape[1])
-    demand(length >= 0, f"a length must be at least 0, found {length}")
-    demand(needed <= len(blocks), f"length {length} is {needed} blocks, a row of the block table has {len(blocks)}")
+    demand(length >= 0, f"length must be at least 0, found {length}")
+    demand(needed <= len(blocks), f"length {length} needs {needed} blocks, found {len(blocks)} in the block table")
     read = blocks[:needed].long()
     fits = bool(((read >= 0) & (read < len(cache))).all())
-    demand(fits, f"blocks {read.tolist()} are not all in the cache of {len(cache)} blocks")
+    demand(fits, f"blocks must be 0 to {len(cache) - 1}, found {read.tolist()}")
     return cache[read].flatten(0, 1)[:length]
 
 
-def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+def write_cache(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows [T, heads, width] into their slots of the cache, in place."""
     blocks, size = cache.shape[:2]
-    demand(len(slots) == len(rows), f"{len(slots)} slots for {len(rows)} rows: as many are expected")
-    demand(bool((slots < blocks * size).all()), f"a slot is beyond the cache of {blocks} blocks of {size}")
+    demand(len(slots) == len(rows), f"expected {len(rows)} slots, one a row, found {len(slots)}")
+    demand(bool((slots < blocks * size).all()), f"slots must be below {blocks * size} ({blocks} blocks of {size})")
     valid = slots >= 0
     cache.view(blocks * size, *cache.shape[2:])[slots[valid].long()] = rows[valid]
 
@@ -86,22 +86,26 @@ def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_ne
 
     With is_neox_style the halves of a head are pairs, else neighbours are. A head must be as wide as cos_sin_cache.
     """
-    demand(cos_sin_cache.shape[-1] == head_size, f"head_size {head_size}, cos_sin_cache {list(cos_sin_cache.shape)}")
+    width = cos_sin_cache.shape[-1]
+    demand(width == head_size, f"cos_sin_cache must be head_size {head_size} wide, found {width}")
     demand_one_dtype(query=query, key=key, cos_sin_cache=cos_sin_cache)
     positions = positions.long().flatten()
     rows = [len(positions), len(query), len(key)]
-    demand(len(set(rows)) == 1, f"positions, query and key must have as many rows, found {rows}")
+    demand(len(set(rows)) == 1, f"positions, query and key must have equally many rows, found {rows}")
     fits = bool(((positions >= 0) & (positions < len(cos_sin_cache))).all())
-    demand(fits, f"a position is not in cos_sin_cache of {len(cos_sin_cache)} positions")
+    demand(fits, f"positions must be 0 to {len(cos_sin_cache) - 1}, the rows of cos_sin_cache")
     cos, sin = cos_sin_cache[positions].chunk(2, -1)
     for x in (query, key):
         heads = x.view(1, len(x), -1, head_size)
-        both = (torch.cat((part, part), -1) if is_neox_style else part.repeat_interleave(2, -1) for part in (cos, sin))
+        if is_neox_style:
+            both = (torch.cat((part, part), -1) for part in (cos, sin))
+        else:
+            both = (part.repeat_interleave(2, -1) for part in (cos, sin))
         cosines, sines = (part[None, :, None] for part in both)
         x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
 
 
-def interleaved(x, cos, sin):
+def rotate_interleaved(x, cos, sin):
     """Rotate x [B, N, S, R], whose pairs are neighbours; the result has its pairs in halves."""
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, interleaved=False)
 
@@ -113,7 +117,7 @@ def npu_interleave_rope(x, cos, sin):
     The result has its pairs in halves.
     """
     demand_one_dtype(x=x, cos=cos, sin=sin)
-    return interleaved(x, cos, sin)
+    return rotate_interleaved(x, cos, sin)
 
 
 @atb_op
@@ -121,13 +125,13 @@ def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
     """Write key and value [T, heads, width] into their slots (int32 [T])."""
     demand_int32(slot_indices=slot_indices)
     demand_one_dtype(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    write(key_cache, slot_indices, key)
-    write(value_cache, slot_indices, value)
+    write_cache(key_cache, slot_indices, key)
+    write_cache(value_cache, slot_indices, value)
 
 
 def _cache_shapes(kv, gamma, k_cache, ckv_cache, is_output_kv, **given):
     if not is_output_kv:
-        return k_cache, ckv_cache, no_values(kv), no_values(kv)
+        return k_cache, ckv_cache, empty_output(kv), empty_output(kv)
     latent = gamma.shape[0]
     return k_cache, ckv_cache, torch.empty_like(kv[..., latent:]), torch.empty_like(kv[..., :latent])
 
@@ -142,18 +146,18 @@ def npu_kv_rmsnorm_rope_cache(
     Returns (k_cache [blocks, size, 1, R], ckv_cache [blocks, size, 1, L], rotary key, latent); the last two are empty
     unless is_output_kv. The reference supports cache_mode "PA" only, not the private NZ format.
     """
-    demand(cache_mode == "PA", f"cache_mode is {cache_mode!r}, expected 'PA'")
+    demand(cache_mode == "PA", f"cache_mode must be 'PA', found {cache_mode!r}")
     demand_defaults("npu_kv_rmsnorm_rope_cache", unused)
     demand_one_dtype(kv=kv, gamma=gamma, cos=cos, sin=sin, k_cache=k_cache, ckv_cache=ckv_cache)
     demand(index.dtype == torch.int64, f"index must be int64, found {index.dtype}")
     latent = gamma.shape[0]
     normed, _ = npu_rms_norm(kv[..., :latent], gamma, epsilon)
-    rotated = interleaved(kv[..., latent:], cos, sin)
-    write(k_cache, index.flatten(), rotated[:, 0])
-    write(ckv_cache, index.flatten(), normed[:, 0])
+    rotated = rotate_interleaved(kv[..., latent:], cos, sin)
+    write_cache(k_cache, index.flatten(), rotated[:, 0])
+    write_cache(ckv_cache, index.flatten(), normed[:, 0])
     if is_output_kv:
         return k_cache, ckv_cache, rotated, normed
-    return k_cache, ckv_cache, no_values(kv), no_values(kv)
+    return k_cache, ckv_cache, empty_output(kv), empty_output(kv)
 
 
 @atb_op
@@ -162,7 +166,7 @@ def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_
 
     block_table [B, blocks], context_lens [B] and seq_starts [B] are int32.
     """
-    demand(not cumsum, "cumulative context_lens are not part of the reference")
+    demand(not cumsum, "cumsum must be False: the reference does not support cumulative context_lens")
     demand_int32(block_table=block_table, context_lens=context_lens, seq_starts=seq_starts)
     demand_one_dtype(key_cache=key_cache, value_cache=value_cache, key=key, value=value)
     lengths = context_lens.tolist()
@@ -170,9 +174,9 @@ def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_
     demand_sequences(len(block_table), context_lens=lengths, seq_starts=starts)
     demand(all(start >= 0 for start in starts), f"seq_starts must be at least 0, found {starts}")
     demand_lengths(lengths, key=key, value=value)
-    for blocks, start, length, here in zip(block_table, starts, lengths, pieces(lengths), strict=True):
+    for blocks, start, length, here in zip(block_table, starts, lengths, sequence_slices(lengths), strict=True):
         for out, cache in ((key, key_cache), (value, value_cache)):
-            out[here] = paged(cache, blocks, start + length)[start:]
+            out[here] = read_cache(cache, blocks, start + length)[start:]
     return key, value
 
 
@@ -190,10 +194,11 @@ def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_head
     lengths = seq_len.tolist()
     demand_lengths(lengths, query=query, key=key, value=value, out=out)
     longest, sides = max(lengths, default=0), list(mask.shape)
-    demand(len(sides) == 2 and min(sides) >= longest, f"mask {sides} is smaller than the longest sequence, {longest}")
+    demand(len(sides) == 2 and min(sides) >= longest, f"mask must be at least {longest} x {longest}, found {sides}")
     heads = [query.shape[1], key.shape[1]]
-    demand(heads == [num_heads, num_kv_heads] and num_heads == num_kv_heads, f"heads of query and key are {heads}")
-    for length, here in zip(lengths, pieces(lengths), strict=True):
+    fits = heads == [num_heads, num_kv_heads] and num_heads == num_kv_heads
+    demand(fits, f"query and key must have {num_heads} = {num_kv_heads} heads, found {heads}")
+    for length, here in zip(lengths, sequence_slices(lengths), strict=True):
         hidden = mask[:length, :length] != 0
         out[here] = attend(query[here], key[here], value[here], scale_value, hidden)[0].view(out[here].shape)
 
@@ -225,31 +230,40 @@ def npu_ring_mla(
     calc_type_default merges it with pre_out and prev_lse. mask_type_triu is causal, from the upper left corner: mask
     [S, S] or [B, S, S] must be 0 on and below its diagonal and not 0 above. With no_mask, mask is not read.
     """
-    demand(calc_type in ("calc_type_first_ring", "calc_type_default"), f"unknown calc_type {calc_type!r}")
-    demand(mask_type in ("mask_type_triu", "no_mask"), f"unknown mask_type {mask_type!r}")
-    demand(input_layout == "type_bsnd", f"input_layout is {input_layout!r}, expected type_bsnd (packed)")
-    demand(head_num == kv_head_num == q_nope.shape[1], f"{head_num} and {kv_head_num} heads, q_nope has another number")
-    demand(kernel_type == "kernel_type_high_precision", f"kernel_type is {kernel_type!r}: softmax is fp32 here")
+    fits = calc_type in ("calc_type_first_ring", "calc_type_default")
+    demand(fits, f"calc_type must be calc_type_first_ring or calc_type_default, found {calc_type!r}")
+    fits = mask_type in ("mask_type_triu", "no_mask")
+    demand(fits, f"mask_type must be mask_type_triu or no_mask, found {mask_type!r}")
+    demand(input_layout == "type_bsnd", f"input_layout must be type_bsnd (packed), found {input_layout!r}")
+    heads = q_nope.shape[1]
+    fits = head_num == kv_head_num == heads
+    demand(fits, f"head_num and kv_head_num must be {heads} as in q_nope, found {head_num} and {kv_head_num}")
+    fits = kernel_type == "kernel_type_high_precision"
+    demand(fits, f"kernel_type must be kernel_type_high_precision (fp32 softmax), found {kernel_type!r}")
     demand_int32(seqlen=seqlen)
     queries = {"q_nope": q_nope, "q_rope": q_rope, "output": output, "pre_out": pre_out}
     keys = {"k_nope": k_nope, "k_rope": k_rope, "value": value}
     demand_one_dtype(mask=mask, **queries, **keys)
     adds = calc_type == "calc_type_default"
     before = [pre_out is not None, prev_lse is not None]
-    demand(before == [adds, adds], f"pre_out and prev_lse given {before} do not fit {calc_type}: both must be {adds}")
+    fits = before == [adds, adds]
+    demand(fits, f"pre_out and prev_lse must be given for calc_type_default only, found {before} for {calc_type}")
     lse = [x.dtype for x in (softmax_lse, prev_lse) if x is not None]
-    demand(set(lse) <= {torch.float32, wide(q_nope).dtype}, f"softmax_lse and prev_lse must be float32, found {lse}")
-    q_lens, kv_lens = (seqlen.tolist(),) * 2 if seqlen.dim() == 1 else seqlen.tolist()
+    demand(set(lse) <= {torch.float32, to_fp32(q_nope).dtype}, f"softmax_lse and prev_lse must be float32, found {lse}")
+    lengths = seqlen.tolist()
+    q_lens, kv_lens = (lengths, lengths) if seqlen.dim() == 1 else lengths
     demand_lengths(q_lens, **queries)
     demand_lengths(kv_lens, **keys)
     causal = mask_type == "mask_type_triu"
     if causal:
         upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
         fits = mask.shape[-1] == mask.shape[-2] and bool(((mask != 0) == upper).all())
-        demand(fits, f"mask {list(mask.shape)} is not triangular: only ones above the diagonal are expected")
-    for here, there, queried, length in zip(pieces(q_lens), pieces(kv_lens), q_lens, kv_lens, strict=True):
+        demand(fits, f"mask {list(mask.shape)} must be square, 0 on and below the diagonal, and not 0 above")
+    for here, there, queried, length in zip(
+        sequence_slices(q_lens), sequence_slices(kv_lens), q_lens, kv_lens, strict=True
+    ):
         if length == 0:
-            demand(adds or queried == 0, f"{queried} queries have no keys in calc_type_first_ring")
+            demand(adds or queried == 0, f"calc_type_first_ring needs keys, found none for {queried} queries")
             if adds:
                 output[here], softmax_lse[:, here] = pre_out[here], prev_lse[:, here]
             continue
@@ -260,7 +274,7 @@ def npu_ring_mla(
         if adds:
             both = torch.logaddexp(prev_lse[:, here], sums)
             old, new = ((part - both).exp().T.unsqueeze(-1) for part in (prev_lse[:, here], sums))
-            out, sums = wide(pre_out[here]) * old + out * new, both
+            out, sums = to_fp32(pre_out[here]) * old + out * new, both
         output[here], softmax_lse[:, here] = out.to(output.dtype), sums
     return output, softmax_lse
 
@@ -268,13 +282,13 @@ def npu_ring_mla(
 # -- decode: absorbed projections, one query token a sequence ---------------------------------------------------------
 
 
-def decode(query, keys, latent_width, scale):
+def decode_token(query, keys, latent_width, scale):
     """Attend with one query [N, L + R] to keys [S, 1, L + R], whose first L columns are the values.
 
     Returns [N, L] in fp32, NaN without keys.
     """
     if len(keys) == 0:
-        return wide(query).new_full((len(query), latent_width), torch.nan)
+        return to_fp32(query).new_full((len(query), latent_width), torch.nan)
     keys = keys.expand(-1, len(query), -1)
     return attend(query.unsqueeze(0), keys, keys[..., :latent_width], scale)[0][0]
 
@@ -287,12 +301,13 @@ def _npu_paged_attention_mla(
 
     query is [B, N, L + R], key_cache [blocks, size, 1, L + R].
     """
-    demand(num_kv_heads == 1 and query.shape[1] == num_heads, f"{num_heads} heads and 1 key head: {num_kv_heads} found")
+    found = query.shape[1], num_kv_heads
+    demand(found == (num_heads, 1), f"query and key must have {num_heads, 1} heads, found {found}")
     demand_one_dtype(query=query, key_cache=key_cache, out=out)
     demand_int32(block_table=block_table, context_lens=context_lens)
     demand_sequences(len(query), block_table=block_table, context_lens=context_lens, out=out)
     for at, length in enumerate(context_lens.tolist()):
-        out[at] = decode(query[at], paged(key_cache, block_table[at], length), mla_vheadsize, scale_value)
+        out[at] = decode_token(query[at], read_cache(key_cache, block_table[at], length), mla_vheadsize, scale_value)
 
 
 @atb_op
@@ -304,16 +319,17 @@ def npu_multi_head_latent_attention(
     demand_one_dtype(q_nope=q_nope, q_rope=q_rope, ctkv=ctkv, k_rope=k_rope)
     demand_int32(context_lens=context_lens if isinstance(context_lens, torch.Tensor) else None)
     demand_sequences(len(q_nope), q_rope=q_rope, block_tables=block_tables, context_lens=context_lens)
-    demand(kv_headnum == 1 and q_nope.shape[1] == q_headnum, f"{q_headnum} heads and 1 key head: {kv_headnum} found")
+    found = q_nope.shape[1], kv_headnum
+    demand(found == (q_headnum, 1), f"query and key must have {q_headnum, 1} heads, found {found}")
     out = torch.empty_like(q_nope)
     for at, length in enumerate(map(int, context_lens)):
-        keys = torch.cat([paged(cache, block_tables[at], length) for cache in (ctkv, k_rope)], -1)
-        out[at] = decode(torch.cat((q_nope[at], q_rope[at]), -1), keys, q_nope.shape[-1], qk_scale)
+        keys = torch.cat([read_cache(cache, block_tables[at], length) for cache in (ctkv, k_rope)], -1)
+        out[at] = decode_token(torch.cat((q_nope[at], q_rope[at]), -1), keys, q_nope.shape[-1], qk_scale)
     return out
 
 
 def _decode_shapes(query, **given):
-    return torch.empty_like(query), no_values(query, torch.float32)
+    return torch.empty_like(query), empty_output(query, torch.float32)
 
 
 @torch_npu_op
@@ -340,17 +356,19 @@ def npu_fused_infer_attention_score(
     a mask only, and one cache of latents only: `value` must be the memory of `key`.
     """
     demand_defaults("npu_fused_infer_attention_score", unused)
-    demand(input_layout == "BNSD", f"input_layout is {input_layout!r}, expected 'BNSD'")
+    demand(input_layout == "BNSD", f"input_layout must be 'BNSD', found {input_layout!r}")
     demand_one_dtype(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
     layout = [(x.data_ptr(), x.shape, x.stride()) for x in (key, value)]
-    demand(layout[0] == layout[1], "value must be the memory of key: both are the cache of latents")
-    demand(num_key_value_heads == 1 and query.shape[1:3] == (num_heads, 1), f"query {list(query.shape)}")
-    demand(key.shape[2] == block_size, f"block_size is {block_size}, the cache's {key.shape[2]}")
+    demand(layout[0] == layout[1], "value must be the same memory as key: both are the cache of latents")
+    fits = num_key_value_heads == 1 and query.shape[1:3] == (num_heads, 1)
+    found = f"{list(query.shape)} and {num_key_value_heads}"
+    demand(fits, f"expected query [B, {num_heads}, 1, L] and 1 key head, found {found}")
+    demand(key.shape[2] == block_size, f"block_size must be {key.shape[2]} as in the cache, found {block_size}")
     rows = {"block_table": block_table, "actual_seq_lengths_kv": actual_seq_lengths_kv, "query_rope": query_rope}
     demand_sequences(len(query), **rows)
     out = torch.empty_like(query)
     for at, length in enumerate(actual_seq_lengths_kv):
-        keys = [paged(cache.transpose(1, 2), block_table[at], length) for cache in (key, key_rope)]
+        keys = [read_cache(cache.transpose(1, 2), block_table[at], length) for cache in (key, key_rope)]
         one = torch.cat((query[at, :, 0], query_rope[at, :, 0]), -1)
-        out[at, :, 0] = decode(one, torch.cat(keys, -1), query.shape[-1], scale)
-    return out, no_values(query, torch.float32)
+        out[at, :, 0] = decode_token(one, torch.cat(keys, -1), query.shape[-1], scale)
+    return out, empty_output(query, torch.float32)

@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from verl_patches.emulation.npu import hccl, memory_pool
-from verl_patches.emulation.npu.torch_names import Default, is_device
+from verl_patches.emulation.npu.torch_names import DefaultDevice, is_device
 
 CPU = torch.device("cpu")
 _FACTORIES = _device._device_constructors
 
 
-class OnHost(TorchFunctionMode):
+class HostTensorMode(TorchFunctionMode):
     """Turn device arguments into the CPU, and count tensors made for the device as its memory unless they say "cpu"."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -35,9 +35,9 @@ class OnHost(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"], for_host = False, True
         made = func(*args, **kwargs)
-        by_default = Default.is_device and kwargs.get("device") is None and func in _FACTORIES()
+        by_default = DefaultDevice.is_device and kwargs.get("device") is None and func in _FACTORIES()
         if not for_host:
-            memory_pool.note(made, (*args, *kwargs.values()), for_device or by_default)
+            memory_pool.count_storages(made, (*args, *kwargs.values()), for_device or by_default)
         return made
 
 
@@ -45,9 +45,9 @@ def start(torch_module: Any = None) -> None:
     """Name the backend, register HCCL, enter the mode; call once a process, right after torch is imported."""
     torch.utils.rename_privateuse1_backend("npu")
     torch.distributed.Backend.register_backend(
-        "hccl", hccl.create_by_options, extended_api=True, devices=["npu", "cpu"]
+        "hccl", hccl.create_group_by_options, extended_api=True, devices=["npu", "cpu"]
     )
-    OnHost().__enter__()
+    HostTensorMode().__enter__()
 
 
 # -- memory figures ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from verl_patches.emulation.op_schemas import (
     demand_defaults,
     demand_int32,
     demand_one_dtype,
-    no_values,
+    empty_output,
+    to_fp32,
     torch_npu_op,
-    wide,
     with_shapes,
 )
 
@@ -45,7 +45,7 @@ def npu_grouped_matmul(x, weight, group_list, group_type, group_list_type, **giv
 
     MC2 dispatches into a buffer for the largest batch; its unused rows belong to no expert.
     """
-    demand(len(x) == 1 and group_type == 0, f"{len(x)} inputs with group_type {group_type}, expected 1 and 0")
+    demand(len(x) == 1 and group_type == 0, f"expected 1 input and group_type 0, found {len(x)} and {group_type}")
     last = group_list[-1] if group_list_type == 0 else group_list.sum()
     rows, covered = x[0], int(last)
     options = {"group_list": group_list, "group_type": group_type, "group_list_type": group_list_type, **given}
@@ -68,8 +68,8 @@ def npu_moe_init_routing(x, row_idx, expert_idx, active_num):
     demand_int32(row_idx=row_idx, expert_idx=expert_idx)
     fits = row_idx.shape == expert_idx.shape and len(expert_idx) == len(x)
     shapes = f"row_idx {list(row_idx.shape)}, expert_idx {list(expert_idx.shape)}"
-    demand(fits, f"{shapes}: [{len(x)}, k] is expected for {len(x)} tokens")
-    demand(active_num >= len(x), f"active_num {active_num} is less than {len(x)} tokens: dropping is not done here")
+    demand(fits, f"{shapes} must be [{len(x)}, k] for {len(x)} tokens")
+    demand(active_num >= len(x), f"active_num must be at least {len(x)}, the number of tokens, found {active_num}")
     experts, order = expert_idx.flatten().sort(stable=True)
     source = row_idx.flatten()[order].long()
     places = torch.empty_like(source)
@@ -91,7 +91,7 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row, num_expert):
     experts = sorted_expert_for_source_row
     demand_int32(sorted_expert_for_source_row=experts)
     falls = bool((experts[1:] < experts[:-1]).any())
-    demand(not falls, "sorted_expert_for_source_row must not fall: sort the experts first")
+    demand(not falls, "sorted_expert_for_source_row must not decrease; sort the experts first")
     counts = torch.bincount(sorted_expert_for_source_row.long(), minlength=num_expert)[:num_expert]
     return counts.cumsum(0).to(torch.int32)
 
@@ -110,8 +110,8 @@ def npu_moe_finalize_routing(
     expanded_src_to_dst_row holds the places that npu_moe_init_routing returned.
     """
     demand_defaults("npu_moe_finalize_routing", {"skip1": skip1, "skip2": skip2, "bias": bias})
-    demand(drop_pad_mode in (None, 0), f"drop_pad_mode is {drop_pad_mode}: only 0 is part of the reference")
-    demand(scales is not None, "scales are missing")
+    demand(drop_pad_mode in (None, 0), f"drop_pad_mode must be 0, found {drop_pad_mode}")
+    demand(scales is not None, "scales must be given, found None")
     demand_one_dtype(expanded_permuted_rows=expanded_permuted_rows, scales=scales)
     places = expanded_src_to_dst_row
     demand_int32(expanded_src_to_dst_row=places, export_for_source_row=export_for_source_row)
@@ -119,7 +119,7 @@ def npu_moe_finalize_routing(
     rows = [len(places), len(expanded_permuted_rows)]
     demand(rows == [tokens * k] * 2, f"scales {list(scales.shape)} need {tokens * k} places and rows, found {rows}")
     rows = expanded_permuted_rows[places.long()].view(k, tokens, -1)
-    return (wide(rows) * wide(scales).T.unsqueeze(-1)).sum(0).to(expanded_permuted_rows.dtype)
+    return (to_fp32(rows) * to_fp32(scales).T.unsqueeze(-1)).sum(0).to(expanded_permuted_rows.dtype)
 
 
 # -- MC2: tokens to the ranks of their experts and back, in one op each ------------------------------------------------
@@ -148,8 +148,8 @@ def _dispatch_shapes(x, expert_ids, ep_world_size, moe_expert_num, global_bs, **
     _, rows, local = _dispatched_rows(x, expert_ids, ep_world_size, moe_expert_num, global_bs)
     places = x.new_empty(expert_ids.numel(), dtype=torch.int32)
     counts, received = x.new_empty(local, dtype=torch.int64), x.new_empty(ep_world_size, dtype=torch.int32)
-    room, zero = x.new_empty(rows, x.shape[1]), x.new_empty(1, dtype=torch.int32)
-    return room, no_values(x), places, counts, received, zero, no_values(x)
+    buffer, zero = x.new_empty(rows, x.shape[1]), x.new_empty(1, dtype=torch.int32)
+    return buffer, empty_output(x), places, counts, received, zero, empty_output(x)
 
 
 @torch_npu_op
@@ -176,34 +176,36 @@ def npu_moe_distribute_dispatch(
     back; a device's layout of the two is not reproduced.
     """
     demand_defaults("npu_moe_distribute_dispatch", unused)
-    demand(tp_world_size in (0, 1), f"tp_world_size is {tp_world_size}: group_tp is not part of the reference")
-    demand(quant_mode == 0 and expert_token_nums_type == 1, "quantised tokens and cumulative counts are not done here")
+    demand(tp_world_size in (0, 1), f"tp_world_size must be 0 or 1 (group_tp is not supported), found {tp_world_size}")
+    modes = quant_mode, expert_token_nums_type
+    demand(modes == (0, 1), f"(quant_mode, expert_token_nums_type) must be (0, 1), found {modes}")
     demand_int32(expert_ids=expert_ids)
-    demand(len(expert_ids) == len(x), f"{len(expert_ids)} rows of expert_ids for {len(x)} tokens")
-    demand(moe_expert_num % ep_world_size == 0, f"{moe_expert_num} experts do not divide over {ep_world_size} ranks")
-    demand(global_bs % ep_world_size == 0, f"global_bs {global_bs} must be tokens of one rank * {ep_world_size}")
+    demand(len(expert_ids) == len(x), f"expert_ids must have {len(x)} rows, one a token, found {len(expert_ids)}")
+    demand(moe_expert_num % ep_world_size == 0, f"{moe_expert_num} experts must be a multiple of {ep_world_size} ranks")
+    demand(global_bs % ep_world_size == 0, f"global_bs {global_bs} must be a multiple of {ep_world_size} ranks")
     known = bool(((expert_ids >= 0) & (expert_ids < moe_expert_num)).all())
     demand(known, f"expert_ids must be 0 to {moe_expert_num - 1}")
-    k, room_of = expert_ids.shape[1], (x, expert_ids, ep_world_size, moe_expert_num, global_bs)
-    largest, most, local = _dispatched_rows(*room_of)
-    demand(len(x) * ep_world_size <= largest, f"{len(x)} tokens on {ep_world_size} ranks, global_bs is {global_bs}")
-    group = hccl.group_of_mc2(group_ep)
+    k, sizes = expert_ids.shape[1], (x, expert_ids, ep_world_size, moe_expert_num, global_bs)
+    largest, most, local = _dispatched_rows(*sizes)
+    demand(len(x) * ep_world_size <= largest, f"global_bs {global_bs} is below {len(x)} tokens * {ep_world_size} ranks")
+    group = hccl.mc2_group(group_ep)
     found = group.rank(), group.size()
-    demand(found == (ep_rank_id, ep_world_size), f"{group_ep} has (rank, size) {found}")
+    expected = ep_rank_id, ep_world_size
+    demand(found == expected, f"group {group_ep} must have (rank, size) {expected}, found {found}")
     experts, order = expert_ids.flatten().long().sort(stable=True)
     sent = torch.bincount(experts // local, minlength=ep_world_size).tolist()
-    rows, received = hccl.exchange(x[order // k], sent, group, ("global_bs (0: T * ep_world_size)", largest))
-    experts, _ = hccl.exchange(experts, sent, group)
+    rows, received = hccl.exchange_rows(x[order // k], sent, group, ("global_bs (0: T * ep_world_size)", largest))
+    experts, _ = hccl.exchange_rows(experts, sent, group)
     experts, by_expert = (experts % local).sort(stable=True)
-    room = x.new_full((most, x.shape[1]), torch.nan)
-    room[: len(rows)] = rows[by_expert]
+    buffer = x.new_full((most, x.shape[1]), torch.nan)
+    buffer[: len(rows)] = rows[by_expert]
     counts = torch.bincount(experts, minlength=local)
     arguments = {"ep_world_size": ep_world_size, "ep_rank_id": ep_rank_id, "moe_expert_num": moe_expert_num}
     arguments["global_bs"] = global_bs
-    group.dispatched = Dispatch(expert_ids.clone(), arguments, x.dtype, order, sent, received, by_expert)
+    group.last_dispatch = Dispatch(expert_ids.clone(), arguments, x.dtype, order, sent, received, by_expert)
     zero = torch.zeros(1, dtype=torch.int32)
     places = order.to(torch.int32)
-    return room, no_values(x), places, counts, torch.tensor(received, dtype=torch.int32), zero, no_values(x)
+    return buffer, empty_output(x), places, counts, torch.tensor(received, dtype=torch.int32), zero, empty_output(x)
 
 
 def _combine_shapes(expand_x, expert_ids, **given):
@@ -233,27 +235,27 @@ def npu_moe_distribute_combine(
     ep_send_counts and expand_idx are those of the group's last dispatch, whose other arguments must be the same.
     """
     demand_defaults("npu_moe_distribute_combine", unused)
-    demand(tp_world_size in (0, 1), f"tp_world_size is {tp_world_size}: group_tp is not part of the reference")
-    demand(tp_send_counts is None or not bool(tp_send_counts.any()), "tp_send_counts must be the dispatch's, 0")
+    demand(tp_world_size in (0, 1), f"tp_world_size must be 0 or 1 (group_tp is not supported), found {tp_world_size}")
+    demand(tp_send_counts is None or not bool(tp_send_counts.any()), "tp_send_counts must be 0, as dispatched")
     demand(expert_scales.dtype == torch.float32, f"expert_scales must be float32, found {expert_scales.dtype}")
     shapes = f"expert_scales {list(expert_scales.shape)} and expert_ids {list(expert_ids.shape)}"
     demand(expert_scales.shape == expert_ids.shape, f"{shapes} must be of one shape")
-    group = hccl.group_of_mc2(group_ep)
-    of = group.dispatched
-    demand(of is not None, f"{group_ep} has dispatched nothing: call npu_moe_distribute_dispatch first")
+    group = hccl.mc2_group(group_ep)
+    dispatch = group.last_dispatch
+    demand(dispatch is not None, f"group {group_ep} has no dispatch to combine; call npu_moe_distribute_dispatch first")
     found = {"ep_world_size": ep_world_size, "ep_rank_id": ep_rank_id, "moe_expert_num": moe_expert_num}
     found["global_bs"] = global_bs
-    demand(found == of.arguments, f"arguments are {found}, the dispatch's were {of.arguments}")
-    demand(torch.equal(of.expert_ids, expert_ids), "expert_ids are not those of the last dispatch of this group")
-    demand(expand_x.dtype == of.dtype, f"expand_x is {expand_x.dtype}, {of.dtype} was dispatched")
-    order, sent, received, by_expert = of.order, of.sent, of.received, of.by_expert
-    demand(torch.equal(order.int(), expand_idx), "expand_idx is not that of the last dispatch of this group")
-    demand(ep_send_counts.tolist() == received, f"ep_send_counts is {ep_send_counts.tolist()}, expected {received}")
+    demand(found == dispatch.arguments, f"arguments must be the dispatch's, {dispatch.arguments}, found {found}")
+    demand(torch.equal(dispatch.expert_ids, expert_ids), "expert_ids must be those of the group's last dispatch")
+    demand(expand_x.dtype == dispatch.dtype, f"expand_x must be {dispatch.dtype}, found {expand_x.dtype}")
+    order, sent, received, by_expert = dispatch.order, dispatch.sent, dispatch.received, dispatch.by_expert
+    demand(torch.equal(order.int(), expand_idx), "expand_idx must be that of the group's last dispatch")
+    demand(ep_send_counts.tolist() == received, f"ep_send_counts must be {received}, found {ep_send_counts.tolist()}")
     rows = torch.empty_like(expand_x[: len(by_expert)])
     rows[by_expert] = expand_x[: len(by_expert)]
-    returned, back = hccl.exchange(rows, received, group)
-    demand(back == sent, f"{back} rows came back, {sent} were sent")
+    returned, back = hccl.exchange_rows(rows, received, group)
+    demand(back == sent, f"expected {sent} rows back from the ranks, found {back}")
     placed = torch.empty_like(returned)
     placed[order] = returned
     placed = placed.view(*expert_scales.shape, -1)
-    return (wide(placed) * expert_scales.unsqueeze(-1)).sum(1).to(expand_x.dtype)
+    return (to_fp32(placed) * expert_scales.unsqueeze(-1)).sum(1).to(expand_x.dtype)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 
-class Graph:
+class GraphState:
     """Hold whether a compiled graph is running in this process."""
 
-    runs = False
+    running = False
 
 
 class ProcessGroupHCCL(dist.ProcessGroupGloo):
@@ -35,7 +35,7 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, timeout)
         self.config = dict(options.hccl_config) if options is not None else {}
         self.name, self.ranks = f"hccl_group_{len(_GROUPS)}", list(ranks) or list(range(size))
-        self.dispatched: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
+        self.last_dispatch: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
         self.mc2_exchanges = 0
         self.mc2_in_graphs: bool | None = None  # None: MC2 has not used the group yet
 
@@ -46,7 +46,9 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
         """Return the group's name; `rank` is the caller's, in the group (vllm-ascend) or global (MindSpeed)."""
-        own = [self.rank(), *([dist.get_rank()] if dist.is_initialized() else [])]
+        own = [self.rank()]
+        if dist.is_initialized():
+            own.append(dist.get_rank())
         if rank not in own:
             raise ValueError(f"get_hccl_comm_name({rank}) of {self.name}: expected this process's own rank, {own}")
         return self.name
@@ -56,7 +58,7 @@ _GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind returns our class only while
 
 
 # Types of the values, as the messages of torch_npu 2.5.1.post1's libtorch_npu.so name them.
-_TYPES = {
+_CONFIG_TYPES = {
     "hccl_buffer_size": int,
     "group_name": str,
     "qos_traffic_class": int,
@@ -67,30 +69,32 @@ _TYPES = {
 
 def _check_config(config: Mapping[str, Any]) -> None:
     for name, value in config.items():
-        if type(value) is not _TYPES.get(name):
-            expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in _TYPES.items())
+        if type(value) is not _CONFIG_TYPES.get(name):
+            expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in _CONFIG_TYPES.items())
             raise ValueError(f"hccl_config holds {name}={value!r}; expected {expected}")
 
 
-def create(store: Any, rank: int, size: int, timeout: Any, options: Any = None, ranks: Any = ()) -> ProcessGroupHCCL:
-    """Make a group of this process, which `group_of_mc2` can find; `ranks` are global ranks, for messages."""
+def create_group(
+    store: Any, rank: int, size: int, timeout: Any, options: Any = None, ranks: Any = ()
+) -> ProcessGroupHCCL:
+    """Make a group of this process, which `mc2_group` can find; `ranks` are global ranks, for messages."""
     group = ProcessGroupHCCL(store, rank, size, timeout, options, ranks)
     _GROUPS[group.name] = group
     return group
 
 
-def create_by_options(given: Any, options: Any) -> ProcessGroupHCCL:
+def create_group_by_options(given: Any, options: Any) -> ProcessGroupHCCL:
     """Make a group from register_backend's extended arguments, with which torch_npu registers hccl too."""
     ranks = given.global_ranks_in_group
-    return create(given.store, given.group_rank, given.group_size, given.timeout, options, ranks)
+    return create_group(given.store, given.group_rank, given.group_size, given.timeout, options, ranks)
 
 
-def groups() -> list[dict[str, Any]]:
+def group_configs() -> list[dict[str, Any]]:
     """Return {ranks: number, config: its hccl_config} of each group of this process, in the order of creation."""
     return [{"ranks": group.size(), "config": group.config} for group in _GROUPS.values()]
 
 
-def group_of_mc2(name: str) -> ProcessGroupHCCL:
+def mc2_group(name: str) -> ProcessGroupHCCL:
     """Return the group of this name for a call of MC2; raise ValueError if it is unknown or MC2 may not use it.
 
     No other operator may run on MC2's communicator (CANN, aclnnMoeDistributeDispatch, constraints of communication
@@ -99,33 +103,33 @@ def group_of_mc2(name: str) -> ProcessGroupHCCL:
     (docs/ascend.md). Other collectives are detected at MC2's next call, by gloo's count of a group's collectives.
     """
     if name not in _GROUPS:
-        raise ValueError(f"no HCCL group {name!r} in this process; it has {', '.join(_GROUPS) or 'none'}")
+        raise ValueError(f"expected an HCCL group of this process ({', '.join(_GROUPS) or 'none'}), found {name!r}")
     group = _GROUPS[name]
-    said = f"{name} of ranks {group.ranks}"
+    where = f"{name} of ranks {group.ranks}"
     others = group._get_sequence_number_for_group() - group.mc2_exchanges
     if others:
-        raise ValueError(f"{others} collective(s) that are not MC2's ran on {said}: MC2 needs a group of its own")
-    if group.mc2_in_graphs not in (None, Graph.runs):
+        raise ValueError(f"{others} collective(s) that are not MC2's ran on {where}: MC2 needs a group of its own")
+    if group.mc2_in_graphs not in (None, GraphState.running):
         modes = ("in a graph", "eagerly") if group.mc2_in_graphs else ("eagerly", "in a graph")
-        raise ValueError("MC2 ran {} before and {} now on {}: HCCL takes one of the two".format(*modes, said))
-    group.mc2_in_graphs = Graph.runs
+        raise ValueError("MC2 ran {} before and {} now on {}: HCCL supports one of the two".format(*modes, where))
+    group.mc2_in_graphs = GraphState.running
     return group
 
 
-def exchange(
-    rows: torch.Tensor, sent: Sequence[int], group: ProcessGroupHCCL, same: tuple[str, int] = ("", 0)
+def exchange_rows(
+    rows: torch.Tensor, sent: Sequence[int], group: ProcessGroupHCCL, equal_number: tuple[str, int] = ("", 0)
 ) -> tuple[torch.Tensor, list[int]]:
     """Send the first sent[0] rows to rank 0 and so on; return (rows received, how many from each rank).
 
-    same: name and value of a number that must be equal on all ranks; if it is not, every rank raises ValueError.
+    equal_number: name and value of a number that must be equal on all ranks; else every rank raises ValueError.
     """
-    counts = torch.tensor([(count, same[1]) for count in sent], dtype=torch.int64)
+    counts = torch.tensor([(count, equal_number[1]) for count in sent], dtype=torch.int64)
     counts_in = torch.empty_like(counts)
     ones = [1] * len(sent)
     group.mc2_all_to_all(counts_in, counts, ones, ones)
     received, values = counts_in.T.tolist()
-    if set(values) != {same[1]}:
-        raise ValueError(f"{same[0]} must be equal on all ranks of the group, found {values}")
+    if set(values) != {equal_number[1]}:
+        raise ValueError(f"{equal_number[0]} must be equal on all ranks of the group, found {values}")
     out = rows.new_empty(sum(received), *rows.shape[1:])
     group.mc2_all_to_all(out, rows.contiguous(), received, list(sent))
     return out, received

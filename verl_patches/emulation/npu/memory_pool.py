@@ -1,8 +1,8 @@
 """Account for the emulated device's memory, for torch's allocator and for that of vllm-ascend's sleep mode.
 
 All memory is the host's. A storage counts as the device's if it is made for the device by name, or by an operation on
-such storages (`note`). Memory that is freed stays reserved by torch's allocator until empty_cache, and counts as used
-for the driver. Each process has a device of its own, as each worker has on a node.
+such storages (`count_storages`). Memory that is freed stays reserved by torch's allocator until empty_cache, and counts
+as used for the driver. Each process has a device of its own, as each worker has on a node.
 
 On a device each segment that torch allocates inside `use_mem_pool` goes through the C extension of sleep mode
 (csrc/camem_allocator.cpp), which calls back CaMemAllocator with (device, size, pointer, handle). Here each storage that
@@ -28,19 +28,19 @@ class _Device:
 
     storages: dict[int, StorageWeakRef] = {}
     reserved = 0  # bytes that torch's allocator holds, as of the last count
-    looked_at = 1 << 10  # number of storages at which freed ones are dropped
+    cleanup_count = 1 << 10  # number of storages at which freed ones are dropped
 
 
 class _Pool:
     """Hold the state of this process's memory pool."""
 
     malloc: Callable[[Handle], None] | None = None
-    open = 0  # how many use_mem_pool contexts are entered
+    open_contexts = 0  # how many use_mem_pool contexts are entered
     storages: dict[int, torch.UntypedStorage] = {}  # by address; a pool frees none
     unmapped: set[int] = set()
 
 
-def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
+def count_storages(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
     """Count the storages of a function's result `made` as the device's if `for_device`, or if made of the device's.
 
     Inside a pool, CaMemAllocator is called back with them.
@@ -48,16 +48,16 @@ def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
     for storage in _storages((made,)):
         if storage._cdata in _Device.storages or storage.device.type != "cpu":
             continue
-        if for_device or _is_made_of(storage, inputs):
+        if for_device or _derives_from_device(storage, inputs):
             _Device.storages[storage._cdata] = StorageWeakRef(storage)
-            if _Pool.open:
-                _report(storage)
-    if len(_Device.storages) > _Device.looked_at:
+            if _Pool.open_contexts:
+                _report_segment(storage)
+    if len(_Device.storages) > _Device.cleanup_count:
         allocated_bytes()
-        _Device.looked_at = 1024 + 2 * len(_Device.storages)
+        _Device.cleanup_count = 1024 + 2 * len(_Device.storages)
 
 
-def _is_made_of(storage: torch.UntypedStorage, inputs: Iterable[Any]) -> bool:
+def _derives_from_device(storage: torch.UntypedStorage, inputs: Iterable[Any]) -> bool:
     """Return whether an input is on the device and none has this storage: a copy to the host returns a host tensor."""
     cdata = {each._cdata for each in _storages(inputs)}
     return storage._cdata not in cdata and not cdata.isdisjoint(_Device.storages)
@@ -73,7 +73,7 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield from _storages(value)
 
 
-def _report(storage: torch.UntypedStorage) -> None:
+def _report_segment(storage: torch.UntypedStorage) -> None:
     address, size = storage.data_ptr(), storage.nbytes()
     if size and address not in _Pool.storages:
         _Pool.storages[address] = storage
@@ -138,7 +138,7 @@ def init_module(malloc: Callable[[Handle], None], free: Callable[[int], Handle])
 def python_create_and_map(device: int, size: int, address: int, handle: int) -> None:
     """Map a segment again; raise RuntimeError if it is mapped."""
     if address not in _Pool.unmapped:
-        raise RuntimeError(f"vllm_ascend_C: the segment at {address:#x} is mapped already")
+        raise RuntimeError(f"vllm_ascend_C: the segment at {address:#x} is already mapped")
     _Pool.unmapped.discard(address)
 
 
@@ -178,8 +178,8 @@ class MemPool:
 @contextmanager
 def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
     """Report storages of the device that are made inside as segments."""
-    _Pool.open += 1
+    _Pool.open_contexts += 1
     try:
         yield
     finally:
-        _Pool.open -= 1
+        _Pool.open_contexts -= 1

@@ -16,35 +16,35 @@ import torch
 from verl_patches.emulation.ascend import packages as training
 from verl_patches.emulation.ascend.packages import stand_in
 from verl_patches.emulation.npu import attention_ops, expert_ops, hccl, memory_pool, profiler
-from verl_patches.emulation.npu.hccl import Graph
-from verl_patches.emulation.npu.npu_module import nothing, npu, with_more
-from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
+from verl_patches.emulation.npu.hccl import GraphState
+from verl_patches.emulation.npu.npu_module import do_nothing, extended_stand_in, npu
+from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, ENGINE_FUNCTIONS, FUNCTIONS
 
 
 def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
     """Refuse to cast to a private format, whose layout is not emulated."""
-    raise RuntimeError(f"npu_format_cast to format {acl_format}: private formats are not emulated; leave NZ off")
+    raise RuntimeError(f"npu_format_cast: expected no private format, found {acl_format}; turn NZ formats off")
 
 
-_OPS = {**vars(training.torch_npu), **vars(attention_ops), **vars(expert_ops)}
-_NAMES = ["npu_grouped_matmul", *WITH_EMULATION, *ATB_FUNCTIONS]
-_OWN = {name: _OPS[name] for name in _NAMES}
-_NODES = [value for key, value in _OPS.items() if key in FUNCTIONS]  # each is one node of a traced graph
+_REFERENCES = {**vars(training.torch_npu), **vars(attention_ops), **vars(expert_ops)}
+_ENGINE_NAMES = ["npu_grouped_matmul", *ENGINE_FUNCTIONS, *ATB_FUNCTIONS]
+_ENGINE_REFERENCES = {name: _REFERENCES[name] for name in _ENGINE_NAMES}
+_GRAPH_NODES = [value for key, value in _REFERENCES.items() if key in FUNCTIONS]  # each is one node of a traced graph
 
-torch_npu = with_more(
-    training.torch_npu, **_OWN, npu_format_cast=npu_format_cast,
-    atb=stand_in("torch_npu.atb", "ATB.", **{name: _OPS[name] for name in ATB_FUNCTIONS if name[0] != "_"}),
-    npu=npu, profiler=with_more(training.torch_npu.profiler, profile=profiler.profile,
+torch_npu = extended_stand_in(
+    training.torch_npu, **_ENGINE_REFERENCES, npu_format_cast=npu_format_cast,
+    atb=stand_in("torch_npu.atb", "ATB.", **{name: _REFERENCES[name] for name in ATB_FUNCTIONS if name[0] != "_"}),
+    npu=npu, profiler=extended_stand_in(training.torch_npu.profiler, profile=profiler.profile,
                                 ProfilerActivity=profiler.ProfilerActivity,
                                 tensorboard_trace_handler=profiler.tensorboard_trace_handler),
     _C=stand_in("torch_npu._C", "Process groups.", _npu_get_soc_version=npu.get_soc_version,
                 _distributed_c10d=stand_in("torch_npu._C._distributed_c10d", "HCCL.",
                                            ProcessGroupHCCL=hccl.ProcessGroupHCCL)),
     op_plugin=stand_in("torch_npu.op_plugin", "ATB.", atb=stand_in("torch_npu.op_plugin.atb", "ATB.", _atb_ops=stand_in(
-        "torch_npu.op_plugin.atb._atb_ops", "ATB's functions.", _register_atb_extensions=nothing))),
+        "torch_npu.op_plugin.atb._atb_ops", "ATB's functions.", _register_atb_extensions=do_nothing))),
 )  # fmt: skip
 
-acl = with_more(training.acl, rt=stand_in("acl.rt", "The runtime.", memcpy=memory_pool.memcpy))
+acl = extended_stand_in(training.acl, rt=stand_in("acl.rt", "The runtime.", memcpy=memory_pool.memcpy))
 vllm_ascend_C = stand_in(
     "vllm_ascend.vllm_ascend_C", "The allocator of sleep mode; the custom ops are not here.",
     init_module=memory_pool.init_module, python_create_and_map=memory_pool.python_create_and_map,
@@ -75,18 +75,18 @@ def get_npu_backend(*, compiler_config: Any = None) -> Callable:
 
     With Dynamo off (TORCHDYNAMO_DISABLE=1) torch.compile returns the model itself, and nothing is traced.
     """
-    for reference in _NODES:
+    for reference in _GRAPH_NODES:
         torch._dynamo.allow_in_graph(reference)
 
     def backend(traced: torch.fx.GraphModule, example_inputs: Any) -> Callable:
         Graphs.traced.append(len(traced.graph.nodes))
         Graphs.configs.append(compiler_config)
-        return _with_addresses(traced, compiler_config.experimental_config)
+        return _graph_function(traced, compiler_config.experimental_config)
 
     return backend
 
 
-def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> Callable:
+def _graph_function(traced: torch.fx.GraphModule, options: SimpleNamespace) -> Callable:
     """Return the graph's function; with frozen_parameter it refuses Parameters that moved since its first call.
 
     It raises ValueError then: on a device the graph would read memory that may hold other data by now.
@@ -100,11 +100,11 @@ def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> C
                 moved = first.setdefault(name, value.data_ptr()) != value.data_ptr()
                 if moved and getattr(options, "frozen_parameter", False):
                     raise ValueError(f"torchair: {name} has moved since the graph's first call (frozen_parameter)")
-        Graph.runs = True
+        GraphState.running = True
         try:
             return traced.forward(*inputs)
         finally:
-            Graph.runs = False
+            GraphState.running = False
 
     return run
 
@@ -152,8 +152,8 @@ def npu_wait_tensor(input: torch.Tensor, dependency: torch.Tensor) -> torch.Tens
 
 
 _scope = {"npu_stream_switch": npu_stream_switch, "npu_wait_tensor": npu_wait_tensor}
-torchair = with_more(
-    training.torchair, CompilerConfig=CompilerConfig, get_npu_backend=get_npu_backend, patch_for_hcom=nothing,
+torchair = extended_stand_in(
+    training.torchair, CompilerConfig=CompilerConfig, get_npu_backend=get_npu_backend, patch_for_hcom=do_nothing,
     inference=stand_in("torchair.inference", "Cached graphs.", cache_compile=cache_compile),
     scope=stand_in("torchair.scope", "Streams of a graph.", **_scope),
     ops=stand_in("torchair.ops", "Streams of a graph, by older names.", NpuStreamSwitch=npu_stream_switch,

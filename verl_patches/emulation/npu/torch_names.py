@@ -19,7 +19,7 @@ def is_device(given: Any) -> bool:
     return isinstance(given, str) and given.partition(":")[0] in ("npu", "cuda")
 
 
-class Default:
+class DefaultDevice:
     """Hold whether tensors without a stated device are the accelerator's: inside `with torch.device("npu")`."""
 
     is_device = False
@@ -30,8 +30,8 @@ def enter_context(enter: Callable) -> Callable:
 
     @functools.wraps(enter)
     def __enter__(self):
-        self.outer_default, Default.is_device = Default.is_device, is_device(self.device)
-        if Default.is_device:
+        self.outer_default, DefaultDevice.is_device = DefaultDevice.is_device, is_device(self.device)
+        if DefaultDevice.is_device:
             self.device = torch.device("cpu")
         return enter(self)
 
@@ -43,7 +43,7 @@ def exit_context(leave: Callable) -> Callable:
 
     @functools.wraps(leave)
     def __exit__(self, exc_type, exc_val, exc_tb):
-        Default.is_device = self.outer_default
+        DefaultDevice.is_device = self.outer_default
         return leave(self, exc_type, exc_val, exc_tb)
 
     return __exit__
@@ -110,7 +110,7 @@ def is_true(self: Any) -> bool:
     return True
 
 
-def with_hccl_for_nccl(init_process_group: Callable) -> Callable:
+def use_hccl_for_nccl(init_process_group: Callable) -> Callable:
     """Wrap init_process_group: nccl means hccl, as with transfer_to_npu; the device id is dropped."""
 
     @functools.wraps(init_process_group)
@@ -127,7 +127,7 @@ def all_to_all_of_lists(all_to_all: Callable) -> Callable:
     @functools.wraps(all_to_all)
     def exchange_lists(output_tensor_list, input_tensor_list, group=None, async_op=False):
         if async_op:
-            raise NotImplementedError("all_to_all of the emulated HCCL: async_op is not supported")
+            raise NotImplementedError("all_to_all of the emulated HCCL: async_op=True is not supported")
         sizes = [[tensor.numel() for tensor in tensors] for tensors in (output_tensor_list, input_tensor_list)]
         flat = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
         out = flat.new_empty(sum(sizes[0]))

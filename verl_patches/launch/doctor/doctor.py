@@ -25,23 +25,24 @@ from verl_patches.run.ray_nodes import read_report
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # limit for all checks of a node
-NO_REPORT = {"error": "no node gave a report"}  # the result of an all-reduce that no node took part in
-_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
+NO_REPORT = {"error": "not measured: no node returned a report"}  # in place of the result of an all-reduce
+_FINDING_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
 CLOCK_S = 1.0  # tolerated difference of clocks: times of Ray's heartbeats and of logs are compared between nodes
 
 
-Examined = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, interface}] of the examined nodes)
+Examination = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, interface}] of the examined nodes)
 
 
-def this_node(node: Node) -> Examined:
+def check_this_node(node: Node) -> Examination:
     """Make the checks of this node alone."""
     findings = tuple(finding for row in NODE_ROWS for finding in row.findings(node, npu=node.npu))
-    interface = None if config_error_text(lambda: node.interface) or node.interface is None else node.interface[0]
+    fault = config_error_text(lambda: node.interface)  # the check of the interface reports it
+    interface = node.interface[0] if fault is None and node.interface else None
     known = {"address": socket.gethostname(), "interface": interface}
     return Report(COMMAND, node.run.line, findings), [known]
 
 
-def all_nodes(node: Node, words: Sequence[str]) -> Examined:
+def check_all_nodes(node: Node, words: Sequence[str]) -> Examination:
     """Make the checks of all nodes through the Ray of recipe.ray_address; words: the arguments of this command.
 
     If no Ray answers, that is reported as a problem and only this node is checked.
@@ -56,38 +57,38 @@ def all_nodes(node: Node, words: Sequence[str]) -> Examined:
     try:
         answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S + 2 * PROBE_S)
     except ConfigError as fault:
-        (report, known), row = this_node(node), ALL_ROWS[0]
+        (report, known), row = check_this_node(node), ALL_ROWS[0]
         missing = Finding(row.name, "problem", "", row.expected, str(fault), row.todo)
         return replace(report, findings=(missing, *report.findings)), known
-    return compared(node, answer)
+    return check_answer(node, answer)
 
 
-def compared(node: Node, answer: Mapping[str, Any]) -> Examined:
+def check_answer(node: Node, answer: Mapping[str, Any]) -> Examination:
     """Make the checks of ALL_ROWS on the answer of ray_nodes.py, and join equal findings of several nodes to one."""
     findings = [finding for row in ALL_ROWS for finding in row.findings(node, answer, npu=node.npu)]
-    reports = {place: report for place, one in _by_place(answer).items() if (report := _report(one))}
-    joined = _joined({place: found for place, (found, _) in reports.items()})
+    reports = {place: report for place, one in _nodes_by_place(answer).items() if (report := _node_report(one))}
+    joined = _join_findings({place: found for place, (found, _) in reports.items()})
     return Report(COMMAND, node.run.line, (*findings, *joined)), [known for _, known in reports.values()]
 
 
-def _by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _nodes_by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the nodes by address, or by address and Ray's id where several nodes have one address."""
     number = Counter(one["address"] for one in answer["nodes"])
     unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
     return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
 
 
-def _report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | None:
+def _node_report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | None:
     """Return the findings of a node and its {address, interface}; None where it gave no report of this checkout."""
     try:
         report = read_report((node["answer"] or {"output": ""})["output"])
-        findings = [Finding(*map(row.__getitem__, _KEYS)) for row in report["rows"]]
+        findings = [Finding(*map(row.__getitem__, _FINDING_KEYS)) for row in report["rows"]]
         return findings, {**report["nodes"][0], "address": node["address"]}
     except (ValueError, LookupError, TypeError):
         return None
 
 
-def _joined(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+def _join_findings(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
     """Yield the findings of all nodes in order; their places are "all N nodes" or the nodes' addresses."""
     places: dict[Finding, list[str]] = {}
     for place, findings in reports.items():
@@ -100,41 +101,41 @@ def _joined(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
         yield replace(finding, where=f"{text}: {finding.where}" if finding.where else text)
 
 
-def _number(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
+def _node_count(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     fault = config_error_text(ray_cluster.check_nodes, node.run, answer["nodes"])
     yield Result(fault is None, fault or f"{len(answer['nodes'])} nodes")
-    for place, one in _by_place(answer).items():
-        if _report(one) is None:
+    for place, one in _nodes_by_place(answer).items():
+        if _node_report(one) is None:
             given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
-            lines = given["error"].strip().splitlines() or ["its output is no report of this checkout"]
+            lines = given["error"].strip().splitlines() or ["its output is not a report of this version of doctor"]
             todo = "run it on that node: python -m verl_patches doctor CONFIG --this-node"
-            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report", todo, "report", place)
+            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", place)
 
 
 def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    clocks = {place: one["clock"] for place, one in _by_place(answer).items() if one["clock"]}
+    clocks = {place: one["clock"] for place, one in _nodes_by_place(answer).items() if one["clock"]}
     if not clocks:
-        raise NotRunError("no node answered about its time")
+        raise NotRunError("no node returned its clock")
     middle = median_high(clock["ahead_s"] for clock in clocks.values())
     apart = {address: clock["ahead_s"] - middle for address, clock in clocks.items()}
     for address, ahead in apart.items():
         if abs(ahead) > CLOCK_S:
             found = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} most nodes"
-            yield Result(False, f"{found} (within {clocks[address]['within_s']:.3f} s)", where=address)
+            yield Result(False, f"{found} (measured to {clocks[address]['within_s']:.3f} s)", where=address)
     if (worst := max(map(abs, apart.values()))) <= CLOCK_S:
         yield Result(True, f"at most {worst:.3f} s apart")
 
 
 def _gloo(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    yield _probed(answer["probes"].get("gloo", NO_REPORT))
+    yield _probe_result(answer["probes"].get("gloo", NO_REPORT))
 
 
 def _hccl(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     npu_checks.require_npu(node)
-    yield _probed(answer["probes"].get("hccl", NO_REPORT))
+    yield _probe_result(answer["probes"].get("hccl", NO_REPORT))
 
 
-def _probed(result: Mapping[str, Any]) -> Result:
+def _probe_result(result: Mapping[str, Any]) -> Result:
     if "error" in result:
         return Result(False, result["error"])
     return Result(True, speed_text(result["measured"], f"{result['world']} ranks, {MIB} MiB"))
@@ -142,11 +143,11 @@ def _probed(result: Mapping[str, Any]) -> Result:
 
 ALL_ROWS = (
     NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
-        "train --dry-run prints the ray commands", _number),
-    NodeCheck("clocks", "the node's clock against this node's, corrected by the way there and back",
+        "start the missing nodes: train --dry-run prints the commands", _node_count),
+    NodeCheck("clocks", "difference from this node's clock, corrected by the round-trip time",
         f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
-    NodeCheck("gloo, all nodes", "an all-reduce of one process a node", "the right sum",
+    NodeCheck("gloo, all nodes", "an all-reduce with one process per node", "the correct sum",
         "ping and nc between the nodes' addresses; open the firewall between them", _gloo),
-    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the right sum",
+    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the correct sum",
         "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

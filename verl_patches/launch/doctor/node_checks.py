@@ -38,7 +38,7 @@ from verl_patches.upstream.pins import load_pins
 
 TOOL_S = 30
 CHECK_S = 200  # limit of one check; more than all_reduce_probe.PROBE_S
-_OF_GLOO = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GIB, GB = 1 << 30, 1e9
 # {on npu: least limit}; on npu 16 workers have Ray's and HCCL's sockets and some hundred threads each
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
@@ -106,8 +106,8 @@ class Node:
     @cached_property
     def interface(self) -> tuple[str, str] | None:
         """Return (network interface, reason) as a worker of this node chooses it; None where Ray's head is unknown."""
-        if own := self.machine.environ.get(_OF_GLOO):  # HCCL's variable may be a prefix or an exclusion
-            return own.split(",")[0], f"{_OF_GLOO} of this node's environment"
+        if own := self.machine.environ.get(_GLOO_INTERFACE):  # HCCL's variable may be a prefix or an exclusion
+            return own.split(",")[0], f"{_GLOO_INTERFACE} of this node's environment"
         if chosen := self.run.recipe.hccl.interface:
             return chosen, "recipe.hccl.interface"
         if self.nodes == 1:
@@ -140,7 +140,7 @@ class NodeCheck:
     """Describe one check of doctor: how it is made, what it expects, and the command that mends a fault."""
 
     name: str
-    how: str
+    method: str
     expected: str
     todo: str
     results: Callable[..., Iterable[Result]]
@@ -163,7 +163,7 @@ class NodeCheck:
         thread.start()
         thread.join(CHECK_S)
         if thread.is_alive():
-            seen.append(Result(False, f"no end within {CHECK_S} s: a tool, its driver or a file system hangs"))
+            seen.append(Result(False, f"not finished within {CHECK_S} s: a tool, its driver or a file system hangs"))
         return [self._finding(one, npu) for one in list(seen)]
 
     def _finding(self, seen: Result, npu: bool) -> Finding:
@@ -176,18 +176,19 @@ class NodeCheck:
 
 def _versions(node: Node) -> Iterator[Result]:
     line, trees = node.run.line, node.run.trees
-    findings, other = versions.compare(line, node.machine, trees=trees).findings, versions.installed_line(node.machine)
+    findings = versions.compare_pins(line, node.machine, trees=trees).findings
+    other = versions.installed_line(node.machine)
     if other not in (None, line):
         if node.npu or not trees.folders:
-            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "bash scripts/setup.sh"
-            yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"leave them: {todo}")
+            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "run bash scripts/setup.sh"
+            yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"keep them; {todo}")
             return
         own = load_pins().line(line).repositories  # from --upstream, on a CPU
         findings = tuple(one for one in findings if one.name in own)
     for one in findings:
         if one.state != "fine" and one.name != "not supported" and one.where != "config":
             yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.state)
-    yield Result(True, f"{sum(one.state == 'fine' for one in findings)} as pinned")
+    yield Result(True, f"{sum(one.state == 'fine' for one in findings)} packages and sources are as pinned")
 
 
 def _disk(node: Node) -> Iterator[Result]:
@@ -270,18 +271,23 @@ def _interface(node: Node) -> Iterator[Result]:
     if node.interface is None:
         states = psutil.net_if_stats()
         up = [name for name in psutil.net_if_addrs() if name != "lo" and states[name].isup]
-        found = f"the one towards Ray's head, which is not known before Ray runs; up: {', '.join(up) or 'none'}"
+        found = f"not known before Ray runs (that of the route to its head); up: {', '.join(up) or 'none'}"
         yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
-    own = {part: of for of in INTERFACE_VARIABLES for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
-    faults = (config_error_text(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
-    fault = next(filter(None, faults), None) or config_error_text(require_interface, name, why)
+    sources: dict[str, str] = {}  # {interface: the variable or the reason that names it}
+    for variable in INTERFACE_VARIABLES:
+        names = node.machine.environ.get(variable, "").lstrip("=").split(",")
+        sources |= dict.fromkeys(names, variable)
+    sources[name], fault = why, None
+    for interface, source in sources.items():
+        fault = fault or config_error_text(refuse_loopback, node.nodes, interface, source)
+    fault = fault or config_error_text(require_interface, name, why)
     if fault:
         yield Result(False, fault)
         return
     state = psutil.net_if_stats()[name]
-    yield Result(state.isup, f"{name}, by {why}, MTU {state.mtu}" + ("" if state.isup else ", which is down"))
+    yield Result(state.isup, f"{name} ({why}), MTU {state.mtu}" + ("" if state.isup else ", is down"))
 
 
 def _ports(node: Node) -> Iterator[Result]:
@@ -293,7 +299,7 @@ def _ports(node: Node) -> Iterator[Result]:
     first, last = hccl.node_ports(node.run)["all"]
     taken = [port for port in range(first, last + 1) if port_holder(port, ("127.0.0.1", ""))]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
-    todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."
+    todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs: end them, or change recipe.hccl."
     yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
 
 
@@ -304,22 +310,22 @@ def _gloo(node: Node) -> Iterator[Result]:
 
 
 HOST_ROWS = (
-    NodeCheck("versions", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
+    NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN, variables",
         "configs/upstream.yaml", "python -m verl_patches versions", _versions),
-    NodeCheck("disk", "free space, and the rate of a nameless file that is written, synced and read in each folder",
-        "room for what the run writes", "free some, or take another folder: recipe.output_root, "
+    NodeCheck("disk", "free space, and the write and read rate of a temporary file in each folder",
+        "space for the files that the run writes", "free space, or choose another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),
     NodeCheck("memory", "size of /dev/shm, available memory and the container's limit",
-        "room for Ray's object store and the workers",
+        "enough for Ray's object store and the workers",
         "ps aux --sort -rss | head names the largest programs: end them", _memory),
-    NodeCheck("limits", "ulimit, and the container's pids.max", "large enough, by platform",
+    NodeCheck("limits", "ulimit, and the container's pids.max", "at least the minimum of the platform",
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
-    NodeCheck("interface", "own variables, recipe.hccl.interface, or the route to Ray's head",
-        "an interface that is up; not the loopback between nodes",
+    NodeCheck("interface", "the node's variables, recipe.hccl.interface, or the route to Ray's head",
+        "an interface that is up, and not the loopback where the run has several nodes",
         "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
     NodeCheck("ports", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
         "sysctl -w net.ipv4.ip_local_reserved_ports=61000-61143, or change recipe.hccl.base_port", _ports),
-    NodeCheck("gloo", "an all-reduce of 2 processes on this node", "the right sum",
+    NodeCheck("gloo", "an all-reduce of 2 processes on this node", "the correct sum",
         "ip -brief address; the interface must carry this node's own address", _gloo),
 )  # fmt: skip

@@ -23,16 +23,16 @@ from verl_patches.platform.npu.npu_tools import (
 )
 
 MIB = 1 << 20
-_BOARD = ("Compatibility", "Software Version", "Firmware Version")
+_BOARD_FIELDS = ("Compatibility", "Software Version", "Firmware Version")
 
 
 def require_npu(node: Node) -> None:
     """Raise NotRunError where the run is for another platform."""
     if not node.npu:
-        raise NotRunError(f"no NPU here: recipe.platform is {node.run.recipe.platform}")
+        raise NotRunError(f"only for NPUs: recipe.platform is {node.run.recipe.platform}")
 
 
-def smi_of(node: Node) -> NpuSmi:
+def read_npu_smi(node: Node) -> NpuSmi:
     """Return the table of npu-smi on this node; raise NotRunError without one."""
     require_npu(node)
     if node.npu_smi is None:
@@ -43,21 +43,21 @@ def smi_of(node: Node) -> NpuSmi:
 
 
 def _health(node: Node) -> Iterator[Result]:
-    smi = smi_of(node)
+    smi = read_npu_smi(node)
     enough = len(smi.dies) >= node.dies
     yield Result(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
     for die in smi.dies:
         if die.health != HEALTH_OK:
             todo = f"npu-smi info -t health -i {die.card} -c {die.chip} prints the error code; leave the node out"
-            yield Result(False, die.health, HEALTH_OK, todo, _name(die))
+            yield Result(False, die.health, HEALTH_OK, todo, _die_name(die))
 
 
-def _name(die: Die) -> str:
+def _die_name(die: Die) -> str:
     return f"die {die.number} (card {die.card}, chip {die.chip})"
 
 
 def _memory(node: Node) -> Iterator[Result]:
-    smi = smi_of(node)
+    smi = read_npu_smi(node)
     need = followed_peaks(node.run)["peak_bytes"]
     for process in smi.processes:
         found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
@@ -67,23 +67,23 @@ def _memory(node: Node) -> Iterator[Result]:
     expected = f"{need / 1e9:.1f} GB free (modelled peak)"
     for die in smi.dies:
         if die.total_mb is None or die.used_mb is None:
-            yield Result(False, "npu-smi prints no figures", name=_name(die))
+            yield Result(False, "npu-smi printed no memory figures", name=_die_name(die))
             continue
         free = (die.total_mb - die.used_mb) * MIB
         least = free if least is None else min(least, free)
         if free < need:
             found = f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}"
-            yield Result(False, found, expected, name=_name(die))
+            yield Result(False, found, expected, name=_die_name(die))
     if least is not None and least >= need:
         yield Result(True, f"at least {least / 1e9:.1f} GB free, no process", expected)
 
 
 def _board(node: Node) -> Iterator[Result]:
-    smi = smi_of(node)
+    smi = read_npu_smi(node)
     releases = set()
     for card in sorted({die.card for die in smi.dies}):
         text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
-        fits, driver, firmware = (field_value(text, name) for name in _BOARD)
+        fits, driver, firmware = (field_value(text, name) for name in _BOARD_FIELDS)
         releases.add(f"driver {driver}, firmware {firmware}")
         if fits != HEALTH_OK:
             yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTH_OK, name=f"card {card}")
@@ -92,7 +92,7 @@ def _board(node: Node) -> Iterator[Result]:
 
 
 def _links(node: Node) -> Iterator[Result]:
-    smi = smi_of(node)
+    smi = read_npu_smi(node)
     if node.machine.output("hccn_tool", "-h") is None:
         raise NotRunError("hccn_tool is not installed", "mount /usr/bin/hccn_tool and the driver from the host")
     fine = without = 0
@@ -100,14 +100,14 @@ def _links(node: Node) -> Iterator[Result]:
         try:
             faults, has_port = _link_faults(node, die)
         except NotUnderstoodError as error:
-            faults, has_port = [Result(False, str(error), name=_name(die))], True
+            faults, has_port = [Result(False, str(error), name=_die_name(die))], True
         yield from faults
         fine += not faults and has_port
         without += not has_port
     if without:
         text = node.machine.output("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
         pod = field_value(text or "", "Super Pod ID")
-        found = f"{without} of {len(smi.dies)} dies have no address of their own: HCCS only, within SuperPoD {pod}"
+        found = f"{without} of {len(smi.dies)} dies have no RoCE address: they use HCCS only, within SuperPoD {pod}"
         yield Result(True, found, name="ports", state="note")
     if fine:
         yield Result(True, f"{fine} dies: HCCS {HEALTH_OK}, link UP, net health Success")
@@ -122,7 +122,7 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
     faults, lanes = [], ("npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
     if (hccs := field_value(node.machine.output(*lanes) or "", "hccs health status")) != HEALTH_OK:
         todo = f"{' '.join(lanes)} prints each lane; leave the node out"
-        faults.append(Result(False, f"HCCS is {hccs}", f"HCCS {HEALTH_OK}", todo, _name(die)))
+        faults.append(Result(False, f"HCCS is {hccs}", f"HCCS {HEALTH_OK}", todo, _die_name(die)))
     if NO_IP_TEXT in (text := port("ip")):
         return faults, False
     link, health = field_value(port("link"), "link status"), field_value(port("net_health"), "net health status")
@@ -130,14 +130,14 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
         tool = f"hccn_tool -i {die.number}"
         todo = f"{tool} -link_stat -g; check cable and switch port ({tool} -lldp -g)"
         found = f"port {field_value(text, 'ipaddr')}: link {link}, net health {health}"
-        faults.append(Result(False, found, "link UP, net health Success", todo, _name(die)))
+        faults.append(Result(False, found, "link UP, net health Success", todo, _die_name(die)))
     return faults, True
 
 
 def _hccl(node: Node) -> Iterator[Result]:
-    smi = smi_of(node)
+    smi = read_npu_smi(node)
     if smi.processes:
-        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them (row npu memory)")
+        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them; the check npu memory lists them")
     name = node.interface[0] if node.interface else None
     measured = all_reduce_probe.measure_node("hccl", node.dies, name, node.machine.environ)
     yield Result(True, all_reduce_probe.speed_text(measured, f"{node.dies} dies, {all_reduce_probe.MIB} MiB"))
@@ -145,12 +145,12 @@ def _hccl(node: Node) -> Iterator[Result]:
 
 NPU_ROWS = (
     NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
-    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free for the run's modelled peak",
+    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free memory for the run's modelled peak",
         "npu-smi info names the processes; end them on the host", _memory),
     NodeCheck("npu firmware", "npu-smi info -t board -i CARD", "Compatibility OK",
         "install driver and firmware of one release, then reboot the host", _board),
     NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
         "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
-    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the right sum",
+    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the correct sum",
         "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

@@ -37,11 +37,11 @@ Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one lin
 PlainText = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
 Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
+SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o LogLevel=ERROR".split()
 # {variable that the scripts of public samples export: field}
-FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
+ENVIRONMENT_FIELDS = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
 # fields in which ${NAME} is replaced by the value of a variable
-EXPANDED = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
+EXPANDED_FIELDS = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also inside a line of bash -c
 
@@ -62,7 +62,7 @@ class Ssh(_Strict):
     """Describe how ssh reaches hosts. `container_options`: further options of docker run, where there is an image."""
 
     user: PlainText | None = None
-    command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
+    command: Annotated[list[Line], Field(min_length=1)] = SSH_COMMAND
     container_options: list[Line] = []
 
 
@@ -101,7 +101,7 @@ class Upload(_Strict):
 
 
 class Job(_Strict):
-    """Describe a job as its file does; FROM_ENVIRONMENT lists fields that variables may give instead.
+    """Describe a job as its file does; ENVIRONMENT_FIELDS lists fields that variables may give instead.
 
     Unknown keys are refused. provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder
     of the host: folder of the container}, with an image; only they outlive a container. nodes, dies: how many nodes,
@@ -139,42 +139,42 @@ class Job(_Strict):
     slurm: Slurm = Slurm()
 
     @model_validator(mode="after")
-    def _whole(self) -> Job:
+    def _check_fields(self) -> Job:
         if self.provider == "ssh" and len(self.hosts) != self.nodes:
-            raise ValueError(f"hosts has {len(self.hosts)} addresses, expected one of each of the {self.nodes} nodes")
+            raise ValueError(f"hosts has {len(self.hosts)} addresses, expected {self.nodes}, one for each node")
         if len(set(self.hosts)) != len(self.hosts):
-            raise ValueError("hosts has an address twice")
+            raise ValueError("hosts has an address twice, expected another one for each node")
         if self.provider == "kubernetes" and not self.image:
-            raise ValueError("image is missing, which provider kubernetes needs")
+            raise ValueError("image is missing: provider kubernetes needs one")
         if self.provider == "kubernetes" and self.secrets and not self.kubernetes.secret:
-            raise ValueError("kubernetes.secret is missing: the name of the Secret that has the job's secrets as keys")
+            raise ValueError("kubernetes.secret is missing: it names the Secret whose keys are the job's secrets")
         if self.provider in ("kubernetes", "slurm") and not self.command:
-            raise ValueError(f"command is missing, which provider {self.provider} starts")
+            raise ValueError(f"command is missing: provider {self.provider} needs the command to run")
         if self.provider == "slurm" and self.env_file and self.secrets:
-            raise ValueError("secrets of env_file do not reach Slurm: export them where sbatch is called")
+            raise ValueError("env_file gives no secrets to Slurm: remove it, and export them where sbatch is called")
         if self.volumes and not self.image:
-            raise ValueError("volumes are folders of containers, but the job has no image")
+            raise ValueError("volumes are mounted into containers, but image is missing: give one, or remove volumes")
         if len(set(self.volumes.values())) != len(self.volumes):
-            raise ValueError("volumes has a folder of the container twice")
+            raise ValueError("volumes mounts two folders at the same folder of the container")
         if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
-            raise ValueError("uploads has a target twice")
+            raise ValueError("uploads has the same target (to) twice")
         spans = sorted((span, name) for name, span in self.port_plan.spans().items())
         for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
             if first <= last:
-                raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
+                raise ValueError(f"ports: {name} and {other} overlap at {first}; change gcs, first or workers")
         known = set(self.env) & set(self.secrets)
         shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
         if known or shown:
             names = ", ".join(sorted({*known, *shown}))
-            raise ValueError(f"env has the value of {names}: give secrets by name only, under secrets:")
+            raise ValueError(f"env has the value of {names}: remove it, and list secrets by name, under secrets")
         if self.uploads and not self.command:
-            raise ValueError("uploads are of the results of the job's command, which is missing")
+            raise ValueError("uploads copies the results of the job's command, but command is missing")
         if shown := [upload.to for upload in self.uploads if is_secret_value(upload.to)]:
-            raise ValueError(f"upload {len(shown)} has a password in its address: give it under secrets:")
+            raise ValueError(f"uploads: {len(shown)} addresses have a password: give it as a variable, under secrets")
         slurm = self.slurm.options, self.slurm.srun_options
         for words in (self.command, self.ssh.command, self.ssh.container_options, *slurm):
             if options := secret_options(words):
-                raise ValueError(f"a command or option has the value of {', '.join(options)}: give it under secrets:")
+                raise ValueError(f"a command or option has the value of {', '.join(options)}: list it under secrets")
         return self
 
     @property
@@ -204,10 +204,10 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
     """Read a job file; raise a ConfigError that names the file where it is not valid."""
     given = dict(read_yaml(path))
     source = str(path)
-    environ = _completed(given, path, environ)
-    for variable, field in FROM_ENVIRONMENT.items():
+    environ = _expand_variables(given, path, environ)
+    for variable, field in ENVIRONMENT_FIELDS.items():
         if environ.get(variable):
-            _take(given, field, variable, environ[variable], source)
+            _set_from_variable(given, field, variable, environ[variable], source)
     try:
         return Job.model_validate(given)
     except ValidationError as error:
@@ -215,7 +215,7 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
         raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
 
 
-def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Expand ${NAME}, and rename replica_count to nodes; return the environment with that of env_file.
 
     A variable of `environ` takes precedence over env_file. Raise ConfigError where one is unset or a secret.
@@ -225,29 +225,32 @@ def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) 
     listed = given.get("secrets")
     secrets = listed if isinstance(listed, list) else []
 
-    def put(node: Any, where: str) -> Any:
+    def expand(node: Any, where: str) -> Any:
         if isinstance(node, dict):
-            return {put(key, where): put(value, f"{where}.{key}") for key, value in node.items()}
+            return {expand(key, where): expand(value, f"{where}.{key}") for key, value in node.items()}
         if isinstance(node, list):
-            return [put(value, where) for value in node]
-        return _REFERENCE.sub(lambda match: value_of(match[1], where), node) if isinstance(node, str) else node
+            return [expand(value, where) for value in node]
+        return _REFERENCE.sub(lambda match: variable_value(match[1], where), node) if isinstance(node, str) else node
 
-    def value_of(name: str, where: str) -> str:
+    def variable_value(name: str, where: str) -> str:
         value = environ.get(name, "")
         if name in secrets or is_secret_variable(name) or is_secret_value(value):
-            raise ConfigError(f"{source}: {where}: ${{{name}}} is a secret, whose value would be written into files")
+            raise ConfigError(
+                f"{source}: {where}: ${{{name}}} is a secret, and its value would be written to files: "
+                "list it under secrets"
+            )
         if not value:
             raise ConfigError(f"{source}: {where}: ${{{name}}} is unset; give it in env_file or export it")
         return value
 
     if "env_file" in given:
-        named = put(given["env_file"], "env_file")
+        named = expand(given["env_file"], "env_file")
         if not isinstance(named, str):
             raise ConfigError(f"{source}: env_file: expected a path, found {named!r}")
         path = source.absolute().parent / named
         given["env_file"] = str(path)
         environ = {**_read_env_file(path), **{k: v for k, v in environ.items() if v}}
-    given.update({key: put(given[key], key) for key in EXPANDED if key in given})
+    given.update({key: expand(given[key], key) for key in EXPANDED_FIELDS if key in given})
     return environ
 
 
@@ -268,7 +271,7 @@ def _read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def _take(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
+def _set_from_variable(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
     """Fill a field from a variable of the environment; raise ConfigError where the file says otherwise."""
     taken: Any = value
     if field != "interface":
@@ -292,7 +295,7 @@ def require_volumes(job: Job) -> None:
         place = str(PurePosixPath(job.checkout, folder))
         if not any(PurePosixPath(place).is_relative_to(volume) for volume in job.volumes.values()):
             raise ConfigError(
-                f"job {job.name}: volumes: expected a folder of the hosts at {place}, where {why}, found "
-                f"{', '.join(job.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
+                f"job {job.name}: volumes: expected a folder of the hosts mounted at {place}, where {why}, found "
+                f"{', '.join(job.volumes.values()) or 'none'}. The files would be deleted with the containers. Add "
                 f"/data/{job.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
             )

@@ -27,7 +27,9 @@ from verl_patches.run.ray_nodes import CALL_S, ask_nodes
 LOOPBACK = ("127.0.0.1", "127.0.1.1")  # /etc/hosts gives them to a machine's own name, the second on Debian and Ubuntu
 
 
-def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Sequence[str]) -> tuple[str, str]:
+def node_addresses(
+    rank: int, nodes: int, head: str, interface: str, port: int, hosts: Sequence[str]
+) -> tuple[str, str]:
     """Return (address of this node, address of Ray's head), as other nodes reach them.
 
     A node's own name may be its loopback; then its address is that of the interface, or the one that the route to
@@ -36,51 +38,55 @@ def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Se
     if not head:
         if nodes > 1:
             raise ConfigError("the address of Ray's head is unknown: set MASTER_ADDR, or give the job's hosts")
-        head = _address_of(interface) if interface else _any_address()
+        head = _interface_address(interface) if interface else _any_address()
     if rank == 0:
-        address = _reachable(head, interface, "".join(hosts[1:2]), port) if nodes > 1 else _resolved(head)
-        if not _is_own(address):
+        address = _reachable_address(head, interface, "".join(hosts[1:2]), port) if nodes > 1 else _resolve_host(head)
+        if not _is_own_address(address):
             raise ConfigError(
-                f"node 0 holds Ray's head, but its address {head} is none of this machine ({_own_addresses()}): start "
-                "it there, or correct MASTER_ADDR"
+                f"node 0 runs Ray's head, but its address {head} is not one of this machine ({_own_addresses()}): "
+                "start node 0 on that machine, or correct MASTER_ADDR"
             )
         return address, address
-    found = _resolved(head)
+    found = _resolve_host(head)
     if found in LOOPBACK:
-        raise ConfigError(f"Ray's head is {head}, here the loopback, which is not node 0: give its IP address")
-    if hosts:
-        address = _reachable(hosts[rank], interface, found, port)
-    else:
-        address = _address_of(interface) if interface else _towards(found, port)
-    if not _is_own(address):
         raise ConfigError(
-            f"{hosts[rank] if hosts else address} is none of this machine's addresses ({_own_addresses()})"
+            f"Ray's head is {head}, which is the loopback on this machine, not node 0: give the IP address of node 0"
+        )
+    if hosts:
+        address = _reachable_address(hosts[rank], interface, found, port)
+    else:
+        address = _interface_address(interface) if interface else _route_address(found, port)
+    if not _is_own_address(address):
+        raise ConfigError(
+            f"node {rank}: {hosts[rank] if hosts else address} is not an address of this machine ({_own_addresses()}): "
+            "start this node on the machine that has it, or correct hosts"
         )
     return address, found
 
 
-def _reachable(name: str, interface: str, other: str, port: int) -> str:
+def _reachable_address(name: str, interface: str, other: str, port: int) -> str:
     """Return the address of this node's own name, or another one of the node where that is the loopback."""
-    address = _resolved(name)
+    address = _resolve_host(name)
     if address not in LOOPBACK:
         return address
     if interface:
-        return _address_of(interface)
+        return _interface_address(interface)
     if not other:
         raise ConfigError(
-            f"{name} is here the loopback ({address}), which no other node reaches: give `interface`, or an IP address"
+            f"{name} is the loopback on this machine ({address}), which other nodes cannot reach: set interface, or "
+            "give an IP address"
         )
-    return _towards(_resolved(other), port)
+    return _route_address(_resolve_host(other), port)
 
 
-def _resolved(host: str) -> str:
+def _resolve_host(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"the address {host} cannot be resolved: {error.strerror}") from None
 
 
-def _is_own(address: str) -> bool:
+def _is_own_address(address: str) -> bool:
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
@@ -89,30 +95,32 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def _own() -> dict[str, list[str]]:
+def _own_interfaces() -> dict[str, list[str]]:
     interfaces = psutil.net_if_addrs().items()
     return {name: [a.address for a in addresses if a.family == socket.AF_INET] for name, addresses in interfaces}
 
 
 def _own_addresses() -> str:
-    return ", ".join(address for addresses in _own().values() for address in addresses) or "no address"
+    return ", ".join(address for addresses in _own_interfaces().values() for address in addresses) or "no address"
 
 
 def _any_address() -> str:
-    own = [address for addresses in _own().values() for address in addresses if not address.startswith("127.")]
+    own = [
+        address for addresses in _own_interfaces().values() for address in addresses if not address.startswith("127.")
+    ]
     return own[0] if own else "127.0.0.1"
 
 
-def _address_of(interface: str) -> str:
+def _interface_address(interface: str) -> str:
     """Return the IPv4 address of an interface of this node."""
-    own = _own()
+    own = _own_interfaces()
     if not own.get(interface):
         names = ", ".join(f"{name} {addresses[0]}" for name, addresses in own.items() if addresses)
         raise ConfigError(f"interface {interface} (SOCKET_IFNAME) has no IPv4 address here; this node has {names}")
     return own[interface][0]
 
 
-def _towards(other: str, port: int) -> str:
+def _route_address(other: str, port: int) -> str:
     """Return the address from which this node reaches another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -134,23 +142,26 @@ def missing_nodes(
     job: str, nodes: int, port: int, hosts: Sequence[str], known: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
     """Return {rank: the node and why it is not in Ray}; known: the nodes that Ray's head knows."""
-    of_job = [node for node in known if node["job"] == job]
-    alive = {node["rank"] for node in of_job if node["alive"]}
-    dead = {node["rank"]: node for node in of_job if not node["alive"]}
+    job_nodes = [node for node in known if node["job"] == job]
+    alive = {node["rank"] for node in job_nodes if node["alive"]}
+    dead = {node["rank"]: node for node in job_nodes if not node["alive"]}
     missing = {}
     for rank in sorted(set(range(nodes)) - alive):
         if rank in dead:
-            missing[rank] = f"node {rank} ({dead[rank]['address']}) was in, then its raylet ended or lost the network"
+            address = dead[rank]["address"]
+            missing[rank] = f"node {rank} ({address}) had joined, then its raylet ended or lost the network"
         elif hosts:
-            fault = _unreachable(hosts[rank], port)
-            why = f"of its raylet: {fault}" if fault else "answers, but it is not in this Ray: has it another head?"
-            missing[rank] = f"node {rank} ({hosts[rank]}): port {port} {why}"
+            fault = _connection_fault(hosts[rank], port)
+            why = f"no raylet at port {port}: {fault}"
+            if not fault:
+                why = f"the raylet at port {port} belongs to another Ray cluster"
+            missing[rank] = f"node {rank} ({hosts[rank]}): {why}"
         else:
             missing[rank] = f"node {rank} never joined"
     return missing
 
 
-def _unreachable(host: str, port: int) -> str:
+def _connection_fault(host: str, port: int) -> str:
     """Return why a connection to HOST:PORT fails; empty where it works."""
     try:
         with socket.create_connection((host, port), timeout=3.0):
@@ -159,10 +170,10 @@ def _unreachable(host: str, port: int) -> str:
         return error.strerror or str(error) or type(error).__name__
 
 
-def _answer(question: str, words: Sequence[str]) -> str:
+def _answer_question(question: str, words: Sequence[str]) -> str:
     if question == "place":
         rank, nodes, head, interface, port, *hosts = words
-        return " ".join(place(int(rank), int(nodes), head, interface, int(port), hosts))
+        return " ".join(node_addresses(int(rank), int(nodes), head, interface, int(port), hosts))
     if question == "ports":
         services = dict(service.split("=", 1) for service in words[1:])
         require_free_ports(words[0], {int(port): name for port, name in services.items()})
@@ -174,15 +185,15 @@ def _answer(question: str, words: Sequence[str]) -> str:
         request = {"address": address, "job": job, "nodes": int(nodes), "limit_s": float(limit_s)}
         known = ask_nodes(request, float(limit_s) + CALL_S)["nodes"]
         if missing := missing_nodes(job, int(nodes), int(port), hosts, known):
-            said = "; ".join(missing.values())
-            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} are not in Ray after {limit_s} s: {said}")
+            text = "; ".join(missing.values())
+            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} did not join Ray in {limit_s} s: {text}")
     return ""
 
 
 def main(words: Sequence[str]) -> int:
     """Answer a question and return the exit code: 1 or 2, with a sentence, where there is no good answer."""
     try:
-        if answer := _answer(words[0], words[1:]):
+        if answer := _answer_question(words[0], words[1:]):
             sys.stdout.write(f"{answer}\n")
     except (ConfigError, RecipeError) as error:
         sys.stderr.write(f"{error}\n")

@@ -26,9 +26,9 @@ from verl_patches.run.ray_nodes import ray_start
 
 TEMPLATES = Path(__file__).parent / "templates"
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
-BEGINS = "verl_patches: output begins"  # printed before a node's output, after what a shell's profiles print
+OUTPUT_MARKER = "verl_patches: output begins"  # printed before a node's output, after what a shell's profiles print
 START_S, RECONNECT_S, RETRY_S = 120, 900, 10  # longest `ray start`; how long, and how often, a lost connection is tried
-HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
+DRIVER_PATHS = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 
 
 def render(job: Job, folder: Path, source: str) -> str:
@@ -85,7 +85,7 @@ def job_values(job: Job, source: str) -> str:
         "start_s": START_S,
         "reconnect_s": RECONNECT_S,
         "retry_s": RETRY_S,
-        "begins": BEGINS,
+        "begins": OUTPUT_MARKER,
         "ssh": job.ssh.command,
         "user": job.ssh.user or "",
         "srun_options": srun,
@@ -95,8 +95,8 @@ def job_values(job: Job, source: str) -> str:
         "dropped": sorted({*DROPPED_VARIABLES} - {PATCHES_VAR}),
         "gcs": job.ports.gcs,
         "first_port": job.ports.first,
-        "head_ports": _services(job, is_head=True),
-        "node_ports": _services(job, is_head=False),
+        "head_ports": _service_ports(job, is_head=True),
+        "node_ports": _service_ports(job, is_head=False),
         "head_options": _ray_options(job, is_head=True),
         "node_options": _ray_options(job, is_head=False),
         "command": command_words(job),
@@ -116,7 +116,7 @@ def _quoted(value: str | int | list[str]) -> str:
     return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
 
-def _services(job: Job, is_head: bool) -> list[str]:
+def _service_ports(job: Job, is_head: bool) -> list[str]:
     """Return PORT=NAME of each service of Ray on a node; its workers take any free ports of their range."""
     spans = job.port_plan.spans(is_head).items()
     return [f"{first}={name}" for name, (first, last) in spans if first == last]
@@ -158,7 +158,7 @@ def kubernetes_file(job: Job, scripts: Mapping[str, str]) -> str:
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
     mounts, volumes = [], []
-    own = {path: path for path in HOSTS_OWN} if job.device == "NPU" else {}
+    own = {path: path for path in DRIVER_PATHS} if job.device == "NPU" else {}
     for number, (path, mount) in enumerate({**own, **job.volumes}.items()):
         volumes.append({"name": f"host-{number}", "hostPath": {"path": path}})
         read_only = {} if path in job.volumes else {"readOnly": True}

@@ -4,8 +4,8 @@
 
 This runs the command and, when it has ended, sends the files that TO lacks. The exit code is the command's, or 1 where
 that is 0 and not all was sent. A file is not sent again where its copy has its size and is not older. Object stores
-show only whole objects; on a file system a copy gets its name when it is whole. The file MARK in TO holds the path of
-FROM; copies of another FROM are refused there.
+show only whole objects; on a file system a copy gets its name when it is whole. The file MARK_FILE in TO holds the path
+of FROM; copies of another FROM are refused there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from verl_patches.launch.jobs.job import Job
 from verl_patches.processes import die_with_parent, on_end_signals
 from verl_patches.shared_files import PARTIAL
 from verl_patches.values import is_secret_variable, printable, size_text
-from verl_patches.weights.manifest import CRITIC, MANIFEST, SAVED
+from verl_patches.weights.manifest import CHECKPOINT_NAME, CRITIC, MANIFEST
 
-_NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$")  # names of hidden files and of files being written
-MARK = ".verl_patches_upload"
+_PARTIAL_NAME = re.compile(rf"\.|.*\{PARTIAL}$")  # names of hidden files and of files being written
+MARK_FILE = ".verl_patches_upload"
 log = logging.getLogger(__name__)
 
 
@@ -51,45 +51,47 @@ def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
     if not source.is_dir():
         yield source.name, source
     for folder, folders, names in os.walk(source):
-        killed = SAVED.fullmatch(Path(folder).name) and MANIFEST not in names
-        folders[:] = [] if killed else sorted(name for name in folders if not _NOT_WHOLE.match(name))
-        files = (Path(folder, name) for name in sorted(names) if not killed and not _NOT_WHOLE.match(name))
+        killed = CHECKPOINT_NAME.fullmatch(Path(folder).name) and MANIFEST not in names
+        folders[:] = [] if killed else sorted(name for name in folders if not _PARTIAL_NAME.match(name))
+        files = (Path(folder, name) for name in sorted(names) if not killed and not _PARTIAL_NAME.match(name))
         yield from ((str(path.relative_to(source)), path) for path in files if path.is_file() and not path.is_symlink())
 
 
-def _manifests_last(file: tuple[str, Path]) -> int:
+def _upload_order(file: tuple[str, Path]) -> int:
     """Return a sort key that puts a checkpoint's manifest, which makes it a checkpoint, after all its other files."""
     path = file[1]
-    return 0 if path.name != MANIFEST else 1 if path.parent.name == CRITIC else 2
+    if path.name != MANIFEST:
+        return 0
+    return 1 if path.parent.name == CRITIC else 2
 
 
-def send(source: Path, to: str) -> bool:
+def send_files(source: Path, to: str) -> bool:
     """Send the files that a target lacks, log how many, and return whether all arrived. The first failure ends it."""
     sizes, fault = [], ""
     try:
-        for size in _sent(source, to):
+        for size in _send_missing_files(source, to):
             sizes.append(size)
     except Exception as error:  # a store may raise anything: no credentials, no network, no bucket
-        fault = f"; NOT ALL: {_without_secrets(error)}"
+        fault = f"; some were not sent: {_redacted_text(error)}"
     log.info("%s to %s: %d files sent (%s)%s", source, to, len(sizes), size_text(sum(sizes)), fault)
     return not fault
 
 
-def _sent(source: Path, to: str) -> Iterator[int]:
+def _send_missing_files(source: Path, to: str) -> Iterator[int]:
     """Send the files that `to` lacks and yield the size of each in bytes; raises errors of fsspec, and ConfigError."""
     if not source.exists():
-        raise ConfigError(f"{source}: expected a file or a folder, found none")
+        raise ConfigError(f"{source}: expected a file or a folder to upload, found none")
     store, root = url_to_fs(to, **({"auto_mkdir": True} if to.startswith(("file:", "local:")) else {}))
     there = {name: found for name, found in store.find(root, detail=True).items() if not name.endswith(PARTIAL)}
-    mark, own = f"{root}/{MARK}", str(source.resolve())
+    mark, own = f"{root}/{MARK_FILE}", str(source.resolve())
     if not there:
         store.pipe_file(mark, own.encode())
-    elif (owner := store.cat_file(mark).decode() if mark in there else f"files without {MARK}") != own:
+    elif (owner := store.cat_file(mark).decode() if mark in there else f"files without {MARK_FILE}") != own:
         raise ConfigError(f"{to}: expected no files, or copies of {own}, found {owner}; give another target")
-    for path, file in sorted(_whole_files(source), key=_manifests_last):
+    for path, file in sorted(_whole_files(source), key=_upload_order):
         name, facts = f"{root}/{path}", file.stat()
         copy = there.get(name)
-        if not copy or copy["size"] != facts.st_size or _modified(store, name, copy) < facts.st_mtime:
+        if not copy or copy["size"] != facts.st_size or _modified_time(store, name, copy) < facts.st_mtime:
             if "file" in store.protocol:  # on a file system the copy has another name until it is whole
                 store.put_file(str(file), name + PARTIAL)
                 store.mv(name + PARTIAL, name)
@@ -98,12 +100,12 @@ def _sent(source: Path, to: str) -> Iterator[int]:
             yield facts.st_size
 
 
-def _modified(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:
+def _modified_time(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:
     """Return when a copy was written, in s since 1970, from its listing if possible (ossfs.modified is local time)."""
     return (copy.get("LastModified") or store.modified(name)).timestamp()
 
 
-def _without_secrets(error: Exception) -> str:
+def _redacted_text(error: Exception) -> str:
     """Return an error as one line, with values of secret variables replaced by the variables' names."""
     text = f"{type(error).__name__}: {error}"
     for name, value in os.environ.items():
@@ -129,16 +131,16 @@ def main(words: Sequence[str]) -> int:
                 "uploads: expected a target that this machine can write, found %s (%s); nothing was started", to, error
             )
             return 2
-    code = _run(command) if command else 0
-    sent = [send(Path(source), to) for to, source in uploads.items()]
+    code = _run_command(command) if command else 0
+    sent = [send_files(Path(source), to) for to, source in uploads.items()]
     if not all(sent):
         again = shlex.join([sys.executable, "-m", "verl_patches.launch.jobs.upload", *pairs])
-        log.error("uploads: not all was sent; the command ended with %d. To send the rest: %s", code, again)
+        log.error("uploads: some files were not sent; the command ended with %d. To send them: %s", code, again)
         code = code or 1
     return code
 
 
-def _run(command: Sequence[str]) -> int:
+def _run_command(command: Sequence[str]) -> int:
     process = None
 
     def end(number: int) -> None:

@@ -37,13 +37,13 @@ from verl_patches.values import size_text
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer notice first
 SILENT_S = 20.0
 # {rank: {rank that waits for it: (group, its number, the other's number)}}; ranks are those of a Beat
-Awaited = dict[int | None, dict[int | None, tuple[str, int, int]]]
+AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
 # Calls and phases that wait for the slowest disk or analyse a trace: as earlier times predict nothing, they have at
 # least Bounds.load_s and first_s.
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
-WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
-SHOWN = 8
-_STARTING = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
+WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
+MAX_NAMED = 8
+_START_ACTIVITIES = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
 
 
 class StallError(RecipeError):
@@ -67,14 +67,14 @@ class Bounds:
     load_s: float = 0.0
     collective_s: float = float("inf")
 
-    def of(self, seen: SeenProcess, longest_s: float) -> float:
+    def place_bound(self, seen: SeenProcess, longest_s: float) -> float:
         """Return the bound of the place of `seen`; longest_s: the longest time of any process there so far."""
         if _is_slow(seen.beat):
             return max(self.factor * longest_s, self.first_s, self.load_s)
         been_there = seen.beat.place in seen.beat.longest_s
         return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
 
-    def of_wait(self, seen: SeenProcess) -> float:
+    def wait_bound(self, seen: SeenProcess) -> float:
         """Return the bound of a wait for another rank; as long as `of` where it may wait for that rank's disk."""
         return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
 
@@ -107,73 +107,79 @@ def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0)
             longest[place] = max(longest[place], seconds)
     gone = [seen for seen in processes if seen.state == "gone" and seen.silent_s > GONE_S]
     if gone:
-        return _stall(gone, [], f"{_names(gone)} ended {gone[0].silent_s:.0f} s ago in {_place(gone[0])}, by a signal")
+        text = f"{_rank_names(gone)} ended {gone[0].silent_s:.0f} s ago in {_place_text(gone[0])}, by a signal"
+        return _make_stall(gone, [], text)
     busy = [seen for seen in ranks if seen.beat.call]
     candidates = busy or _idle_controller(controller, ranks)
-    limits = {id(seen): bounds.of(seen, longest[seen.beat.place]) for seen in candidates}
+    limits = {id(seen): bounds.place_bound(seen, longest[seen.beat.place]) for seen in candidates}
     overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
     if not overdue:
-        return _long_wait(ranks, busy, bounds, controller)
+        return _find_long_wait(ranks, busy, bounds, controller)
     if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED_STATES for seen in ranks):
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
-    late = f"{_place(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
+    late = f"{_place_text(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
     if not busy:
-        return _stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
+        return _make_stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
     others = [seen for seen in busy if seen not in culprits]
-    text = f"{_names(culprits)} {why}, in "
-    text += late if first in culprits else f"{_place(culprits[0])}; {first.where} is in {late}"
-    return _stall(culprits, others, text + _waiting(others, culprits), controller)
+    text = f"{_rank_names(culprits)} {why}, in "
+    text += late if first in culprits else f"{_place_text(culprits[0])}; {first.where} is in {late}"
+    return _make_stall(culprits, others, text + _waiting_text(others, culprits), controller)
 
 
-def _long_wait(
+def _find_long_wait(
     ranks: Sequence[SeenProcess], busy: Sequence[SeenProcess], bounds: Bounds, controller: SeenProcess | None
 ) -> Stall | None:
     """Return the stall of a rank that waits too long in a process group's operation that another has not begun."""
-    still = [seen for seen in busy if seen.still_s > bounds.of_wait(seen)]
-    awaited = awaited_by(ranks) if still else {}
-    waiting = [seen for seen in still if _waits(seen, awaited)]
+    still = [seen for seen in busy if seen.still_s > bounds.wait_bound(seen)]
+    awaited = find_awaited_ranks(ranks) if still else {}
+    waiting = [seen for seen in still if _is_waiting(seen, awaited)]
     if not waiting:
         return None
     culprits, why = _culprits(ranks, waiting)
     first = max(waiting, key=lambda seen: seen.still_s)
-    text = f"{_names(culprits)} {why}, in {_place(culprits[0])}; {first.where} waits in {_place(first)} for "
-    text += f"{first.still_s:.0f} s, where at most {bounds.of_wait(first):.0f} s were expected"
+    text = f"{_rank_names(culprits)} {why}, in {_place_text(culprits[0])}; {first.where} waits in {_place_text(first)}"
+    text += f" for {first.still_s:.0f} s, where at most {bounds.wait_bound(first):.0f} s were expected"
     others = [seen for seen in busy if seen not in culprits]
-    return _stall(culprits, others, text + _waiting(others, culprits), controller)
+    return _make_stall(culprits, others, text + _waiting_text(others, culprits), controller)
 
 
 def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit_s: float, world: int) -> Stall:
     """Return the stall of `first`, overdue in the start, when no process group yet says who waits for whom."""
     text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
-    late = not_started(ranks, world)
-    culprits = () if _missing(ranks, world) else [seen for seen in ranks if seen.beat.call == START] or [first]
-    return _stall(culprits, [first], f"{text}; {late}" if late else text)
+    late = unstarted_ranks_text(ranks, world)
+    culprits = []  # a rank without a heartbeat has no process to name
+    if not _missing_ranks(ranks, world):
+        culprits = [seen for seen in ranks if seen.beat.call == START] or [first]
+    return _make_stall(culprits, [first], f"{text}; {late}" if late else text)
 
 
-def _missing(ranks: Sequence[SeenProcess], world: int) -> list[int]:
+def _missing_ranks(ranks: Sequence[SeenProcess], world: int) -> list[int]:
     return sorted(set(range(world)) - {seen.beat.rank for seen in ranks})
 
 
-def not_started(processes: Sequence[SeenProcess], world: int) -> str:
+def unstarted_ranks_text(processes: Sequence[SeenProcess], world: int) -> str:
     """Return as text the ranks that have not started; "" where all have."""
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     inside = [seen for seen in ranks if seen.beat.call == START and seen.state != "gone"]
     texts = []
-    if missing := _missing(ranks, world):
+    if missing := _missing_ranks(ranks, world):
         names = f"rank{'s' if len(missing) > 1 else ''} {ranks_text(missing)}"
-        texts.append(f"{names} of {world} ha{'ve' if len(missing) > 1 else 's'} no heartbeat: not placed, or importing")
+        verb = "have" if len(missing) > 1 else "has"
+        texts.append(f"{names} of {world} {verb} no heartbeat: not placed by Ray, or still importing")
     if inside:
-        texts.append(f"{_names(inside)} {_verb(inside)} in the worker's constructor")
+        texts.append(f"{_rank_names(inside)} {_verb(inside)} in the worker's constructor")
     return "; ".join(texts)
 
 
-def start_of(processes: Sequence[SeenProcess], world: int) -> tuple[int, str]:
+def start_progress(processes: Sequence[SeenProcess], world: int) -> tuple[int, str]:
     """Return (ranks that have started, text with what they do); the text is "" once a step has begun."""
     if any(seen.beat.rank is None and seen.beat.step for seen in processes):
         return world, ""
-    doing = Counter(_STARTING.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None)
+    doing = Counter(
+        _START_ACTIVITIES.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None
+    )
     begun = f"{doing.total()} of {world} ranks have started"
     places = ", ".join(f"{count} {place}" for place, count in doing.items())
     if reading := [seen for seen in processes if seen.beat.read_bytes]:
@@ -191,7 +197,7 @@ def _idle_controller(controller: SeenProcess | None, ranks: Sequence[SeenProcess
     return [replace(controller, in_place_s=min(controller.in_place_s, alone_s))]
 
 
-def _stall(
+def _make_stall(
     culprits: Sequence[SeenProcess],
     waiting: Sequence[SeenProcess],
     sentence: str,
@@ -210,45 +216,45 @@ def _culprits(ranks: Sequence[SeenProcess], overdue: Sequence[SeenProcess]) -> t
     if silent and len(silent) < len(ranks):
         text = f"{'has' if len(silent) == 1 else 'have'} run no Python for {silent[0].silent_s:.0f} s"
         return silent, f"{text} (state {silent[0].state})"
-    awaited = awaited_by(ranks)
-    sinks = [seen for seen in ranks if awaited.get(seen.beat.rank) and not _waits(seen, awaited)]
+    awaited = find_awaited_ranks(ranks)
+    sinks = [seen for seen in ranks if awaited.get(seen.beat.rank) and not _is_waiting(seen, awaited)]
     if sinks and len(sinks) < len(ranks):
         return sinks, f"{_verb(sinks)} behind the others"
     return list(overdue), f"{_verb(overdue)} overdue"
 
 
-def awaited_by(ranks: Iterable[SeenProcess]) -> Awaited:
+def find_awaited_ranks(ranks: Iterable[SeenProcess]) -> AwaitedRanks:
     """Return which ranks wait for which, by their numbers of begun operations."""
     members: defaultdict[str, list[SeenProcess]] = defaultdict(list)
     for seen in ranks:
         for group in seen.beat.groups:
             members[group].append(seen)
     waiting: defaultdict[int | None, dict[int | None, tuple[str, int, int]]] = defaultdict(dict)
-    for group, of_group in members.items():
-        if len({_before(seen, group) for seen in of_group}) != 1 or not _before(of_group[0], group):
+    for group, group_ranks in members.items():
+        if len({_count_before(seen, group) for seen in group_ranks}) != 1 or not _count_before(group_ranks[0], group):
             continue
-        most = max(seen.beat.groups[group] for seen in of_group)
-        for seen, other in itertools.permutations(of_group, 2):
+        most = max(seen.beat.groups[group] for seen in group_ranks)
+        for seen, other in itertools.permutations(group_ranks, 2):
             if seen.beat.groups[group] < other.beat.groups[group]:
                 waiting[seen.beat.rank].setdefault(other.beat.rank, (group, seen.beat.groups[group], most))
     return dict(waiting)
 
 
-def _before(seen: SeenProcess, group: str) -> int:
+def _count_before(seen: SeenProcess, group: str) -> int:
     beat = seen.beat
     return (beat.groups_before if beat.call else beat.groups).get(group, 0)
 
 
-def _waits(seen: SeenProcess, awaited: Awaited) -> bool:
+def _is_waiting(seen: SeenProcess, awaited: AwaitedRanks) -> bool:
     return any(seen.beat.rank in waiting for waiting in awaited.values())
 
 
-def _waiting(others: Sequence[SeenProcess], culprits: Sequence[SeenProcess]) -> str:
+def _waiting_text(others: Sequence[SeenProcess], culprits: Sequence[SeenProcess]) -> str:
     """Return as text how many ranks wait, and in which operation of which group."""
     if not others:
         return ""
     count = f"; {len(others)} other rank{'s are' if len(others) > 1 else ' is'} in a call"
-    awaited = awaited_by([*others, *culprits])
+    awaited = find_awaited_ranks([*others, *culprits])
     for seen in culprits:
         for group, number, most in awaited.get(seen.beat.rank, {}).values():
             name, _, ranks = group.partition(" ")
@@ -258,7 +264,7 @@ def _waiting(others: Sequence[SeenProcess], culprits: Sequence[SeenProcess]) -> 
     return count
 
 
-def _place(seen: SeenProcess) -> str:
+def _place_text(seen: SeenProcess) -> str:
     beat = seen.beat
     if not beat.call:
         return "no call"
@@ -271,6 +277,6 @@ def _verb(several: Sequence[SeenProcess]) -> str:
     return "is" if len(several) == 1 else "are"
 
 
-def _names(several: Sequence[SeenProcess]) -> str:
-    more = f" and {len(several) - SHOWN} more" if len(several) > SHOWN else ""
-    return ", ".join(seen.where for seen in several[:SHOWN]) + more
+def _rank_names(several: Sequence[SeenProcess]) -> str:
+    more = f" and {len(several) - MAX_NAMED} more" if len(several) > MAX_NAMED else ""
+    return ", ".join(seen.where for seen in several[:MAX_NAMED]) + more

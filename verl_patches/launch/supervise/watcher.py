@@ -26,59 +26,59 @@ from verl_patches.launch.supervise.stall import (
     Stall,
     StallError,
     find_stall,
-    not_started,
-    start_of,
+    start_progress,
+    unstarted_ranks_text,
 )
 from verl_patches.layout.phases import START
 from verl_patches.run.ray_nodes import call_results, error_line, living_nodes, start_on_node
 
 log = logging.getLogger(__name__)
-EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
+CHECK_EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
 LOST_S = 60.0  # without an answer a node is lost; Ray's own health check takes about 30 s
 AGENT_S = 20.0  # from a failure of a node's agent to the first call of the next one
 ASK_S = 20.0  # limit of the calls that ask nodes for stacks, or for their processes or their end when a run ends
-RECORD, STACKS = "watch.json", "stacks"
-DEVICE, COLLECTIVE = "device", "collective"
-_RAISED_BY = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
+RECORD_FILE, STACKS_FOLDER = "watch.json", "stacks"
+DEVICE_FAULT, COLLECTIVE_FAULT = "device", "collective"
+_RAISING_PROCESS = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
 # Ascend's Error Code list of PyTorch: ERR**100 is a failed call of ACL, ERR**200 one of HCCL; EI0002 and EI0006 are
 # time limits of HCCL, of an operation and of a connection, which torch_npu may report as an error of the device
 # (gitcode.com/Ascend/pytorch docs/zh/troubleshooting: ERR-100.md, HCCL_timeout.md; HCCL user guide, EI0006)
-_COLLECTIVE = re.compile(r"\bEI000[26]\b|\bERR\d\d200\b|HCCL|DistBackendError")
-_DEVICE = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
+_COLLECTIVE_ERROR = re.compile(r"\bEI000[26]\b|\bERR\d\d200\b|HCCL|DistBackendError")
+_DEVICE_ERROR = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
 
 
 class Watcher:
-    """Watch a run of `world` ranks, whose record is in `to`.
+    """Watch a run of `world` ranks, whose record is in `folder`.
 
     stops: whether a stall ends the run, or is only logged and recorded, once. say(text): gets the progress of the
     start.
     """
 
-    def __init__(self, to: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
+    def __init__(self, folder: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
         import ray
 
-        self._to, self._bounds, self._world, self._stops = to, bounds, world, stops
-        self._folder, self._own = heartbeat_folder(), ray.get_runtime_context().get_node_id()
-        self._others: dict[str, _Other] = {}
+        self._record_folder, self._bounds, self._world, self._stops = folder, bounds, world, stops
+        self._heartbeat_folder, self._own_node = heartbeat_folder(), ray.get_runtime_context().get_node_id()
+        self._remote_nodes: dict[str, _RemoteNode] = {}
         self._address = ""  # the address of the driver's node
         self._checked = self._listed = 0.0
         self._recorded = False
         self._say, self._start, self._say_at = say, (0, ""), 0.0
 
     def check(self) -> None:
-        """Check the run, at most once in EVERY_S; raise a StallError or LostNodeError that names the culprit."""
+        """Check the run, at most once in CHECK_EVERY_S; raise a StallError or LostNodeError that names the culprit."""
         now = time.monotonic()
-        if now - self._checked < EVERY_S:
+        if now - self._checked < CHECK_EVERY_S:
             return
         self._checked = now
         if now - self._listed >= NODES_EVERY_S:
             self._listed = now
             self._list_nodes()
-        for other in self._others.values():
+        for other in self._remote_nodes.values():
             other.poll()
-        self._refuse_lost()
+        self._refuse_lost_nodes()
         processes = self.processes()
-        start = start_of(processes, self._world)
+        start = start_progress(processes, self._world)
         goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records that are being written
         if not start[1]:
             self._start = self._world + 1, ""  # a step has begun, so nothing more is said of the start
@@ -88,46 +88,48 @@ class Watcher:
         stall = find_stall(processes, self._bounds, self._world)
         if stall is not None and not self._recorded:
             self._recorded = True
-            self._end_at(stall)
+            self._report_stall(stall)
 
     def processes(self) -> list[SeenProcess]:
         """Return the ranks and the controller, as their nodes saw them last."""
-        seen_here = self._here() + [seen for other in self._others.values() for seen in other.seen]
+        seen_here = self._own_processes() + [seen for other in self._remote_nodes.values() for seen in other.seen]
         return sorted(seen_here, key=node.rank_order)
 
-    def _here(self) -> list[SeenProcess]:
-        return node.read_processes(self._folder, self._own)
+    def _own_processes(self) -> list[SeenProcess]:
+        return node.read_processes(self._heartbeat_folder, self._own_node)
 
-    def explain(self, error: BaseException) -> None:
+    def explain_error(self, error: BaseException) -> None:
         """Raise LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
 
         The record names processes that have ended, with their nodes, or else the rank that raised an error of its
         device or of a collective. Ranks that had not started are in the log.
         """
         self._list_nodes()
-        self._refuse_lost(error)
-        others = [other for other in self._others.values() if not other.lost]
-        for other, answer in zip(others, _answers([other.agent.processes.remote() for other in others]), strict=True):
+        self._refuse_lost_nodes(error)
+        others = [other for other in self._remote_nodes.values() if not other.lost]
+        answers = _collect_answers([other.agent.processes.remote() for other in others])
+        for other, answer in zip(others, answers, strict=True):
             other.seen = other.seen if answer is None else answer
         processes = self.processes()
-        if any(seen.beat.call == START for seen in processes) and (late := not_started(processes, self._world)):
-            log.warning("watch: when the start failed: %s", late)
+        starting = any(seen.beat.call == START for seen in processes)
+        if starting and (late := unstarted_ranks_text(processes, self._world)):
+            log.warning("watch: at the failed start: %s", late)
         if gone := [seen for seen in processes if seen.state == "gone"]:
             self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
-        elif (kind := fault_in(str(error))) and (raised := self._raised(str(error))):
-            self._record([raised], f"{raised.where} raised an error of its {kind}", [], kind)
+        elif (kind := fault_kind(str(error))) and (raised := self._raising_rank(str(error))):
+            self._record([raised], f"{raised.where} raised a {kind} error", [], kind)
 
     def close(self, failed: bool) -> None:
         """Remove the heartbeats on every node; of a run that failed, first kill its remaining processes."""
-        calls = [other.agent.close.remote(failed) for other in self._others.values() if not other.lost]
-        node.close(self._folder, failed)
-        _answers(calls)
+        calls = [other.agent.close.remote(failed) for other in self._remote_nodes.values() if not other.lost]
+        node.close(self._heartbeat_folder, failed)
+        _collect_answers(calls)
 
-    def _raised(self, text: str) -> SeenProcess | None:
+    def _raising_rank(self, text: str) -> SeenProcess | None:
         """Return the rank that raised the error `text`, by the innermost pid and address that Ray writes into it."""
-        for pid, address in reversed(_RAISED_BY.findall(text)):
+        for pid, address in reversed(_RAISING_PROCESS.findall(text)):
             for seen in self.processes():
-                other = self._others.get(seen.node)
+                other = self._remote_nodes.get(seen.node)
                 at = other.address if other else self._address
                 if seen.beat.rank is not None and (seen.beat.pid, at) == (int(pid), address):
                     return seen
@@ -141,37 +143,37 @@ class Watcher:
         except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
             log.warning("watch: Ray's head does not list its nodes: %s", error)
             return
-        self._address = alive.get(self._own, self._address)
+        self._address = alive.get(self._own_node, self._address)
         for name, address in alive.items():
-            if name != self._own and name not in self._others:
-                self._others[name] = _Other(name, address)
-        for name, other in self._others.items():
+            if name != self._own_node and name not in self._remote_nodes:
+                self._remote_nodes[name] = _RemoteNode(name, address)
+        for name, other in self._remote_nodes.items():
             other.lost = name not in alive
 
-    def _refuse_lost(self, error: BaseException | None = None) -> None:
-        for address, of_node, how in self._lost(own=error is not None):
-            ranks = ", ".join(seen.beat.name for seen in of_node)
-            place = next((seen.beat.place for seen in of_node if seen.beat.place), "no call")
+    def _refuse_lost_nodes(self, error: BaseException | None = None) -> None:
+        for address, node_ranks, how in self._lost_nodes(own=error is not None):
+            ranks = ", ".join(seen.beat.name for seen in node_ranks)
+            place = next((seen.beat.place for seen in node_ranks if seen.beat.place), "no call")
             text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
             if error is not None or self._stops:
-                self._record(of_node, text, [])
+                self._record(node_ranks, text, [])
                 raise LostNodeError(text) from error
             if not self._recorded:
                 self._recorded = True
-                self._record(of_node, text, [])
+                self._record(node_ranks, text, [])
                 log.warning("watch: %s", text)
 
-    def _lost(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
+    def _lost_nodes(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
         """Yield (address, processes, reason) of each lost node with ranks; of the driver's `own` node too, if asked."""
-        for other in self._others.values():
+        for other in self._remote_nodes.values():
             if other.seen and (other.lost or other.unanswered_s() > LOST_S):
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
-        here = [seen for seen in self._here() if seen.beat.rank is not None]
-        if own and here and (ended := _raylets_end()):
+        here = [seen for seen in self._own_processes() if seen.beat.rank is not None]
+        if own and here and (ended := _raylet_end_text()):
             yield self._address, here, ended
 
-    def _end_at(self, stall: Stall) -> None:
+    def _report_stall(self, stall: Stall) -> None:
         asked = [*stall.culprits, *stall.waiting]  # a stopped process would have to be continued to write its stack
         files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED_STATES])
         text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
@@ -184,14 +186,14 @@ class Watcher:
         """Return the files of these processes' Python stacks, below the run's folder."""
         names = [seen.beat.name for seen in asked]
         nodes = {seen.node for seen in asked}
-        calls = [other.agent.stacks.remote(names) for name, other in self._others.items() if name in nodes]
-        stacks = node.stacks(self._folder, names) if self._own in nodes else {}
-        for answer in _answers(calls):
+        calls = [other.agent.stacks.remote(names) for name, other in self._remote_nodes.items() if name in nodes]
+        stacks = node.stacks(self._heartbeat_folder, names) if self._own_node in nodes else {}
+        for answer in _collect_answers(calls):
             stacks |= answer or {}
         files = []
         for name in (name for name in names if name in stacks):
-            file = self._to / STACKS / f"{name.replace(' ', '_')}.txt"
-            if _written(file, stacks[name]):
+            file = self._record_folder / STACKS_FOLDER / f"{name.replace(' ', '_')}.txt"
+            if _write_file(file, stacks[name]):
                 files.append(str(file))
         return files
 
@@ -203,10 +205,10 @@ class Watcher:
         ]
         record: dict[str, Any] = {"sentence": sentence, "culprits": entries, "stacks": list(files)}
         record |= {"watched_on": socket.gethostname(), "raised": kind}
-        _written(self._to / RECORD, json.dumps(record, indent=1) + "\n")
+        _write_file(self._record_folder / RECORD_FILE, json.dumps(record, indent=1) + "\n")
 
 
-def _written(file: Path, text: str) -> bool:
+def _write_file(file: Path, text: str) -> bool:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -216,7 +218,7 @@ def _written(file: Path, text: str) -> bool:
     return True
 
 
-def _raylets_end() -> str | None:
+def _raylet_end_text() -> str | None:
     """Return how this node's raylet has ended, which ends all of Ray's processes here; None while it answers."""
     import ray
 
@@ -234,14 +236,17 @@ def _raylets_end() -> str | None:
     return None
 
 
-def fault_in(text: str) -> str | None:
-    """Return DEVICE or COLLECTIVE for such an error, else None; a rank that raises the second has only noticed it."""
-    if _COLLECTIVE.search(text):
-        return COLLECTIVE
-    return DEVICE if _DEVICE.search(text) else None
+def fault_kind(text: str) -> str | None:
+    """Return DEVICE_FAULT or COLLECTIVE_FAULT for such an error, else None.
+
+    The rank that raises an error of a collective has noticed a fault; it need not have caused it.
+    """
+    if _COLLECTIVE_ERROR.search(text):
+        return COLLECTIVE_FAULT
+    return DEVICE_FAULT if _DEVICE_ERROR.search(text) else None
 
 
-class _Other:
+class _RemoteNode:
     """Hold a node other than the driver's: its agent, and the agent's last answer."""
 
     def __init__(self, name: str, address: str):
@@ -272,8 +277,8 @@ class _Other:
         return time.monotonic() - self._answered
 
 
-def _answers(calls: Sequence[Any]) -> list[Any]:
-    """Return the result of each call, None for a call that has not ended within ASK_S."""
+def _collect_answers(calls: Sequence[Any]) -> list[Any]:
+    """Return the result of each call, None for a call that failed or has not ended within ASK_S."""
     answers = call_results(calls, ASK_S)
     for error in answers:
         if isinstance(error, Exception):

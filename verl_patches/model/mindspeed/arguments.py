@@ -86,10 +86,7 @@ MODEL_ARGUMENTS = (
     (("--no-masked-softmax-fusion", "--use-flash-attn"), "attention is npu_fusion_attention, with no softmax outside"),
     (("--hidden-dropout", "0"), "DeepSeek-V3 has no dropout"),
     (("--moe-aux-loss-coeff", "0"), "balancing would change the model by something that is not the RL loss"),
-    (
-        ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"),
-        "verl tokenizes, but Megatron's validators require a tokenizer",
-    ),
+    (("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"), "verl tokenizes; validators require a tokenizer"),
 )
 _KNOWN_HF_KEYS = {*SIZE_ARGUMENTS, *REQUIRED_VALUES, *IGNORED_KEYS, "num_key_value_heads", "rope_scaling"}
 
@@ -103,23 +100,21 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
         for key, expected in REQUIRED_VALUES.items()
     ]
     unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
-    settings += [_refused_setting(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
+    settings += [_refusal(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        settings.append(
-            _refused_setting("num_key_value_heads", kv_heads, f"must be {heads}, as MLA has one key for each head")
-        )
+        settings.append(_refusal("num_key_value_heads", kv_heads, f"must be {heads}, as MLA has one key for each head"))
     yarn = hf.get("rope_scaling") or {}
     if (yarn.get("type") or yarn.get("rope_type")) != "yarn":
         settings.append(
-            _refused_setting("rope_scaling", yarn or None, 'must hold "type": "yarn", as MLA in MindSpeed-LLM needs')
+            _refusal("rope_scaling", yarn or None, 'must hold "type": "yarn", as MLA in MindSpeed-LLM needs')
         )
     else:
         prefixed = {f"rope_scaling.{key}": value for key, value in yarn.items() if key not in ("type", "rope_type")}
         sizes = {f"rope_scaling.{key}": argument for key, argument in YARN_ARGUMENTS.items()}
         settings += [_size_setting(key, argument, prefixed) for key, argument in sizes.items()]
         unknown = {key: value for key, value in prefixed.items() if key not in sizes}
-        settings += [_refused_setting(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
+        settings += [_refusal(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
     settings += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_ARGUMENTS]
     return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in settings]
 
@@ -128,16 +123,14 @@ def command_line_arguments(settings: list[Setting]) -> list[str]:
     """Return the command line of `settings`, or raise ConfigError, which names every refused one."""
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in settings if row.how == "refused"]
     if refused:
-        raise ConfigError(
-            "these settings are not supported by the training engine of line a3:\n  " + "\n  ".join(refused)
-        )
+        raise ConfigError("line a3's training engine does not support these settings:\n  " + "\n  ".join(refused))
     return [argument for row in settings for argument in row.arguments]
 
 
 def _size_setting(key: str, argument: str, hf: Mapping[str, Any]) -> Setting:
     value = hf.get(key)
     if value is None:
-        return _refused_setting(key, value, f"{argument} requires a value; copy it from DeepSeek-V3's config.json")
+        return _refusal(key, value, f"{argument} requires a value; copy it from DeepSeek-V3's config.json")
     number = int(value) if float(value).is_integer() else value  # arguments such as --rotary-base take integers
     return Setting(key, value, "mapped", (argument, str(number)), "")
 
@@ -146,10 +139,10 @@ def _required_setting(key: str, expected: Any, arguments: tuple[str, ...], value
     if value is None or value == expected:
         why = "the only supported value" if value == expected else f"a missing key means {expected!r}"
         return Setting(key, value, "mapped", arguments, why)
-    return _refused_setting(key, value, f"must be {expected!r} for DeepSeek-V3 on MindSpeed-LLM")
+    return _refusal(key, value, f"must be {expected!r} for DeepSeek-V3 on MindSpeed-LLM")
 
 
-def _refused_setting(key: str, value: Any, why: str) -> Setting:
+def _refusal(key: str, value: Any, why: str) -> Setting:
     return Setting(key, value, "refused", (), why)
 
 
@@ -159,28 +152,26 @@ SECTIONS = ("actor.megatron", "actor.optim", "ref.megatron", "model.gradient_che
 
 
 class Key(NamedTuple):
-    """Say how `key` of a configuration is mapped; `to` is an argument, or function(value, get) -> arguments.
+    """Say how `key` of a configuration is mapped; `target` is an argument, or function(value, get) -> arguments.
 
-    how: value (`to` VALUE), switch (`to` if true), convert (the function; its ConfigError is the reason of a refusal),
-    verl (read by verl), ours (read by our own rows), with (another key's conversion reads it), same (must equal the
-    actor's), only (`to` is the tuple of accepted values; others are refused with `why`).
+    how: value (`target` VALUE), switch (`target` if true), convert (the function; its ConfigError is the reason of a
+    refusal), verl (read by verl), ours (read by our patches), with (another key's conversion reads it), same (must
+    equal the actor's), only (`target` is the tuple of accepted values; others are refused with `why`).
     """
 
     key: str
     how: str
-    to: Any
+    target: Any
     why: str
     default: Any = None
 
 
-def _expert_arguments(ep: int, get: Get) -> list[str]:
+def _expert_args(ep: int, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
     etp = _none_as_null(get("actor.megatron.expert_tensor_parallel_size"))
     if get("recipe.train.expert_split") == "tp_extend_ep":
         if etp not in (None, 1):
-            raise ConfigError(
-                f"expert_split=tp_extend_ep keeps experts whole: expected expert_tensor_parallel_size 1, found {etp}"
-            )
+            raise ConfigError(f"tp_extend_ep keeps experts whole: expected expert_tensor_parallel_size 1, found {etp}")
         if ep % tp:
             raise ConfigError(f"with expert_split=tp_extend_ep it counts TP x EP ranks: expected a multiple of TP {tp}")
         arguments = ["--expert-model-parallel-size", str(ep // tp)]
@@ -193,13 +184,13 @@ def _expert_arguments(ep: int, get: Get) -> list[str]:
     return ["--expert-model-parallel-size", str(ep)]
 
 
-def _layer_list_arguments(counts: list[int] | None, get: Get) -> list[str]:
+def _layer_list_args(counts: list[int] | None, get: Get) -> list[str]:
     if not counts or get("actor.megatron.pipeline_model_parallel_size") == 1:
         return []
     return ["--num-layer-list", ",".join(map(str, counts))]
 
 
-def _sequence_arguments(on: bool, get: Get) -> list[str]:
+def _sequence_parallel_args(on: bool, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
     if tp > 1 and not on:
         raise ConfigError(
@@ -209,7 +200,7 @@ def _sequence_arguments(on: bool, get: Get) -> list[str]:
     return ["--sequence-parallel"] if tp > 1 else []
 
 
-def _context_arguments(size: int, get: Get) -> list[str]:
+def _context_parallel_args(size: int, get: Get) -> list[str]:
     if size == 1:
         return ["--variable-seq-lengths"]
     tokens = get("rollout.response_length") + get("rollout.prompt_length")
@@ -223,7 +214,7 @@ def _context_arguments(size: int, get: Get) -> list[str]:
     return ["--context-parallel-size", str(size), "--context-parallel-algo", "ulysses_cp_algo"]
 
 
-def _recompute_arguments(on: bool, get: Get) -> list[str]:
+def _recompute_args(on: bool, get: Get) -> list[str]:
     if not on:
         return []
     values = {name: get(f"{_M}activations_checkpoint_{name}") for name in ("granularity", "method", "num_layers")}
@@ -231,9 +222,7 @@ def _recompute_arguments(on: bool, get: Get) -> list[str]:
         raise ConfigError("activations_checkpoint_granularity must be full or selective")
     number, stages = values["num_layers"], get(_A + "pipeline_model_parallel_size")
     if number == "auto":
-        raise ConfigError(
-            "activations_checkpoint_num_layers is auto: the memory plan must replace it by a number first"
-        )
+        raise ConfigError("activations_checkpoint_num_layers is auto: the memory plan must replace it by a number")
     if values["granularity"] == "full" and number is None:
         raise ConfigError("activations_checkpoint_num_layers must be a number of layers, one for each stage, or auto")
     if isinstance(number, list):  # start.py gives each rank the number of its own stage
@@ -249,12 +238,12 @@ def _recompute_arguments(on: bool, get: Get) -> list[str]:
     return [word for argument, value in given.items() for word in (argument, str(value))]
 
 
-def _linear_wgrad_arguments(on: bool, get: Get) -> list[str]:
+def _linear_wgrad_args(on: bool, get: Get) -> list[str]:
     # Megatron switches it on by default, with apex's kernel, which MindSpeed's adaptor replaces by npu_matmul_add_fp32
     return [] if on else ["--no-gradient-accumulation-fusion"]
 
 
-def _swap_arguments(on: bool, get: Get) -> list[str]:
+def _swap_args(on: bool, get: Get) -> list[str]:
     if on and get("recipe.dtype") == "fp32":
         raise ConfigError(
             "MindSpeed's optimizer swap does not support fp32 weights "
@@ -273,17 +262,15 @@ def _swap_arguments(on: bool, get: Get) -> list[str]:
     return ["--swap-optimizer"] if on else []
 
 
-def _bucket_arguments(parameters: int | None, get: Get) -> list[str]:
+def _bucket_args(parameters: int | None, get: Get) -> list[str]:
     if parameters is None:
         return []
-    if not get("recipe.train.grad_overlap"):
-        raise ConfigError(
-            "without recipe.train.grad_overlap all gradients are one bucket: set that key true, or this one null"
-        )
+    if not get("recipe.train.overlap_grad_reduce"):
+        raise ConfigError("without recipe.train.overlap_grad_reduce=true all gradients are one bucket: remove this key")
     return ["--ddp-bucket-size", str(parameters)]
 
 
-def _schedule_arguments(style: str, get: Get) -> list[str]:
+def _schedule_args(style: str, get: Get) -> list[str]:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _none_as_null(get("actor.optim.lr_warmup_steps"))
     warmup = warmup if warmup is not None and warmup >= 0 else int(ratio * max(steps, 0))
@@ -295,14 +282,14 @@ def _schedule_arguments(style: str, get: Get) -> list[str]:
     return ["--lr-decay-style", style, *words.split()]
 
 
-def _dtype_arguments(dtype: str, get: Get) -> list[str]:
+def _dtype_args(dtype: str, get: Get) -> list[str]:
     # Validators accept grouped GEMM in bf16 only (megatron.training.arguments.validate_args): start.py sets fp32 after
     # them. In fp32 MindSpeed's router would free its own weight, which it believes to be an fp32 copy
     # (mindspeed_llm.core.transformer.moe.router.topk_router_gating_func).
     return ["--bf16", "--router-gating-in-fp32"] if dtype == "bf16" else ["--bf16"]
 
 
-def _length_arguments(responses: int, get: Get) -> list[str]:
+def _length_args(responses: int, get: Get) -> list[str]:
     return ["--seq-length", str(responses + get("rollout.prompt_length"))]
 
 
@@ -321,14 +308,14 @@ TABLE: tuple[Key, ...] = (
     Key(_A + "pipeline_model_parallel_size", "value", "--pipeline-model-parallel-size", "PP"),
     Key(_A + "virtual_pipeline_model_parallel_size", "only", (None, 1),
         "virtual stages are not supported: MindSpeed-LLM takes no layer list with them, and weight names lack them"),
-    Key(_A + "context_parallel_size", "convert", _context_arguments,
+    Key(_A + "context_parallel_size", "convert", _context_parallel_args,
         "Ulysses: ranks exchange parts of tokens for parts of heads around attention. Each micro batch has a length of "
         "its own; start.py sets that after the validators, which forbid it "
         "(mindspeed_llm.training.arguments._validate_instruction_finetune)"),
-    Key(_A + "expert_model_parallel_size", "convert", _expert_arguments,
+    Key(_A + "expert_model_parallel_size", "convert", _expert_args,
         "here it counts the ranks that experts are split over; MindSpeed's EP leaves out TP where TP extends it"),
     Key(_A + "expert_tensor_parallel_size", "with", _A + "expert_model_parallel_size", ""),
-    Key(_A + "sequence_parallel", "convert", _sequence_arguments, "no effect at TP 1, required above"),
+    Key(_A + "sequence_parallel", "convert", _sequence_parallel_args, "no effect at TP 1, required above"),
     Key(_A + "use_distributed_optimizer", "switch", "--use-distributed-optimizer", "optimizer states split over DP"),
     Key(_A + "param_offload", "verl", None, _PHASES_REASON),
     Key(_A + "grad_offload", "same", _A + "param_offload",
@@ -342,52 +329,48 @@ TABLE: tuple[Key, ...] = (
     Key(_O + "lr", "value", "--lr", "learning rate"),
     Key(_O + "clip_grad", "value", "--clip-grad", "gradient norm limit"),
     Key(_O + "weight_decay", "value", "--weight-decay", ""),
-    Key(_O + "warmup_style", "convert", _schedule_arguments,
-        "style of Megatron's scheduler; verl has no scheduler for Megatron at this commit"),
+    Key(_O + "warmup_style", "convert", _schedule_args, "Megatron's scheduler; verl has none at this commit"),
     Key(_O + "lr_warmup_steps", "with", _O + "warmup_style", "a negative one means lr_warmup_steps_ratio of all steps"),
     Key(_O + "lr_warmup_steps_ratio", "with", _O + "warmup_style", ""),
     Key(_O + "min_lr_ratio", "with", _O + "warmup_style", "fraction of lr"),
     Key(_O + "total_training_steps", "with", _O + "warmup_style", "verl's trainer sets it"),
-    Key("model.enable_gradient_checkpointing", "convert", _recompute_arguments, "recompute activations"),
+    Key("model.enable_gradient_checkpointing", "convert", _recompute_args, "recompute activations"),
     Key(_M + "activations_checkpoint_granularity", "with", "model.enable_gradient_checkpointing", ""),
     Key(_M + "activations_checkpoint_method", "with", "model.enable_gradient_checkpointing", ""),
     Key(_M + "activations_checkpoint_num_layers", "with", "model.enable_gradient_checkpointing", "layers of a stage"),
-    Key("recipe.dtype", "convert", _dtype_arguments,
-        "dtype of weights; fp32 is set after the validators, which ask for bf16"),
-    Key("rollout.response_length", "convert", _length_arguments,
-        "prompt + response; must not exceed the model's positions"),
+    Key("recipe.dtype", "convert", _dtype_args, "dtype of weights; fp32 is set after the validators, which need bf16"),
+    Key("rollout.response_length", "convert", _length_args, "prompt + response; at most the model's positions"),
     Key("rollout.prompt_length", "with", "rollout.response_length", ""),
-    Key(_R + "layers_per_stage", "convert", _layer_list_arguments, "uneven pipeline stages; null splits evenly"),
+    Key(_R + "layers_per_stage", "convert", _layer_list_args, "uneven pipeline stages; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
     Key(_R + "skip_old_log_prob", "ours", None, "the update takes its own log-probs as the old ones", False),
-    Key(_R + "importance_ratio", "ours", None,
-        "ratio of tokens or of sequences (step/log_probs/policy_update.py)", "token"),
-    Key(_R + "swap_optimizer", "convert", _swap_arguments, "optimizer states live on the host"),
+    Key(_R + "importance_ratio", "ours", None, "by token or sequence (step/log_probs/policy_update.py)", "token"),
+    Key(_R + "swap_optimizer", "convert", _swap_args, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
-    Key(_R + "max_skipped_steps", "ours", None,
-        "most steps in a row skipped for NaN gradients (worker/step_guard.py)", 3),
-    Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
-    Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
-    Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
-    Key(_R + "fused_permute", "switch", "--use-fused-moe-token-permute-and-unpermute", _FUSED_REASON, True),
-    Key(_R + "fused_linear_wgrad", "convert", _linear_wgrad_arguments,
+    Key(_R + "max_skipped_steps", "ours", None, "most in a row, for NaN gradients (worker/step_guard.py)", 3),
+    Key(_R + "use_fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
+    Key(_R + "use_fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
+    Key(_R + "use_fused_rotary_pos_emb", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
+    Key(_R + "use_fused_moe_token_permute_and_unpermute", "switch", "--use-fused-moe-token-permute-and-unpermute",
+        _FUSED_REASON, True),
+    Key(_R + "gradient_accumulation_fusion", "convert", _linear_wgrad_args,
         "linear layers add their weight gradients to fp32 main_grad in the product's kernel (npu_matmul_add_fp32)",
         False),
-    Key(_R + "fused_expert_wgrad", "switch", "--gemm-gradient-accumulation-fusion",
+    Key(_R + "gemm_gradient_accumulation_fusion", "switch", "--gemm-gradient-accumulation-fusion",
         "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
-    Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
-    Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)", False),
-    Key(_R + "grad_bucket_parameters", "convert", _bucket_arguments,
-        "parameters in one such reduction; null means 40e6, or 1e6 x DP if more"),
-    Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
+    Key(_R + "moe_alltoall_overlap_comm", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation",
+        False),
+    Key(_R + "overlap_grad_reduce", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)",
+        False),
+    Key(_R + "ddp_bucket_size", "convert", _bucket_args, "in one reduction; null: 40e6, or 1e6 x DP if more"),
+    Key(_R + "distributed_timeout_minutes", "value", "--distributed-timeout-minutes",
         "timeout of torch.distributed and of every group; verl's worker sets none at this commit", 30),
-    Key(_R + "router_bias_update_rate", "value", "--moe-router-bias-update-rate",
+    Key(_R + "moe_router_bias_update_rate", "value", "--moe-router-bias-update-rate",
         "0 leaves the model's correction bias alone", 0.0),
-    Key(_R + "balanced_routing", "switch", "--fix-router",
-        "equally many tokens for each expert: for speed measurements only", False),
+    Key(_R + "balanced_routing", "switch", "--fix-router", "equally many tokens an expert: speed runs only", False),
     Key(_R + "adam_beta1", "value", "--adam-beta1", "", 0.9),
     Key(_R + "adam_beta2", "value", "--adam-beta2", "", 0.999),
     Key(_R + "adam_eps", "value", "--adam-eps", "", 1e-8),
@@ -427,7 +410,7 @@ def engine_settings(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] |
     rows = [_engine_setting(row, get) for row in TABLE]
     prefixes = tuple(f"{section}." for section in SECTIONS)
     unknown = {key: value for key, value in given.items() if key.startswith(prefixes) and key not in defaults}
-    rows += [_refused_setting(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
+    rows += [_refusal(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
     rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in ENGINE_ARGUMENTS]
     return rows + (model_settings(hf_config) if hf_config is not None else [])
 
@@ -438,23 +421,23 @@ def _engine_setting(row: Key, get: Get) -> Setting:
     def setting(how: str, *arguments: str, why: str = row.why) -> Setting:
         return Setting(row.key, value, how, arguments, why)
 
-    elsewhere = {"with": f"with {row.to}", "verl": "verl's own", "ours": "our own"}
+    elsewhere = {"with": f"with {row.target}", "verl": "verl's own", "ours": "our own"}
     if row.how in elsewhere:
         return setting(elsewhere[row.how])
     if row.how == "same":
-        actors = get(row.to)
+        actors = get(row.target)
         if _none_as_null(value) in (None, _none_as_null(actors)):
-            return setting(f"with {row.to}")
-        return setting("refused", why=f"must equal {row.to}, {actors!r}: {row.why}")
+            return setting(f"with {row.target}")
+        return setting("refused", why=f"must equal {row.target}, {actors!r}: {row.why}")
     if row.how == "only":
-        return setting("mapped", why=f"a supported value: {row.why}") if value in row.to else setting("refused")
+        return setting("mapped", why=f"a supported value: {row.why}") if value in row.target else setting("refused")
     if row.how == "convert":
         try:
-            return setting("mapped", *row.to(value, get))
+            return setting("mapped", *row.target(value, get))
         except ConfigError as error:
             return setting("refused", why=str(error))
     if row.how == "switch":
-        return setting("mapped", row.to) if value else setting("mapped")
+        return setting("mapped", row.target) if value else setting("mapped")
     if value is None:
-        return setting("refused", why=f"{row.to} requires a value")
-    return setting("mapped", row.to, str(value))
+        return setting("refused", why=f"{row.target} requires a value")
+    return setting("mapped", row.target, str(value))

@@ -165,8 +165,9 @@ def count_trained_tokens_only(model: torch.nn.Module) -> None:
 
 
 def _save_token_counts(layer: torch.nn.Module, args: tuple) -> None:
-    counted = None if torch.is_grad_enabled() else layer.router.local_tokens_per_expert.clone()
-    layer.tokens_before_pass = counted
+    layer.tokens_before_pass = None
+    if not torch.is_grad_enabled():
+        layer.tokens_before_pass = layer.router.local_tokens_per_expert.clone()
 
 
 def _restore_token_counts(layer: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -178,11 +179,10 @@ def _keep_fp32(router: torch.nn.Module) -> None:
     original_apply = router._apply  # bfloat16(), half(), cuda() and to() call it for each module
 
     def _apply(fn: Callable, recurse: bool = True) -> torch.nn.Module:
-        before_cast = {name: router._buffers[name] for name in _ROUTER_BUFFERS if router._buffers.get(name) is not None}
+        uncast = {name: router._buffers[name] for name in _ROUTER_BUFFERS if router._buffers.get(name) is not None}
         original_apply(fn, recurse)
-        for name, before in before_cast.items():
-            now = router._buffers[name]
-            router._buffers[name] = before.to(now.device)  # moved but not rounded to bf16
+        for name, buffer in uncast.items():
+            router._buffers[name] = buffer.to(router._buffers[name].device)  # moved but not rounded to bf16
         return router
 
     router._apply = _apply

@@ -61,13 +61,11 @@ def prepare(section: Any) -> None:
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
             "call verl_patches.model.mindspeed.start.prepare(section) first in the process"
         )
-    words, compile_of_torch = (
-        command_line_arguments(engine_settings(section, run_from_config(section).recipe)),
-        torch.compile,
-    )
+    words = command_line_arguments(engine_settings(section, run_from_config(section).recipe))
+    torch_compile = torch.compile
     with _replaced_argv(words), _redirect_prints("MindSpeed-LLM's adaptor"):
         importlib.import_module("mindspeed_llm")
-    adaptor_applied.value, torch.compile = True, compile_of_torch
+    adaptor_applied.value, torch.compile = True, torch_compile
 
 
 def start(section: Any) -> Namespace:
@@ -93,7 +91,7 @@ def start(section: Any) -> Namespace:
             shown = logging.WARNING if engine.current_engine().switches.platform == "npu" else logging.INFO
             log.log(shown, bind_cores(os.environ.get(VISIBLE_DEVICES, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
-    _start_distributed(recipe.train.collective_timeout_minutes)
+    _start_distributed(recipe.train.distributed_timeout_minutes)
     args = _parse_arguments(words)
     if recipe.dtype == "fp32":
         args.bf16, args.params_dtype = False, torch.float32
@@ -167,10 +165,7 @@ def _parse_arguments(words: list[str]) -> Namespace:
         if getattr(args, name, None) != value and name not in _CONVERTED_ARGUMENTS
     ]
     if changed:
-        raise ConfigError(
-            "the argument validators of Megatron and MindSpeed changed these values; set the keys to values that they "
-            "accept:\n  " + "\n  ".join(changed)
-        )
+        raise ConfigError("Megatron's or MindSpeed's validators changed these arguments:\n  " + "\n  ".join(changed))
     return args
 
 
@@ -200,7 +195,7 @@ def _replaced_argv(words: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _redirect_prints(what: str) -> Iterator[None]:
+def _redirect_prints(task: str) -> Iterator[None]:
     """Redirect upstream's prints to the log, and turn its errors into ConfigError."""
     printed = io.StringIO()
     try:
@@ -211,9 +206,9 @@ def _redirect_prints(what: str) -> Iterator[None]:
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = printed.getvalue().strip().splitlines()
         message = lines[-1] if isinstance(error, SystemExit) and lines else str(error)
-        raise ConfigError(f"{what}: refused by Megatron or MindSpeed: {message}") from error
+        raise ConfigError(f"{task}: refused by Megatron or MindSpeed: {message}") from error
     finally:
-        log.debug("%s:\n%s", what, printed.getvalue())
+        log.debug("%s:\n%s", task, printed.getvalue())
 
 
 def optimizer_config_from_arguments(original: Callable) -> Callable:
@@ -229,9 +224,11 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
 
         args = get_args()
         names = (field.name for field in dataclasses.fields(OptimizerConfig))
-        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-        own = {name: optim_config[name] for name in ("lr", "clip_grad", "weight_decay")}  # the critic has others
-        return OptimizerConfig(**{**given, **{name: value for name, value in own.items() if value is not None}})
+        fields = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        for name in ("lr", "clip_grad", "weight_decay"):  # the critic's differ from Megatron's arguments
+            if optim_config[name] is not None:
+                fields[name] = optim_config[name]
+        return OptimizerConfig(**fields)
 
     return config
 

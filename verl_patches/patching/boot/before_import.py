@@ -71,8 +71,7 @@ def _run_prelude() -> None:
         raise ConfigError(
             f"{PATCHES_VAR} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}); expected the "
             "value of its driver, so that both have the same patches. Run `python -m verl_patches install-prelude` in "
-            "the driver's Python and import verl there before ray.init, or set the variable for `ray start` on every "
-            "node"
+            "the driver's Python and import verl there before ray.init, or set the variable for each `ray start`"
         )
     try:
         importlib.import_module(PRELUDE)

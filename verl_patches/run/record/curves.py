@@ -25,7 +25,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.values import loading_errors
-from verl_patches.weights.run_folders import chain_of, find_start, read_start, start_in, starts_in
+from verl_patches.weights.run_folders import find_start, list_starts, read_start, require_start, start_chain
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
 FIXED_DATA_LOSS = "objective/loss"  # the loss of our runs on fixed data, whose reward has no meaning
@@ -109,7 +109,7 @@ def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
 
 def _read_source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
     """Return the kind of a source, which says how it is read, and its rows."""
-    if given.is_dir() and not (read_start(given) or starts_in(given)):
+    if given.is_dir() and not (read_start(given) or list_starts(given)):
         events = sorted([*given.glob(f"{EVENTS_PREFIX}*"), *given.glob(f"*/{EVENTS_PREFIX}*")])
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
             raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
@@ -143,7 +143,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 def _run_rows(folder: Path) -> Iterator[Row]:
     """Yield the rows of metrics.jsonl of a start and of the starts that it resumes; rows without a step too."""
-    files = {link.folder / "metrics.jsonl": link for link in chain_of(start_in(folder))}
+    files = {link.folder / "metrics.jsonl": link for link in start_chain(require_start(folder))}
     for path in [path for path in files if path.exists()] or [*files][-1:]:
         yield from (row for row in _jsonl_rows(path) if row[0] is None or files[path].holds(row[0]))
 

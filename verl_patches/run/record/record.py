@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.trainer.record import delta_of_steps
+from verl_patches.trainer.record import mean_logprob_delta
 from verl_patches.values import printable
-from verl_patches.weights.run_folders import chain_of, read_start
+from verl_patches.weights.run_folders import read_start, start_chain
 
 SUMMARY_FILE, PROGRESS_FILE = "summary.json", "progress.log"
 
@@ -21,7 +21,7 @@ SUMMARY_FILE, PROGRESS_FILE = "summary.json", "progress.log"
 def read_summary(folder: Path) -> dict[str, Any]:
     """Return summary.json of a start, with the steps of the starts that it resumes before its own."""
     start, own = read_start(folder), _read_own_summary(folder)
-    links = chain_of(start) if start else []
+    links = start_chain(start) if start else []
     if len(links) < 2:
         return own
     steps: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         elif val and link.holds(val["step"]):
             val_before = val_before or val
         steps += [step for step in part.get("steps", ()) if link.holds(step["step"])]
-    return {**own, "steps": steps, "val_before": val_before, "logprob_delta": delta_of_steps(steps)}
+    return {**own, "steps": steps, "val_before": val_before, "logprob_delta": mean_logprob_delta(steps)}
 
 
 def _read_own_summary(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check batches and lengths: which sizes divide each other, what fits a micro batch or an engine step, keep_groups."""
+"""Check batches and lengths: sizes that divide each other, what fits a micro batch or an engine step, filter_groups."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def _budget_faults(run: RunSpec) -> Iterator[str]:
             )
 
 
-def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that no other setting of the run conflicts with recipe.keep_groups; skip if it is off."""
-    section, recipe, rollout = run.recipe.keep_groups, run.recipe, run.verl.actor_rollout_ref.rollout
+def filter_groups_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that no other setting of the run conflicts with recipe.filter_groups; skip if it is off."""
+    section, recipe, rollout = run.recipe.filter_groups, run.recipe, run.verl.actor_rollout_ref.rollout
     if section.metric is None:
         return
     faults = [
@@ -172,7 +172,9 @@ def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
     labels = [f"{REWARD_PREFIX}{part.label}" for part in run.rewards]
     if section.metric.startswith(REWARD_PREFIX) and section.metric not in labels:
         wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a key of a function")
-    detail = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
+    detail = (
+        f"prompts whose responses differ in {section.metric}, from at most {section.max_num_gen_batches} batches a step"
+    )
     yield either(
-        "keep groups", not wrong, detail, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+        "filter groups", not wrong, detail, f"recipe.filter_groups.metric is {section.metric}, but {'; '.join(wrong)}"
     )

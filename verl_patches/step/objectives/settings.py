@@ -83,7 +83,7 @@ def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
         "recipe.rollout_correction.rollout_rs": (None, sampled),
         "recipe.logprob_check.action": ("off", sampled),
         "recipe.rollout.replay": (None, sampled),
-        "recipe.keep_groups.metric": (None, sampled),
+        "recipe.filter_groups.metric": (None, sampled),
         "recipe.rewards": ([], "fixed responses have no reward"),
     }
     if name in REFERENCE_OBJECTIVES:

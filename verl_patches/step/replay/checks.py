@@ -8,7 +8,7 @@ from pathlib import Path
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.spec import RunSpec
 from verl_patches.step.replay.recording import find_recording
-from verl_patches.weights.run_folders import LATEST
+from verl_patches.weights.run_folders import LATEST_LINK
 
 
 def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
@@ -41,7 +41,7 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
         fault = str(error)
     recording = Path(replay).absolute()
     folders = {recording.resolve()}
-    if recording.name == LATEST:
+    if recording.name == LATEST_LINK:
         folders.add(recording.parent.resolve())
     if not fault and home in folders:
         fault = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.shared_files import replacing
-from verl_patches.weights.run_folders import find_start, start_in, steps_in_chain
+from verl_patches.weights.run_folders import chain_steps, find_start, require_start
 
 if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
     import torch
@@ -27,7 +27,7 @@ Recording = Mapping[int, Path]  # step -> the folder with its step_N.safetensors
 
 def recording_in(start: Path) -> Recording:
     """Return the recorded steps of a start and of the starts that it continues, in order."""
-    return steps_in_chain(start_in(start), lambda folder: _steps_in(folder / ROLLOUTS))
+    return chain_steps(require_start(start), lambda folder: _steps_in(folder / ROLLOUTS))
 
 
 def _steps_in(folder: Path) -> Iterator[tuple[int, Path]]:

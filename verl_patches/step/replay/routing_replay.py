@@ -128,7 +128,7 @@ class RoutingReplay:
             yield
 
     def end_step(self) -> dict[str, Any]:
-        """Drop the recorded experts; return the counts that `replay_of_step` (trainer/step_record.py) adds up.
+        """Drop the recorded experts; return the counts that `replay_totals` (trainer/step_record.py) adds up.
 
         of: experts replayed; equal: those that routers chose too; bytes: of the recorded experts.
         """

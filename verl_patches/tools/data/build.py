@@ -23,35 +23,36 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import END_SIGNALS, die_with_parent
-from verl_patches.tools.data.handlers import RESPONSES, Record, Row, digest_of, make_row, schema_of, template_of
-from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
-from verl_patches.tools.data.settings import REASONS, Settings
-from verl_patches.tools.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
+from verl_patches.tools.data.handlers import RESPONSE_KEYS, Record, json_digest, make_row, parquet_schema, read_template
+from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
+from verl_patches.tools.data.settings import REASON_LIMITS, Settings
+from verl_patches.tools.data.sources import Source, file_facts, input_sources, prompt_tokens, read_tokenizer
 from verl_patches.values import printable
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SHOWN, PLACES = 20, 3  # most sentences of a reason in the report, and places of each
+MAX_SENTENCES, MAX_PLACES = 20, 3  # most sentences of a reason in the report, and places of each
 MAX_GOLD_WORDS = 4  # the reward compares longer gold answers, like any phrase, only as text
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_WORD_PATTERN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
 _BATCHES_OF_A_WORKER = 4  # batches that each worker makes between two writes
-_UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
+_UNRECORDED_KEYS = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 # the result of a record: the row as JSON unless it is left out, and why it is left out or doubted; digests of its
 # prompt and of all that two repeated rows share; tokens of its prompt and of its longest response
-MADE = {"origin": "string", "text": "string", "reason": "string", "sentence": "string"}
-MADE |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_tokens"), "int64")
+RESULT_COLUMNS = {"origin": "string", "text": "string", "reason": "string", "sentence": "string"}
+RESULT_COLUMNS |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_tokens"), "int64")
 
 
 def make_rows(settings: Settings, origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
-    """Return the columns of MADE for some pickled records; this runs in any process."""
-    made = [_make(settings, origin, pickle.loads(record)) for origin, record in zip(origins, records, strict=True)]
-    return {name: [each.get(name) for each in made] for name in MADE}
+    """Return the RESULT_COLUMNS of some pickled records; this runs in any process."""
+    pairs = zip(origins, map(pickle.loads, records), strict=True)
+    made = [_make_result(settings, origin, record) for origin, record in pairs]
+    return {name: [each.get(name) for each in made] for name in RESULT_COLUMNS}
 
 
-def _make(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
-    template, tokenizer = _tools(settings.prompt_type, settings.tokenizer_name_or_path)
+def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
+    template, tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)
     handler, additional = settings.handler, settings.dataset_additional_keys
     made: dict[str, Any] = {"origin": origin}
     try:
@@ -59,76 +60,81 @@ def _make(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
             raise record
         values = Record(record, handler.fields)
         row = make_row(handler, values, template, settings.data_source or settings.handler_name, origin, additional)
-        tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
+        tokens = _count_tokens(tokenizer, row) if tokenizer else (0, 0)
         text = json.dumps(row)
     except (ValueError, RecursionError) as error:
         return {**made, "reason": "bad", "sentence": printable(str(error))}
     if settings.seq_length and sum(tokens) > settings.seq_length:
         return {**made, "reason": "too_long", "sentence": f"more than {settings.seq_length} tokens"}
-    if handler.ability == "math" and len(_WORD.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
+    if handler.ability == "math" and len(_WORD_PATTERN.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
         sentence = "the gold answer is a sentence, which the reward compares as text"
         made |= {"reason": "sentences", "sentence": sentence}
     prompt = [message["content"].split() for message in row["prompt"]] if "prompt" in row else row["text"]
     fixed = [row[column] for column in handler.columns]
-    made |= {"text": text, "prompt": digest_of(prompt), "digest": digest_of([prompt, fixed])}
+    made |= {"text": text, "prompt": json_digest(prompt), "digest": json_digest([prompt, fixed])}
     return {**made, "prompt_tokens": tokens[0], "response_tokens": tokens[1]}
 
 
 @functools.cache
-def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
+def _template_and_tokenizer(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
     """Return (template, tokenizer), made once in each process."""
     if tokenizer is None:
-        return template_of(prompt_type), None
-    expected = "tokenizer_name_or_path to be a model folder that is there, or an id"
+        return read_template(prompt_type), None
+    expected = "tokenizer_name_or_path to be an existing model folder or a Hugging Face id"
     found = read_tokenizer(tokenizer, expected, local=os.path.isdir(tokenizer))
     if not found.chat_template:
-        raise ConfigError(f"tokenizer_name_or_path {tokenizer}: it has no chat template, which verl needs")
-    return template_of(prompt_type), found
+        where = f"tokenizer_name_or_path {tokenizer}"
+        raise ConfigError(f"{where}: expected a chat template, which verl needs, found none; give another tokenizer")
+    return read_template(prompt_type), found
 
 
-def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
+def _count_tokens(tokenizer: Any, row: dict[str, Any]) -> tuple[int, int]:
     """Return tokens of (prompt, longest response with end tokens), counted as in a run (step/objectives/dataset.py)."""
     if "text" in row:
         return 1, len(tokenizer.encode(row["text"]))
     prompt = len(prompt_tokens(tokenizer, row["prompt"]))
-    texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
-    sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
-    return prompt, max(sizes) + len(sizes) if sizes else 0  # a reward model adds two end tokens to a pair
+    sizes = []
+    for name in RESPONSE_KEYS:
+        if name in row:
+            parts = row[name] if name == "steps" else [row[name]]
+            sizes.append(sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts))
+    response = max(sizes) + len(sizes) if sizes else 0  # a reward model adds two end tokens to a pair
+    return prompt, response
 
 
-def _records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
+def _pickled_records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
     for source in sources:
         for line, record in source.rows():
             yield {"origin": f"{source.name}:{line}", "record": pickle.dumps(record)}
 
 
 @contextmanager
-def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[..., dict[str, list[Any]]]]:
+def _row_maker(settings: Settings, workers: int) -> Iterator[Callable[..., dict[str, list[Any]]]]:
     """Yield make_rows, which with more than one worker runs in that many processes."""
     if workers < 2:
         yield functools.partial(make_rows, settings)
         return
-    executor = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker)
+    executor = ProcessPoolExecutor(workers, get_context("fork"), _start_worker)
 
     def make(origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
         parts = [slice(first, first + _BATCH_ROWS) for first in range(0, len(origins), _BATCH_ROWS)]
         futures = [executor.submit(make_rows, settings, origins[part], records[part]) for part in parts]
         made = [future.result() for future in futures]
-        return {name: [value for columns in made for value in columns[name]] for name in MADE}
+        return {name: [value for columns in made for value in columns[name]] for name in RESULT_COLUMNS}
 
     try:
-        with _end_signals_held():
+        with _deferred_end_signals():
             executor.submit(os.getpid)  # the first submit forks all workers
         yield make
     except BrokenProcessPool as error:
-        text = "a worker of data build was killed; lower workers, or give the machine more memory"
-        raise RecipeError(text) from error
+        text = f"data build: one of {workers} worker processes was killed"
+        raise RecipeError(f"{text}; lower workers, or give the machine more memory") from error
     finally:
         executor.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _end_signals_held() -> Iterator[None]:
+def _deferred_end_signals() -> Iterator[None]:
     """Hold end signals back until the block ends, because Python ignores errors of their handlers while it forks."""
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in END_SIGNALS}
@@ -141,7 +147,7 @@ def _end_signals_held() -> Iterator[None]:
             signal.raise_signal(sent)
 
 
-def _begin_worker() -> None:
+def _start_worker() -> None:
     """Prepare a worker, which is forked with end signals held back, as the command's handlers are not its own.
 
     In its own session it gets no signal of a terminal: only the command does, which ends its workers. A kill -9 of the
@@ -153,8 +159,8 @@ def _begin_worker() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
-    """Return the dataset of MADE, with a row for each record; raise ConfigError if there is none."""
+def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
+    """Return the dataset of RESULT_COLUMNS, with a row for each record; raise ConfigError if there is none."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 
@@ -163,63 +169,66 @@ def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> D
     features = Features({"origin": Value("string"), "record": Value("binary")})
     given = {"cache_dir": str(scratch / "records"), "gen_kwargs": {"sources": tuple(sources)}}
     try:
-        records = Dataset.from_generator(_records, features, **given)
+        records = Dataset.from_generator(_pickled_records, features, **given)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
     workers = min(settings.workers, len(records))
-    with _rows_by_workers(settings, workers) as make:
+    with _row_maker(settings, workers) as make:
         return records.map(
             make,
             input_columns=["origin", "record"],
             batched=True,
             batch_size=_BATCH_ROWS * (_BATCHES_OF_A_WORKER * workers if workers > 1 else 1),
             remove_columns=["record"],
-            features=Features({name: Value(kind) for name, kind in MADE.items()}),
+            features=Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()}),
             cache_file_name=str(scratch / "rows.arrow"),
             new_fingerprint="rows",  # a function that holds processes has no fingerprint
             desc="Making rows",
         )
 
 
-def _columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
+def _read_columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
     """Yield some columns of each row."""
     for batch in made.select_columns([*names]).with_format("arrow").iter(_BATCH_ROWS):
         yield from batch.to_pylist()
 
 
-def _sort_out(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, int]]:
+def _filter_rows(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, int]]:
     """Return the report, (number, digest of the prompt) of each row that is kept, and the most tokens of a row."""
-    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": {}} for reason in REASONS}}
+    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": {}} for reason in REASON_LIMITS}}
     kept, seen, longest = [], set(), {"prompt": 0, "response": 0}
 
-    def note(reason: str, origin: str, sentence: str) -> None:
+    def count_reason(reason: str, origin: str, sentence: str) -> None:
         found = report[reason]
         found["rows"] += 1
-        if sentence in found["shown"] or len(found["shown"]) < SHOWN:
+        if sentence in found["shown"] or len(found["shown"]) < MAX_SENTENCES:
             same = found["shown"].setdefault(sentence, {"rows": 0, "places": []})
             same["rows"] += 1
-            same["places"] += [origin] * (len(same["places"]) < PLACES)
+            if len(same["places"]) < MAX_PLACES:
+                same["places"].append(origin)
 
-    for number, row in enumerate(_columns(made, *(name for name in MADE if name != "text"))):
+    for number, row in enumerate(_read_columns(made, *(name for name in RESULT_COLUMNS if name != "text"))):
         if row["reason"]:
-            note(row["reason"], row["origin"], row["sentence"])
+            count_reason(row["reason"], row["origin"], row["sentence"])
         if row["digest"] is None:
             continue
         longest = {name: max(most, row[f"{name}_tokens"]) for name, most in longest.items()}
         if dedupe and row["digest"] in seen:
-            note("repeated", row["origin"], "as one before it")
+            count_reason("repeated", row["origin"], "repeats an earlier row")
         else:
             kept.append((number, row["prompt"]))
         seen.add(row["digest"])
     return report, kept, longest
 
 
-def _split(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str, Any]) -> dict[str, list[int]]:
+def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return {file: row numbers} in their order; test has the first rows, and all others with the same prompts."""
     size = len(kept)
     if size < 2:
-        out_of = ", ".join(f"{n} {why}" for why in ("bad", "repeated", "too_long") if (n := report[why]["rows"]))
-        raise ConfigError(f"{size} of {report['read']} rows are left ({out_of or 'no more'}); expected 2 or more")
+        counts = {reason: report[reason]["rows"] for reason in ("bad", "repeated", "too_long")}
+        left_out = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "none"
+        found = f"{size} of {report['read']} (left out: {left_out})"
+        raise ConfigError(f"input: expected 2 or more rows to train and test with, found {found}; give more data")
     if settings.shuffle:
         Random(settings.seed).shuffle(kept)
     count = int(settings.test_size) if settings.test_size >= 1 else max(1, round(settings.test_size * size))
@@ -227,37 +236,38 @@ def _split(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str,
     test = [number for number, prompt in kept if prompt in prompts]
     train = [number for number, prompt in kept if prompt not in prompts]
     if not train:
-        found = f"test_size is {settings.test_size}: {len(test)} of {size} rows"
-        raise ConfigError(f"{found} leave none to train on; give a smaller one")
+        found = f"{len(test)} of {size} rows, all with a prompt of the test rows; none is left to train on"
+        raise ConfigError(f"test_size is {settings.test_size}: it takes {found}; lower test_size")
     return {TRAIN: train, TEST: test}
 
 
-def build(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
+def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
     """Write the folder of output_prefix and return (0, report), or (1, report) without writing (refuse_above).
 
     Raise ConfigError for wrong use. Progress bars go to stderr.
     """
     target = Path(settings.output_prefix)
-    with whole_folder(target, overwrite) as work:
+    with replaced_folder(target, overwrite) as work:
         os.environ["HF_HOME"] = str((work / "hub").absolute())  # also for workers; set before HF's imports
         from tqdm import tqdm
 
-        sources = list(sources_of(settings, work))
-        _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # faults end the command here
-        made = _make_all(settings, sources, work)
-        report, kept, longest = _sort_out(made, settings.dedupe)
-        limits = REASONS | settings.refuse_above
-        report["refused"] = [why for why in REASONS if report[why]["rows"] > limits[why] * report["read"]]
+        sources = list(input_sources(settings, work))
+        _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)  # faults end the command here
+        made = _make_dataset(settings, sources, work)
+        report, kept, longest = _filter_rows(made, settings.dedupe)
+        limits = REASON_LIMITS | settings.refuse_above
+        report["refused"] = [why for why in REASON_LIMITS if report[why]["rows"] > limits[why] * report["read"]]
         if report["refused"]:
             return 1, report
         if settings.tokenizer_name_or_path:
             report["longest_tokens"] = longest
-        schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
-        for name, numbers in _split(settings, kept, report).items():
+        schema = parquet_schema(settings.handler.columns, settings.dataset_additional_keys)
+        for name, numbers in _split_rows(settings, kept, report).items():
             report[Path(name).stem] = len(numbers)
-            rows = tqdm(_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
+            rows = tqdm(_read_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
             write_rows(work / "out" / name, (row["text"] for row in rows), schema)
-        manifest = {"format": "verl_patches data", "version": 1, "settings": settings.model_dump(exclude=_UNSAID)}
+        manifest = {"format": "verl_patches data", "version": 1}
+        manifest["settings"] = settings.model_dump(exclude=_UNRECORDED_KEYS)
         manifest |= {"inputs": [source.facts for source in sources], "report": report}
         manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

@@ -29,8 +29,8 @@ from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.replay.recording import recording_in
-from verl_patches.tools.data.handlers import EXTRA, digest_of, schema_of
-from verl_patches.tools.data.output import MANIFEST, TRAIN, whole_folder, write_rows
+from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, json_digest, parquet_schema
+from verl_patches.tools.data.output import MANIFEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
-TAGGED = "{input} <rm_score>: {reward:.2f} "
-_SLACK = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
+REWARD_TAG = "{input} <rm_score>: {reward:.2f} "
+_SCORE_TOLERANCE = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,13 @@ class Choice:
 
     def __post_init__(self):
         if faults := value_faults(field_types(Choice), asdict(self)):
-            raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
+            raise ConfigError(f"data from-rollouts: {'; '.join(faults)}")
         if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
-            raise ConfigError(
-                f"from-rollouts: --to {self.kind}: --best is for best and --margin for pairs; leave it out"
-            )
+            text = "data from-rollouts: expected --best only with --to best, and --margin only with --to pairs"
+            raise ConfigError(f"{text}, found --to {self.kind}; remove the option")
 
 
-def from_rollouts(
+def write_rollout_data(
     run: Path,
     target: Path,
     choice: Choice,
@@ -78,45 +77,43 @@ def from_rollouts(
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.
     """
-    with loading_errors(f"{run}: expected a run, with {CONFIG_FILE} and {FACTS_FILE}"):
+    with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
         try:
             spec = read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
         except ValidationError:
-            text = (
-                f"{run / FACTS_FILE}: expected the facts of a run as this version writes them; {run} was recorded by an"
-            )
-            text = f"{text} earlier version: use that version, or record the run again"
-            raise ConfigError(text) from None
+            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
+            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
-    with whole_folder(target, overwrite) as work:
-        data = _rows_of_data(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
+    with replaced_folder(target, overwrite) as work:
+        data = _recorded_prompts(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[str]:
             for step in steps:
-                for uid, key, group in _groups(steps[step], step, tokenizer, report, left_out):
-                    for columns, reward in chosen(group, choice, left_out):
+                for uid, key, group in _prompt_groups(steps[step], step, tokenizer, report, left_out):
+                    for columns, reward in choose_rows(group, choice, left_out):
                         origin = f"{run.parent.name}, step {step}, uid {uid}, reward {reward:.6g}"
                         row = _row(data[key], columns, choice, reward, origin)
-                        digest = digest_of([row["prompt"], columns])
-                        left_out["repeated"] += digest in seen
-                        if digest not in seen:
-                            report["rows"] += 1
-                            yield json.dumps(row)
+                        digest = json_digest([row["prompt"], columns])
+                        if digest in seen:
+                            left_out["repeated"] += 1
+                            continue
+                        report["rows"] += 1
+                        yield json.dumps(row)
                         seen.add(digest)
                 report["steps"] += 1
                 progress(1)
 
-        write_rows(file, rows(), schema_of(COLUMNS[choice.kind]))
+        write_rows(file, rows(), parquet_schema(COLUMNS[choice.kind]))
         report["left_out"] = {reason: count for reason, count in sorted(left_out.items()) if count}
         if not report["rows"]:
             why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
-            text = f"{run}: no row is left of {report['responses']} responses ({why})"
+            text = f"{run}: expected rows, found none among {report['responses']} responses ({why})"
             raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
-        of = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
-        manifest = {"format": "verl_patches data", "version": 1, "run": of, "settings": asdict(choice)}
+        source = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
+        manifest = {"format": "verl_patches data", "version": 1, "run": source, "settings": asdict(choice)}
         manifest |= {"report": report, "files": [file_facts(file)]}
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return {**report, "files": [str(target / TRAIN)]}
@@ -125,38 +122,42 @@ def from_rollouts(
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     """Return {step: folder} of the steps whose responses and rewards are recorded; raise ConfigError without any."""
     steps = recording_in(run)
-    if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
+    scored = {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}
+    if scored:
         return scored
     if not spec.samples:
-        raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
-    found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
+        raise ConfigError(f"{run}: expected rollouts, found none: it trains on fixed data; give a run that samples")
+    found = f"{len(steps)} steps without rewards, as no update followed" if steps else "no rollouts"
     size = size_text(recorded_bytes(spec))
-    raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
+    text = f"{run}: expected recorded rollouts and their rewards, found {found}"
+    raise ConfigError(f"{text}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
 def _tokenizer(spec: RunSpec) -> Any:
     data = spec.verl.data
     path, code = data.tokenizer or str(spec.model_folder), data.get("trust_remote_code")
-    return read_tokenizer(path, "the run's tokenizer; copy its model here", code=bool(code))
+    return read_tokenizer(path, "the run's tokenizer (copy its model to this path)", code=bool(code))
 
 
-def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
+def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
     """Return {digest of ids: row} of the wanted prompts, made and cut as in verl's dataset (rl_dataset.py)."""
     data, found, most = spec.verl.data, dict[int, Any](), spec.verl.data.max_prompt_length
     head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # tokens that a cut keeps of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:
-        with loading_errors(f"{file}: expected the run's data as it was; put it there again"):
+        with loading_errors(f"{file}: expected the run's data, unchanged (restore it if it was moved or edited)"):
             for _, row in read_rows(Path(file)):
                 prompt = row[data.prompt_key]
                 ids = prompt_tokens(tokenizer, prompt)
-                ids = ids[:head] + ids[len(ids) - most + head :] if len(ids) > most else ids
-                if (key := digest_of(ids)) in wanted:
+                if len(ids) > most:
+                    ids = ids[:head] + ids[len(ids) - most + head :]
+                key = json_digest(ids)
+                if key in wanted:
                     found.setdefault(key, {**row, "prompt": prompt})
     if missing := len(wanted - found.keys()):
         raise ConfigError(
-            f"{missing} of {len(wanted)} recorded prompts are not in the run's data ({', '.join(files)}); "
-            "expected its files, tokenizer and chat template as they were when it ran"
+            f"{', '.join(files)}: expected all {len(wanted)} recorded prompts, found {len(wanted) - missing}; "
+            "restore the run's data, tokenizer and chat template as they were when it ran"
         )
     return found
 
@@ -164,22 +165,22 @@ def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, 
 def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
     """Yield (digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
     sampled = folder / f"step_{step}.safetensors"
-    prompts, responses, masks = _load(sampled, "prompts", "responses", "attention_mask")
-    scores, width = _load(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
+    prompts, responses, masks = _load_tensors(sampled, "prompts", "responses", "attention_mask")
+    scores, width = _load_tensors(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
     for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
         ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
-        yield digest_of(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
+        yield json_digest(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
 
 
-def _load(path: Path, *names: str) -> list[torch.Tensor]:
+def _load_tensors(path: Path, *names: str) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
-    with loading_errors(f"{path}: expected a recording with {', '.join(names)}; run it again"):
+    with loading_errors(f"{path}: expected a recording with {', '.join(names)} (record the run again)"):
         tensors = load_file(path)
         return [tensors[name] for name in names]
 
 
-def _groups(
+def _prompt_groups(
     folder: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
 ) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
     """Yield (uid, prompt digest, (text, reward)s) in the order of first rows, without repeated and empty texts."""
@@ -188,24 +189,27 @@ def _groups(
         _, texts = groups.setdefault(uid, (key, {}))
         text = tokenizer.decode(ids, skip_special_tokens=True)
         report["responses"] += 1
-        fault = "empty" if not text else "without a finite reward" if not math.isfinite(score) else ""
-        if fault := fault or ("repeated" if text in texts else ""):
-            left_out[fault] += 1
+        if not text:
+            left_out["empty"] += 1
+        elif not math.isfinite(score):
+            left_out["without a finite reward"] += 1
+        elif text in texts:
+            left_out["repeated"] += 1
         else:
             texts[text] = score
     report["prompts"] += len(groups)
     yield from ((uid, key, [*texts.items()]) for uid, (key, texts) in groups.items())
 
 
-def chosen(
+def choose_rows(
     group: list[tuple[str, float]], choice: Choice, left_out: Counter[str]
 ) -> Iterator[tuple[dict[str, str], float]]:
     """Yield ({column: text}, reward) of one prompt's rows; the reward of a pair is the difference of its rewards."""
     group = sorted(group, key=lambda each: -each[1])  # the first of equal rewards stays first
-    good = [each for each in group if choice.threshold is None or each[1] >= choice.threshold - _SLACK]
+    good = [each for each in group if choice.threshold is None or each[1] >= choice.threshold - _SCORE_TOLERANCE]
     if choice.kind == "pairs":
         margin = good[0][1] - group[-1][1] if good else 0.0
-        if margin > 0 and margin >= choice.margin - _SLACK:
+        if margin > 0 and margin >= choice.margin - _SCORE_TOLERANCE:
             yield {"chosen": good[0][0], "rejected": group[-1][0]}, margin
         else:
             left_out["prompts within the margin" if good else "prompts below the threshold"] += 1
@@ -218,7 +222,7 @@ def chosen(
 def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, origin: str) -> dict[str, Any]:
     messages = [{"role": one["role"], "content": one["content"]} for one in data["prompt"]]
     if choice.kind == "conditional":
-        messages[-1]["content"] = TAGGED.format(input=messages[-1]["content"], reward=reward)
+        messages[-1]["content"] = REWARD_TAG.format(input=messages[-1]["content"], reward=reward)
     answer = (data.get("reward_model") or {}).get("ground_truth")
     answer = "" if answer is None else str(answer)
     row = {
@@ -227,5 +231,5 @@ def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, orig
         **columns,
         "ability": data.get("ability") or "",
     }
-    extra = dict(zip(EXTRA, (-1, "", answer, "", origin), strict=True))
+    extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, "", origin), strict=True))
     return row | {"reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": extra}

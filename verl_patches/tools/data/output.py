@@ -21,7 +21,7 @@ GROUP_ROWS = 1024
 
 
 @contextmanager
-def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
+def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a scratch folder, whose `out` takes the name `target` if the block ends well and it holds files.
 
     It is `.NAME.partial/scratch` beside `target`, locked while it is used; leftovers of a killed call are removed
@@ -29,24 +29,25 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     than these), cannot be written, or is being written.
     """
 
-    def wrong(text: object) -> ConfigError:
-        return ConfigError(f"output {target}: {text}; choose another output_prefix")
+    def output_error(text: object) -> ConfigError:
+        return ConfigError(f"output {target}: {text}, or choose another output folder")
 
     if target.name in ("", "..") or not target.name.isprintable():
-        raise wrong("expected the path of a folder to make")
+        raise output_error("expected a path that ends in a printable folder name; correct it")
     work = target.with_name(f".{target.name}{PARTIAL}")
-    scratch, old = work / "scratch", work / "scratch" / "old"
-    with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), wrong):
+    scratch, replaced = work / "scratch", work / "scratch" / "old"
+    with locked_folder(work, lambda: output_error("another process is writing it; wait until it ends"), output_error):
         try:
-            if old.exists() and not target.exists():  # a call was killed between its two renames
-                old.rename(target)
+            if replaced.exists() and not target.exists():  # a call was killed between its two renames
+                replaced.rename(target)
             if target.is_symlink() or (target.exists() and not target.is_dir()):
-                raise wrong("expected a folder or nothing")
+                raise output_error("expected a folder or no file, found a file or a link; remove it")
             there = {path.name for path in target.iterdir()} if target.exists() else set()
             if others := there - {TRAIN, TEST, MANIFEST}:
-                raise wrong(f"holds other files, such as {min(others)!r}")
+                expected = f"{TRAIN}, {TEST} and {MANIFEST}"
+                raise output_error(f"expected only {expected}, found other files, such as {min(others)!r}; remove them")
             if there and not overwrite:
-                raise wrong("exists already: give --overwrite to replace it")
+                raise output_error("expected a new folder, found an existing one; replace it with --overwrite")
             shutil.rmtree(scratch, ignore_errors=True)
             (scratch / "out").mkdir(parents=True)
             yield scratch
@@ -54,13 +55,13 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
                 for file in files:
                     sync(file)
                 if target.exists():
-                    target.rename(old)
+                    target.rename(replaced)
                 (scratch / "out").rename(target)
         except OSError as error:
-            raise wrong(error) from error
+            raise output_error(f"cannot be written ({error}); free or repair the disk") from error
         finally:
-            if old.exists() and not target.exists():  # the second rename failed
-                old.rename(target)
+            if replaced.exists() and not target.exists():  # the second rename failed
+                replaced.rename(target)
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):
                 (work / LOCK).unlink()

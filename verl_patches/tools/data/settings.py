@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
 from verl_patches.recipe import choices
-from verl_patches.tools.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
+from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL_TEMPLATE, Handler, read_template
 from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
 # reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
-REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
+REASON_LIMITS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
 
 
 class Settings(BaseModel):
@@ -30,7 +30,7 @@ class Settings(BaseModel):
     seq_length: Count | None = None
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     log_interval: Count = 1000
-    prompt_type: Text = MODEL
+    prompt_type: Text = MODEL_TEMPLATE
     map_keys: dict[str, str] = {}
     dataset_additional_keys: list[Text] = []
     input_split: Text = "train"
@@ -39,7 +39,7 @@ class Settings(BaseModel):
     shuffle: bool = True
     seed: Seed = 0
     test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
-    refuse_above: dict[Annotated[str, choices(*REASONS)], Share] = {}
+    refuse_above: dict[Annotated[str, choices(*REASON_LIMITS)], Share] = {}
 
     @property
     def inputs(self) -> list[str]:
@@ -59,8 +59,8 @@ class Settings(BaseModel):
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
     """Return the settings of a file, of texts KEY=VALUE, and of `output` (an output_prefix); ConfigError for faults."""
     if file.suffix in (".jsonl", ".parquet"):
-        hint = f"give a file of data as its input: data build data/sample.yaml input={file} -o DIR"
-        raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found data; {hint}")
+        hint = f"pass the data as input: data build data/sample.yaml input={file} -o DIR"
+        raise ConfigError(f"{file}: expected a YAML file of settings (docs/data.md), found data; {hint}")
     values = read_yaml(file)
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -69,7 +69,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
         values[key] = text if key == "prompt_type" else next(iter(parse_yaml(text, key)), None)
     if output is not None:
         values["output_prefix"] = str(output)
-    types, hint = {key: field_types(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
+    types, hint = {key: field_types(Settings)[key] for key in Settings.model_fields}, "docs/data.md lists the keys"
     faults = [unknown_key(str(key), types, hint) for key in values if key not in types]
     faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
     if faults := faults + value_faults(types, values):
@@ -77,7 +77,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
     settings = Settings(**values)
     if faults := list(_faults(settings)):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
-    template_of(settings.prompt_type)
+    read_template(settings.prompt_type)
     return settings
 
 
@@ -85,13 +85,13 @@ def _faults(settings: Settings) -> Iterator[str]:
     """Yield the faults of values that are valid one by one."""
     name, additional = settings.handler_name, settings.dataset_additional_keys
     fields = HANDLERS[name].fields
-    hint = f"{name} has {', '.join(fields)}"
+    hint = f"handler {name} has the fields {', '.join(fields)}"
     yield from (f"map_keys: {unknown_key(key, fields, hint)}" for key in settings.map_keys if key not in fields)
-    if taken := {*additional} & {*EXTRA}:
-        yield f"dataset_additional_keys: extra_info has {' and '.join(sorted(taken))} already; leave them out"
+    if taken := {*additional} & {*EXTRA_INFO_KEYS}:
+        yield f"dataset_additional_keys: extra_info already has {' and '.join(sorted(taken))}; remove them"
     if settings.seq_length and not settings.tokenizer_name_or_path:
-        yield "seq_length is in tokens; expected tokenizer_name_or_path too"
-    if name == "text" and settings.prompt_type != MODEL:
-        yield "prompt_type: raw text has no prompt; leave it out"
+        yield "seq_length counts tokens: expected tokenizer_name_or_path too, found none"
+    if name == "text" and settings.prompt_type != MODEL_TEMPLATE:
+        yield "prompt_type: handler text makes rows without a prompt; remove prompt_type"
     if "://" in settings.output_prefix:
-        yield f"output_prefix is {settings.output_prefix}; expected a local folder: copy it from there"
+        yield f"output_prefix is {settings.output_prefix}; expected a local folder; write there and copy the result"

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.step.rows import render
+from verl_patches.step.rows import render_chat
 from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
     from verl_patches.tools.data.settings import Settings
 
 _BATCH_ROWS = 256
-_URL, _ID = re.compile("(s3|hf)://."), re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_URL_PATTERN, _DATASET_ID_PATTERN = re.compile("(s3|hf)://."), re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ENDINGS = (".json", ".jsonl", ".parquet")
 Rows = Iterator[tuple[int, Any]]
 
@@ -33,36 +33,40 @@ class Source(NamedTuple):
     facts: dict[str, Any]
 
 
-def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:
+def input_sources(settings: Settings, scratch: Path) -> Iterator[Source]:
     """Yield the sources of each input in order; copy remote files to `scratch`; ConfigError for an invalid input."""
     for number, given in enumerate(settings.inputs):
         if is_secret_value(given):
-            raise ConfigError("input: an address holds a secret; credentials are read from the environment alone")
-        with loading_errors(f"input {given}: expected files or a dataset that can be read"):
+            text = "input: expected an address without credentials, found one with a secret"
+            raise ConfigError(f"{text}; pass credentials in environment variables")
+        with loading_errors(f"input {given}: expected readable files or a readable dataset"):
             path = Path(given)
-            if _URL.match(given):
-                yield from map(_file, _download(given, scratch / f"input{number}"))
+            if _URL_PATTERN.match(given):
+                yield from map(_file_source, _download(given, scratch / f"input{number}"))
             elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-                yield _dataset(given, settings.input_split, local=True)
+                yield _dataset_source(given, settings.input_split, local=True)
             elif path.is_dir():
-                yield from map(_file, _readable(given, path.iterdir()))
-            elif not path.exists() and path.suffix not in ENDINGS and _ID.fullmatch(given):
-                yield _dataset(given, settings.input_split, local=False)
+                yield from map(_file_source, _readable_files(given, path.iterdir()))
+            elif not path.exists() and path.suffix not in ENDINGS and _DATASET_ID_PATTERN.fullmatch(given):
+                yield _dataset_source(given, settings.input_split, local=False)
             else:
-                yield _file(path)
+                yield _file_source(path)
 
 
-def _readable(given: str, files: Iterable[Any]) -> list[Any]:
+def _readable_files(given: str, files: Iterable[Any]) -> list[Any]:
     """Return the files, sorted, whose names say that they can be read; raise ConfigError without any."""
-    if not (found := sorted(file for file in files if Path(file).suffix in ENDINGS)):
+    found = sorted(file for file in files if Path(file).suffix in ENDINGS)
+    if not found:
         raise ConfigError(f"input {given}: expected {', '.join(ENDINGS)} files or a saved HF dataset, found none")
     return found
 
 
-def _file(path: Path) -> Source:
+def _file_source(path: Path) -> Source:
     if not path.is_file() or path.suffix not in ENDINGS:
-        found = "another file" if path.is_file() else "no file"
-        raise ConfigError(f"input {path}: expected {', '.join(ENDINGS)}, a folder or a dataset's id, found {found}")
+        found = "a file of another type" if path.is_file() else "no file"
+        raise ConfigError(
+            f"input {path}: expected a {', '.join(ENDINGS)} file, a folder or a dataset id, found {found}"
+        )
     return Source(printable(path.name), lambda: read_rows(path), file_facts(path))
 
 
@@ -75,7 +79,7 @@ def file_facts(path: Path) -> dict[str, Any]:
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _dataset(given: str, split: str, local: bool) -> Source:
+def _dataset_source(given: str, split: str, local: bool) -> Source:
     from datasets import load_dataset, load_from_disk
 
     found = load_from_disk(given) if local else load_dataset(given, split=split)
@@ -86,8 +90,8 @@ def _dataset(given: str, split: str, local: bool) -> Source:
     facts = {"name": given, "split": split, "rows": len(found), "version": str(found.version or "")}
 
     def rows() -> Rows:
-        with loading_errors(f"input {given}: expected rows that can be read"):
-            yield from _numbered(found.with_format("arrow").iter(_BATCH_ROWS))
+        with loading_errors(f"input {given}: expected readable rows"):
+            yield from _numbered_rows(found.with_format("arrow").iter(_BATCH_ROWS))
 
     return Source(printable(Path(given).name), rows, facts)
 
@@ -99,8 +103,8 @@ def _download(url: str, folder: Path) -> list[Path]:
     try:
         system, place = fsspec.url_to_fs(url)
     except ImportError as error:
-        raise ConfigError(f"input {url}: s3fs is not installed: pip install s3fs, or copy the files") from error
-    places = _readable(url, [place] if system.isfile(place) else system.ls(place, detail=False))
+        raise ConfigError(f"input {url}: package s3fs is not installed; pip install s3fs, or copy the files") from error
+    places = _readable_files(url, [place] if system.isfile(place) else system.ls(place, detail=False))
     files = [folder / str(number) / Path(name).name for number, name in enumerate(places)]
     system.get(places, [*map(str, files)])
     return files
@@ -111,13 +115,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
 
     Raise ConfigError for a file that cannot be read.
     """
-    with loading_errors(f"{path}: expected a file that can be read"):
+    with loading_errors(f"{path}: expected a readable file"):
         if path.suffix == ".parquet":
-            yield from _parquet(path, columns)
+            yield from _read_parquet(path, columns)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
-            yield from _json(path)
+            yield from _read_json(path)
         else:
-            yield from _jsonl(path)
+            yield from _read_jsonl(path)
 
 
 def _begins_with_an_object(path: Path) -> bool:
@@ -125,13 +129,14 @@ def _begins_with_an_object(path: Path) -> bool:
         return next(filter(None, map(str.strip, lines)), "").startswith("{")
 
 
-def _json(path: Path) -> Rows:
-    if not isinstance(rows := _parse(path.read_bytes()), list):
+def _read_json(path: Path) -> Rows:
+    rows = _parse(path.read_bytes())
+    if not isinstance(rows, list):
         raise ConfigError(f"{path}: expected a JSON list of objects, found {type(rows).__name__}")
     yield from enumerate(rows, 1)
 
 
-def _jsonl(path: Path) -> Rows:
+def _read_jsonl(path: Path) -> Rows:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -144,26 +149,26 @@ def _jsonl(path: Path) -> Rows:
 def _parse(text: bytes) -> Any:
     """Return the value of a JSON text; raise ValueError if it is invalid, has NaN, or is nested too deep."""
     try:
-        return json.loads(text.decode("utf-8-sig"), parse_constant=_refuse)
+        return json.loads(text.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise ValueError(f"invalid JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
-        raise ValueError("not read: nested too deep") from None
+        raise ValueError("JSON that is nested too deep") from None
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"not JSON: {word}")
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"invalid JSON: {word}")
 
 
-def _parquet(path: Path, columns: Sequence[str] | None) -> Rows:
+def _read_parquet(path: Path, columns: Sequence[str] | None) -> Rows:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
         here = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-        yield from _numbered(file.iter_batches(_BATCH_ROWS, columns=here))
+        yield from _numbered_rows(file.iter_batches(_BATCH_ROWS, columns=here))
 
 
-def _numbered(batches: Iterable[Any]) -> Rows:
+def _numbered_rows(batches: Iterable[Any]) -> Rows:
     return enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
@@ -177,8 +182,9 @@ def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     """Return the tokens of a text, or of messages; raise ValueError for anything else."""
-    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
+    text = prompt if isinstance(prompt, str) else render_chat(tokenizer, prompt)
     text.encode()  # raises UnicodeEncodeError for half a surrogate pair
-    if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
-        raise ValueError("expected a text with tokens, found none")
+    tokens = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+    if not tokens:
+        raise ValueError("expected text with at least one token, found none")
     return tokens

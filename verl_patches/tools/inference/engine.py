@@ -24,8 +24,8 @@ from verl_patches.values import loading_errors
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 
-_LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-ALONE = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+_LAUNCHER_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+SINGLE_RANK = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
 
 
 class Request(NamedTuple):
@@ -44,17 +44,17 @@ class SourceLoader(BaseModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load all weights by their HF names, through vLLM's own mapping, except experts that other ranks hold."""
-        model.load_weights(_tensors(open_source(model_config.model), experts_elsewhere(model)))
+        model.load_weights(_read_tensors(open_source(model_config.model), remote_experts(model)))
 
 
-def experts_elsewhere(model: torch.nn.Module) -> set[str]:
+def remote_experts(model: torch.nn.Module) -> set[str]:
     """Return the HF names of the experts, such as model.layers.3.mlp.experts.7, that vLLM has mapped to other ranks."""
     maps = {name: getattr(module, "expert_map", None) for name, module in model.named_modules()}
     held = {name: places.tolist() for name, places in maps.items() if places is not None}
     return {f"{name}.{expert}" for name, places in held.items() for expert, at in enumerate(places) if at < 0}
 
 
-def _tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor), FP8 decoded to bf16 and checked against a manifest's digests, but not `left_out`."""
     with WeightReader(source, sequential=True, verify=True) as reader:
         for name in source.tensors:
@@ -74,11 +74,11 @@ class Engine:
     parallel: vLLM's arguments for the layout of which this process is a rank.
     """
 
-    def __init__(self, folder: Path, run: RunSpec, length: int, parallel: Mapping[str, Any] = ALONE):
+    def __init__(self, folder: Path, run: RunSpec, length: int, parallel: Mapping[str, Any] = SINGLE_RANK):
         gc.collect()  # frees an earlier engine, which has reference cycles
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not dist.is_initialized():
-            os.environ.update(_LAUNCHER)
+            os.environ.update(_LAUNCHER_VARIABLES)
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         rollout = run.verl.actor_rollout_ref.rollout
         given = {**run.engine, **parallel}
@@ -98,7 +98,7 @@ class Engine:
                 **{name: value for name, value in given.items() if value is not None},
             )
         except ValueError as error:  # such as a KV cache that is too small for `length`
-            raise RecipeError(f"{folder}: vLLM's engine does not start: {error}") from error
+            raise RecipeError(f"{folder}: vLLM's engine failed to start: {error}") from error
 
     def run(self, prompts: list[list[int]], params: SamplingParams, first: int) -> Iterator[Any]:
         """Yield vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.

@@ -27,10 +27,16 @@ from verl_patches.run.environment import CONFIG_FILE, environment_variables, pro
 from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import VALUE_OBJECTIVES, RunSpec, Trees
-from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
+from verl_patches.upstream.checkouts import (
+    VERL_CONFIG,
+    add_platform_trees,
+    require_trees,
+    require_verl_version,
+    verl_config_dir,
+)
 from verl_patches.values import loading_errors, read_yaml
-from verl_patches.weights.manifest import SAVED, has_manifest
-from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, start_in
+from verl_patches.weights.manifest import CHECKPOINT_NAME, has_manifest
+from verl_patches.weights.run_folders import checkpoint_chain, complete_checkpoints, find_start, require_start
 from verl_patches.weights.source import Source, open_source
 
 
@@ -58,43 +64,46 @@ def find_model(
     Headers of the weights are checked.
     Raise ConfigError for anything else, for a value model, and for what cannot run here.
     """
-    if SAVED.fullmatch(given.name) and not has_manifest(given):
-        there = ", ".join(path.name for _, path in sorted(complete_in(given.parent)))
-        raise ConfigError(f"{given}: no complete checkpoint; {given.parent} has {there or 'none'}")
+    if CHECKPOINT_NAME.fullmatch(given.name) and not has_manifest(given):
+        there = ", ".join(path.name for _, path in sorted(complete_checkpoints(given.parent)))
+        found = f"{given.parent} has {there or 'none'}"
+        raise ConfigError(f"{given}: expected a complete checkpoint, found none or a part of one; {found}")
     if (given / "config.json").exists():
-        saved = SAVED.fullmatch(given.name)
+        saved = CHECKPOINT_NAME.fullmatch(given.name)
         folders = {int(saved[1]) if saved else 0: given}
         of_run = saved and (given.absolute().parents[1] / CONFIG_FILE).is_file()
         run = given.absolute().parents[1] if of_run else None
     else:
         run, folders = find_start(given, root, ", or a folder of weights, with config.json"), {}
     if run and config_name:
-        raise ConfigError(f"{given} has the settings of {run / CONFIG_FILE}; leave --config-name out")
+        raise ConfigError(f"{given}: its settings are those of {run / CONFIG_FILE}; remove --config-name")
     name = config_name or CONFIG_NAME
-    config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
+    config = _recorded_config(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
     objective, platform = config.recipe.objective.name, config.recipe.platform
     if run and objective in VALUE_OBJECTIVES:
         raise ConfigError(
-            f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
-            "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
+            f"{given}: expected a language model, found a value model (algo={objective}), which generates no tokens; "
+            "to use it as a reward model, name it in recipe.rewards (docs/recipes.md)"
         )
     spec = resolve(
-        instance_config(config), platform_rows(platform), override_keys(overrides), for_platform(platform, trees)
+        instance_config(config), platform_rows(platform), override_keys(overrides), add_platform_trees(platform, trees)
     )
-    if run and not folders and not (folders := chain_of_start(start_in(run)).checkpoints()):
-        raise ConfigError(
-            f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
-            "(trainer.save_freq=N writes them)"
-        )
+    if run and not folders:
+        folders = checkpoint_chain(require_start(run)).checkpoints()
+        if not folders:
+            raise ConfigError(
+                f"{given}: expected complete checkpoints of {run} or of the starts that it resumes, found none; "
+                "run it with trainer.save_freq=N"
+            )
     require_trees(spec)
-    require_verl(spec.line, spec.trees)
+    require_verl_version(spec.line, spec.trees)
     require_platform(spec.platform)
     wanted = [max(folders)] if newest else folders
     sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
         if SCORE in source.tensors:
             raise ConfigError(
-                f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
+                f"{source.folder}: expected a language model, found a value model (it has the tensor {SCORE})"
             )
         if spec.platform == "npu":
             require_checks(instance_checks(replace(spec, model=source.inventory.model)))
@@ -105,7 +114,7 @@ def find_model(
     return Model(spec, str(run / CONFIG_FILE) if run else f"configs/{name}.yaml", sources, length)
 
 
-def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+def _recorded_config(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
     """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
     with loading_errors(
         f"{run / CONFIG_FILE} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"
@@ -116,10 +125,10 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         try:
             check_recipe(OmegaConf.to_container(config.recipe))
         except ConfigError as error:
-            text = "a key that is unknown here was recorded by another version: remove it from the file"
+            text = "an unknown key was recorded by another version: remove it from the file"
             raise ConfigError(f"{run / CONFIG_FILE}: {error}\n        ({text})") from error
-        verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
-        check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
+        verl_file = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
+        check_verl_values(OmegaConf.to_container(config), read_yaml(verl_file))
         keys = override_keys(overrides)
         if "recipe.dtype" in keys and f"{ROLLOUT_KEY}.dtype" not in keys:  # the file has values in place of references
             config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
@@ -144,6 +153,8 @@ def validation_sampling(run: RunSpec) -> dict[str, Any]:
     """Return how the trainer of a run samples in a validation, by names of vLLM's SamplingParams."""
     rollout = run.verl.actor_rollout_ref.rollout
     given = rollout.val_kwargs
-    sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
-    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": run.verl.data.max_response_length}
-    return {**kept, "ignore_eos": rollout.ignore_eos, **(sampled if given.do_sample else {"temperature": 0.0})}
+    sampling = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": run.verl.data.max_response_length}
+    sampling["ignore_eos"] = rollout.ignore_eos
+    if given.do_sample:
+        return {**sampling, "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    return {**sampling, "temperature": 0.0}

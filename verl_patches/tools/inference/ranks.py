@@ -22,7 +22,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import short_temp_dir
-from verl_patches.launch.ray_cluster import leave_out, ray_options, require_nodes
+from verl_patches.launch.ray_cluster import ray_options, require_nodes, reserve_left_out_nodes
 from verl_patches.run.environment import RAY_FOLDER
 from verl_patches.run.ray_nodes import error_line
 from verl_patches.spec import RunSpec
@@ -30,7 +30,7 @@ from verl_patches.tools.inference.engine import Engine, Request
 from verl_patches.trainer import ray_start
 
 log = logging.getLogger(__name__)
-SILENT_S = 20  # how long it waits for dies before it says so
+WAIT_NOTICE_S = 20  # how long it waits for dies before it says so
 
 
 class EngineWorker(Worker):
@@ -41,14 +41,14 @@ class EngineWorker(Worker):
         dist.init_process_group("gloo")
         layout = run.rollout
         parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
-        parallel["enable_expert_parallel"] = run.recipe.rollout.expert_parallel
-        self.speaks = dist.get_rank() % layout.tp == 0
+        parallel["enable_expert_parallel"] = run.recipe.rollout.enable_expert_parallel
+        self.yields_outputs = dist.get_rank() % layout.tp == 0
         self.engine = Engine(folder, run, length, parallel)
 
     def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
         """Yield Engine.outputs of a replica's requests on its first rank only, as the others make the same outputs."""
         for output in self.engine.outputs(requests):
-            if self.speaks:
+            if self.yields_outputs:
                 yield output
 
 
@@ -69,13 +69,13 @@ class RankedEngine(Engine):
             output = next(ready, None)
             if output is not None:
                 streams.append(ready)
-                with _errors_of_ranks():
+                with _rank_errors():
                     made = ray.get(output)
                 yield made
 
 
 @contextmanager
-def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
+def start_ranked_engine(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
     """Yield the engines of a run, whose ranks are those of one instance, as long as the block lasts.
 
     This joins recipe.ray_address, or starts its own Ray on this machine. Raise ConfigError where nodes are missing;
@@ -87,29 +87,29 @@ def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
     with ExitStack() as stack:
         if "_temp_dir" in options:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
-        ends = signal.getsignal(signal.SIGTERM)
-        ray_start.start(**options)
-        signal.signal(signal.SIGTERM, ends)  # replaces Ray's own handler
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
+        ray_start.start_ray(**options)
+        signal.signal(signal.SIGTERM, sigterm_handler)  # replaces Ray's own handler
         stack.callback(ray.shutdown)
-        leave_out(run)
+        reserve_left_out_nodes(run)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
-        waits = threading.Timer(SILENT_S, _say_what_for, [pool])
-        waits.start()
-        stack.callback(waits.cancel)
-        with _errors_of_ranks():
-            group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
+        notice = threading.Timer(WAIT_NOTICE_S, _warn_of_wait, [pool])
+        notice.start()
+        stack.callback(notice.cancel)
+        with _rank_errors():
+            group = ray_start.run_unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
             ray.get([worker.build.remote(folder.absolute(), run, length) for worker in group._workers])
         yield RankedEngine(group._workers, run.rollout.tp)
 
 
-def _say_what_for(pool: RayResourcePool) -> None:
+def _warn_of_wait(pool: RayResourcePool) -> None:
     if pool.pgs is None:  # no placement group is reserved yet
-        log.warning("waiting for nodes with %s free devices: other jobs of this Ray have them", pool.store)
+        log.warning("waiting for nodes with %s free devices: other jobs of this Ray cluster hold them", pool.store)
 
 
 @contextmanager
-def _errors_of_ranks() -> Iterator[None]:
+def _rank_errors() -> Iterator[None]:
     """Raise an error of a rank unchanged if it is one of ours, else as a RecipeError of one sentence."""
     try:
         yield

@@ -34,7 +34,7 @@ def read_prompts(
     """
     prompts, left_out = list[Prompt](), 0
     for file in files:
-        for line, row in _rows(file, (key, *columns)):
+        for line, row in _read_columns(file, (key, *columns)):
             try:
                 tokens = prompt_tokens(tokenizer, row.get(key))
                 if len(tokens) > most and not skip:
@@ -50,10 +50,10 @@ def read_prompts(
     return prompts, left_out
 
 
-def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, or row from 1, values) of each row."""
     if file.suffix not in ENDINGS or not file.is_file():
-        found = "another" if file.exists() else "none"
+        found = "another path" if file.exists() else "no file"
         raise ConfigError(f"{file}: expected a file that ends in {', '.join(ENDINGS)}, found {found}")
     for line, row in read_rows(file, columns):
         if not isinstance(row, dict):
@@ -62,23 +62,23 @@ def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, A
         yield line, {name: row[name] for name in columns if name in row}
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a JSON value for numbers and arrays of numpy, and for dates, decimals and bytes of parquet."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class Lines:
-    """Hold the lines of an output while it is written; done: their number."""
+    """Hold the lines of an output while it is written; count: their number."""
 
-    def __init__(self, path: Path, file: Any, done: int):
-        self.path, self._file, self.done = path, file, done
+    def __init__(self, path: Path, file: Any, count: int):
+        self.path, self._file, self.count = path, file, count
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append one line; a kill may cut it, and the next call then removes it."""
-        left = memoryview((json.dumps(line, default=_plain) + "\n").encode())
+        left = memoryview((json.dumps(line, default=_json_value) + "\n").encode())
         while left:
             left = left[self._file.write(left) :]
-        self.done += 1
+        self.count += 1
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield all lines."""
@@ -87,21 +87,21 @@ class Lines:
 
 
 @contextmanager
-def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
+def resumable_output(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
     """Yield lines that become `output` if the block ends well, and otherwise wait for a call with the same settings.
 
     Until then they are in a file whose name has the settings' digest. Raise ConfigError where `output` exists, or
     another process writes it.
     """
-    digest = hashlib.sha256(json.dumps(settings, default=_plain).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(settings, default=_json_value).encode()).hexdigest()[:8]
     try:
         if os.path.lexists(output):
-            raise ConfigError(f"{output}: expected a new file, found one: give another, or remove it")
+            raise ConfigError(f"{output}: expected a new file, found an existing one; give another path, or remove it")
         partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
         output.parent.mkdir(parents=True, exist_ok=True)
         file = lock_file(partial)
     except BlockingIOError:
-        raise ConfigError(f"{partial}: another process writes it; wait for it, or give another output") from None
+        raise ConfigError(f"{partial}: another process is writing it; wait, or give another output") from None
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error}); give another output") from None
     with file:

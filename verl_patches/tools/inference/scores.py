@@ -24,12 +24,12 @@ from verl_patches.values import loading_errors
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CONFIDENCE, DRAWS = 0.95, 1000
+CONFIDENCE, BOOTSTRAP_DRAWS = 0.95, 1000
 ANSWER_CHARS = 200  # shown of a wrong answer in a report
-WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
+WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {BOOTSTRAP_DRAWS} draws"
 
 
-def scored_by(run: RunSpec) -> tuple[list[Any], list[str]]:
+def reward_facts(run: RunSpec) -> tuple[list[Any], list[str]]:
     """Return (the reward's entries and facts of their Python files, labels of its models, which no validation runs)."""
     parts = run.rewards
     models = [part.label for part in parts if part.entry.name == "reward_model"]
@@ -67,8 +67,8 @@ def scorer(
         for padded, tokens in zip(ids, responses, strict=True):
             padded[: len(tokens)] = torch.tensor(tokens)
         tensors = {"responses": ids, "attention_mask": get_response_mask(ids, tokenizer.eos_token_id)}
-        of_row = {name: np.array([value] * len(ids), dtype=object) for name, value in row.items()}
-        found = manager(DataProto.from_dict(tensors, of_row), return_dict=True)
+        row_columns = {name: np.array([value] * len(ids), dtype=object) for name, value in row.items()}
+        found = manager(DataProto.from_dict(tensors, row_columns), return_dict=True)
         columns = {"reward": found["reward_tensor"].sum(-1).tolist(), **found["reward_extra_info"]}
         scores = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [{"value": float(each["acc"] if "acc" in each else each["reward"]), **each} for each in scores]
@@ -77,12 +77,12 @@ def scorer(
     return score
 
 
-def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def checkpoint_scores(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return step, score (mean over sources), sources (`measure`) and wrong answers of each checkpoint's responses."""
     steps = []
-    for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
+    for step, step_lines in itertools.groupby(lines, lambda line: line["step"]):
         values, wrong = dict[str, list[Any]](), []
-        for line in of_step:
+        for line in step_lines:
             found = [response["value"] for response in line["responses"]]
             values.setdefault(line["data_source"], []).append(found)
             if min(found) < 1:
@@ -102,14 +102,16 @@ def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
     n, means = len(prompts[0]), [statistics.fmean(prompt) for prompt in prompts]
     binary = all(value in (0, 1) for prompt in prompts for value in prompt)
     alone = binary and n == 1
-    low, high = wilson(int(sum(means)), len(means)) if alone else bootstrap(means)
+    low, high = wilson_interval(int(sum(means)), len(means)) if alone else bootstrap_interval(means)
     found = {"prompts": len(prompts), "n": n, "mean": statistics.fmean(means), "low": low, "high": high}
-    numbers = sorted({n, *(2**power for power in range(n.bit_length()))}) if binary and n > 1 else []
-    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in numbers}
+    passes = {}
+    if binary and n > 1:
+        for k in sorted({n, *(2**power for power in range(n.bit_length()))}):
+            passes[k] = statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts)
     return {**found, "interval": WILSON if alone else BOOTSTRAP, "pass": passes}
 
 
-def wilson(correct: int, count: int) -> tuple[float, float]:
+def wilson_interval(correct: int, count: int) -> tuple[float, float]:
     """Return Wilson's interval for a share, at CONFIDENCE."""
     from scipy.stats import binomtest
 
@@ -117,12 +119,12 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def bootstrap(means: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
     """Return the bootstrap interval for the mean of `means`, at CONFIDENCE, with seed 0."""
     import numpy as np
 
     generator, given = np.random.default_rng(0), np.array(means)
-    drawn = [given[generator.integers(len(given), size=len(given))].mean() for _ in range(DRAWS)]
+    drawn = [given[generator.integers(len(given), size=len(given))].mean() for _ in range(BOOTSTRAP_DRAWS)]
     low, high = (float(np.quantile(drawn, side)) for side in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
     return low, high
 
@@ -134,11 +136,11 @@ def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for source in steps[0]["sources"]:
-        of = [step["sources"][source] for step in steps]
-        means = [each["mean"] for each in of]
-        sides = [[abs(each["mean"] - each[side]) for each in of] for side in ("low", "high")]
+        measures = [step["sources"][source] for step in steps]
+        means = [each["mean"] for each in measures]
+        sides = [[abs(each["mean"] - each[side]) for each in measures] for side in ("low", "high")]
         label = source.replace("$", r"\$")
         axes.errorbar([step["step"] for step in steps], means, sides, marker="o", capsize=3, label=label)
-    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel=f"mean@{of[0]['n']}")
+    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel=f"mean@{measures[0]['n']}")
     axes.legend()
     return figure

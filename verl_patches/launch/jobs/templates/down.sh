@@ -10,9 +10,9 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=ssh.sh
 source "$here/ssh.sh"
 logs=${1:-$logs}
-goes_on="down.sh again ends the rest"
+goes_on="run down.sh again to end the rest"
 
-# files of a run, which nobody shall lose with a container; those in hidden folders are caches
+# files of a run, which must not be lost with a container; those in hidden folders are caches
 of_runs='^[AC] (/[^./][^/]*)*(\.(safetensors|parquet|pt|jsonl)|/(summary|manifest)\.json)$'
 
 remove_container() { # RANK: print what it holds beside its image and its volumes (docker diff), then delete it
@@ -21,12 +21,12 @@ remove_container() { # RANK: print what it holds beside its image and its volume
     changes=$(grep -v "^. $folder/" <<< "$changes" || true)
     if [ -n "$changes" ]; then
         to=$logs/node-$1-${hosts[$1]}
-        say "docker diff (C changed, A added, D deleted), whole in $to/docker_diff.txt:"
+        say "docker diff (C changed, A added, D deleted); the whole list is in $to/docker_diff.txt:"
         mkdir -p "$to" && echo "$changes" > "$to/docker_diff.txt" || return
         grep -Ev '/(__pycache__|\.cache)(/|$)' "$to/docker_diff.txt" | sed 20q >&2
     fi
     if kept=$(grep -E "$of_runs" <<< "$changes"); then
-        say "container $job is not deleted: outside its volumes it holds files of runs, such as ${kept%%$'\n'*}"
+        say "container $job is not deleted: it holds files of runs outside its volumes, such as ${kept%%$'\n'*}"
         fail 1 "save what you need (docker cp $job:PATH FOLDER), then docker rm --force $job"
     fi
     host "$1" "ids=\$($listed) || exit 1; [ -z \"\$ids\" ] || docker rm --force \$ids > /dev/null"
@@ -40,5 +40,5 @@ at_once "${good[*]}" fetch_logs || code=1
 limit=180
 at_once "${good[*]}" on clean || code=1
 [ -z "$image" ] || at_once "${good[*]}" remove_container || code=1
-[ $code = 0 ] || fail 1 "job $job is not wholly down: see the nodes above, then down.sh again"
+[ $code = 0 ] || fail 1 "job $job is not completely down: look at the nodes named above, then run down.sh again"
 say "job $job is down on all nodes; logs in $logs"

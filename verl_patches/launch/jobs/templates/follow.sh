@@ -7,12 +7,12 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=ssh.sh
 source "$here/ssh.sh"
-goes_on="the command goes on: follow.sh shows its output again, down.sh ends it and Ray"
+goes_on="the command still runs: follow.sh shows its output again, down.sh ends it and Ray"
 
 limit=0 # none: a command takes as long as it takes, and ssh notices a connection that is lost (ServerAliveInterval)
 seen=$answers/seen
 : > "$seen"
-follow() { # what was not seen yet
+follow() { # print the output that was not printed yet
     on 0 follow "$(stat --format=%s "$seen")" | tee -a "$seen"
 }
 
@@ -30,5 +30,5 @@ while true; do
         follow || true
         exit $lost
     fi
-    say "the connection to node 0 (${hosts[0]}) was lost; the command goes on"
+    say "the connection to node 0 (${hosts[0]}) was lost; the command still runs"
 done

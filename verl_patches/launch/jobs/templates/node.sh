@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What one node of a job does. up.sh, run.sh, follow.sh, logs.sh and down.sh send this file, behind job.sh, to the standard
+# Do the work of one node. up.sh, run.sh, follow.sh, logs.sh and down.sh send this file, behind job.sh, to the standard
 # input of bash on each node; Slurm, Kubernetes, and whoever starts nodes by hand run `serve` on each.
 #
 #   bash node.sh VERB [RANK [ARGUMENT]]      RANK: else NODE_RANK, SLURM_NODEID or JOB_COMPLETION_INDEX
 #
-#   check [HEAD]    is something in the way of Ray here? prints "up" where it runs already, else "free", and the address
+#   check [HEAD]    fail where Ray could not start here; print "up" where it runs already, else "free", and the address
 #   up [HEAD]       start Ray here, unless it runs. HEAD: the address of node 0, else MASTER_ADDR
 #   wait            wait until all nodes of the job are in Ray; names those that are missing
 #   run TOKEN       start the job's command, unless it runs or a call with this TOKEN has started it
@@ -44,9 +44,9 @@ read_record() { [ -e "$1" ] && read -r its_job its_digest its_rank address mark 
 
 lock() { # one call at a time in the job's folder, which is this user's alone
     (umask 077 && mkdir -p "$folder")
-    [ -O "$folder" ] || fail 2 "folder $folder: expected a folder of this user; give the job another one"
+    [ -O "$folder" ] || fail 2 "folder $folder: expected a folder that this user owns; give the job another one"
     exec 9> "$folder/.lock"
-    flock --wait "$1" 9 || fail 2 "another call of node.sh is at work in $folder; wait for its end"
+    flock --wait "$1" 9 || fail 2 "another call of node.sh runs in $folder: wait for its end"
 }
 unlock() { exec 9>&-; }
 
@@ -55,16 +55,16 @@ tool() { PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH} "$python" -m verl_patches.
 check() { # [HEAD]; sets head, address and is_up
     is_up=free head=${1:-${MASTER_ADDR:-${hosts[0]:-}}}
     cd "$checkout" || exit 2
-    command -v "$python" > /dev/null || fail 2 "no program $python (python)"
+    command -v "$python" > /dev/null || fail 2 "python: no program $python on this node"
     local place probe to
     for to in "${written[@]}"; do # a folder that does not exist is made by the run
         [ ! -d "$to" ] || { probe=$(mktemp "$to/.writable.XXXXXX" 2> /dev/null) && rm "$probe"; } || fail 2 \
-            "$to: this user cannot write there (NFS with root_squash?): export it with no_root_squash"
+            "$to: this user cannot write there; if it is NFS with root_squash, export it with no_root_squash"
     done
     if read_record "$folder/started" && [ -n "$(with_mark)" ]; then
         [ "$its_job $its_digest $its_rank" = "$job $digest $rank" ] || fail 2 "node $its_rank of job $its_job\
- ($its_digest) is up in $folder, and this is node $rank of job $job ($digest): down.sh, or another folder and ports"
-        ray_runs || fail 2 "Ray is up already, but its raylet or GCS has ended: down.sh, then up.sh"
+ ($its_digest) is up in $folder, and this is node $rank of job $job ($digest): run down.sh, or give this job another folder and ports"
+        ray_runs || fail 2 "Ray was started here, but its raylet or GCS has ended: run down.sh, then up.sh"
         is_up=up
         [ "$rank" != 0 ] || head=$address
         return
@@ -133,7 +133,7 @@ up() { # [HEAD]
 }
 
 wait_for_all() {
-    read_record "$folder/started" || fail 1 "Ray was not started here, or down.sh has ended it"
+    read_record "$folder/started" || fail 1 "Ray was not started here, or was ended by down.sh: run up.sh first"
     tool wait "$address:$gcs" "$job" "$nodes" "$wait_s" "$first_port" "${hosts[@]}"
 }
 
@@ -144,7 +144,7 @@ command_runs() { grep -qszxF "CLUSTER_NODE_MARK=$mark" "/proc/$pid/environ"; }
 
 run() { # TOKEN
     lock 5
-    if ! read_record "$folder/started" || ! ray_runs; then fail 1 "Ray of job $job is not up here: up.sh starts it"; fi
+    if ! read_record "$folder/started" || ! ray_runs; then fail 1 "Ray of job $job does not run here: run up.sh first"; fi
     local words; words=$(printf '%q ' "${command[@]}")
     if newest && command_runs; then
         [ "$words" = "$(< "$folder/command-$number.words")" ] || fail 2 \
@@ -166,7 +166,7 @@ run() { # TOKEN
 
 follow() { # SKIP
     if ! read_record "$folder/started" || ! newest; then
-        fail 1 "no command of job $job was started on this node: run.sh starts it"
+        fail 1 "no command of job $job was started on this node: start it with run.sh"
     fi
     local options=()
     ! command_runs || options=(--follow --pid="$pid" --sleep-interval=0.5)
@@ -204,7 +204,7 @@ end() {
             sleep 0.2
         done
     done
-    [ -z "$living" ] || fail 1 "$(names_of $living | xargs) (pid $(xargs <<< "$living")) could not be ended: wait for a device?"
+    [ -z "$living" ] || fail 1 "$(names_of $living | xargs) (pid $(xargs <<< "$living")) could not be killed; do they wait for a device?"
     rm -f $shared # of killed processes of Python; a file that a process of the job mapped is the job's own
 }
 
@@ -239,7 +239,7 @@ finish() { # of serve
     if mkdir -p "$to" && logs | tar --extract --gzip --directory="$to"; then
         clean
     else
-        say "logs could not be written to $to; they stay in $folder"
+        say "the logs could not be copied to $to; they are still in $folder"
     fi
     exit "$code"
 }
@@ -256,25 +256,25 @@ serve() { # [HEAD]
     else
         while ray_runs; do sleep 2 & wait $!; done
         # where the head has ended, so does the job; the exit code is that of node 0
-        ! reach_head > /dev/null || fail 1 "Ray has ended here, and not on node 0; its logs say why"
+        ! reach_head > /dev/null || fail 1 "Ray has ended on this node, but not on node 0: see the logs of Ray on this node"
     fi
 }
 
 main() {
-    local verb=${1:?a verb; node.sh has them at its head}
+    local verb=${1:?expected a verb, see the head of node.sh}
     rank=${2:-${NODE_RANK:-${SLURM_NODEID:-${JOB_COMPLETION_INDEX:-}}}}
     [ -n "$rank" ] || [ "$nodes" != 1 ] || rank=0
     [[ $rank =~ ^[0-9]+$ && $rank -lt $nodes ]] || fail 2 \
-        "which node of job $job is this? Expected a rank, 0 to $((nodes - 1)), found ${rank:-none}: give it, or set NODE_RANK"
+        "rank of this node of job $job: expected 0 to $((nodes - 1)), found ${rank:-none}: give it, or set NODE_RANK"
     interface=${SOCKET_IFNAME:-$interface}
     shift $(($# < 2 ? $# : 2))
     [ "$verb" = serve ] || echo "$begins" # what a shell's profiles print comes before this line
     case $verb in
         check) lock 0; check "$@"; echo "$is_up $address" ;;
         wait) wait_for_all ;;
-        end) end; lock $((start_s + 30)) ;; # an up that was at work here has ended
+        end) end; lock $((start_s + 30)) ;; # after this, an up that was running here has ended
         up | run | follow | state | logs | clean | serve) "$verb" "$@" ;;
-        *) fail 2 "node.sh has no verb $verb" ;;
+        *) fail 2 "node.sh: expected a verb of its head, found $verb" ;;
     esac
 }
 

@@ -7,16 +7,16 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=ssh.sh
 source "$here/ssh.sh"
-goes_on="if the command was started, it goes on: follow.sh shows its output, down.sh ends it and Ray"
+goes_on="if the command was started, it still runs: follow.sh shows its output, down.sh ends it and Ray"
 
-[ ${#command[@]} != 0 ] || fail 2 "job $job has no command, which run.sh starts"
+[ ${#command[@]} != 0 ] || fail 2 "job $job has no command to run"
 read_secrets
 token=$(< /proc/sys/kernel/random/uuid) # a call that was lost is made again, and the command is started once
 until code=0 && { on 0 run "$token" || code=$?; } && [ $code != $lost ]; do
-    ((SECONDS < reconnect_s)) || fail 1 "no connection to node 0 (${hosts[0]}) for $reconnect_s s: run.sh again, or follow.sh"
+    ((SECONDS < reconnect_s)) || fail 1 "no connection to node 0 (${hosts[0]}) for $reconnect_s s: start run.sh again, or follow.sh"
     say "no connection to node 0 (${hosts[0]}); trying again"
     sleep "$retry_s"
 done
 [ $code = 0 ] || exit $code
-rm -rf "$answers" # exec leaves no trap
+rm -rf "$answers" # the trap does not run after exec
 exec bash "$here/follow.sh"

@@ -5,7 +5,7 @@ unset NODE_RANK # of an outer shell: a task's rank is SLURM_NODEID
 # shellcheck source=job.sh
 source "$here/job.sh"
 for name in "${secrets[@]}"; do
-    [ -n "${!name:-}" ] || { echo "$name: a secret of the job, which sbatch must inherit" >&2; exit 2; }
+    [ -n "${!name:-}" ] || { echo "secret $name is unset: export it where sbatch is called" >&2; exit 2; }
 done
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # this is node 0: its own name may be its loopback (127.0.1.1), which the others cannot reach, so they get its address

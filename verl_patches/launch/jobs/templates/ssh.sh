@@ -11,9 +11,9 @@ all=${!hosts[*]}
 say() { echo "$*" >&2; }
 fail() { say "$2"; exit "$1"; } # CODE TEXT
 
-command -v "${ssh[0]}" > /dev/null || fail 2 "${ssh[0]} is not installed here, which these scripts need"
+command -v "${ssh[0]}" > /dev/null || fail 2 "${ssh[0]} is not installed on this machine; these scripts need it"
 for host in "${hosts[@]}"; do
-    [[ $host != *.example ]] || fail 2 "hosts: expected addresses of your nodes, found $host, a placeholder"
+    [[ $host != *.example ]] || fail 2 "hosts: expected addresses of your nodes, found the placeholder $host"
 done
 
 remote() { # RANK LINE: a line of a shell on a node's host, with this standard input; its output behind the line $begins
@@ -33,7 +33,7 @@ on() { # RANK VERB [ARGUMENT...]: node.sh on a node, in the job's container wher
     line="bash -s -- $verb $rank $*"
     if [ -n "$image" ]; then
         local none='exit 0' # without a container there is nothing to end and no log
-        [[ $verb = @(end|logs|clean) ]] || none="{ echo 'no container of job $job: up.sh starts it' >&2; exit 1; }"
+        [[ $verb = @(end|logs|clean) ]] || none="{ echo 'no container of job $job here: run up.sh to start it' >&2; exit 1; }"
         line="ids=\$($listed) || exit 1; [ -n \"\$ids\" ] || $none; docker start $job > /dev/null &&
             exec docker exec -i $job bash -lc 'exec $line'" # a login shell there sets CANN's variables
     fi
@@ -53,7 +53,7 @@ read_secrets() { # of this shell's environment, else of the job's env_file, whic
         done < "$env_file"
     fi
     for name in "${secrets[@]}"; do
-        [ -n "${!name:-}" ] || fail 2 "job $job needs $name (secrets:), unset here: export it first; nothing was started"
+        [ -n "${!name:-}" ] || fail 2 "secret $name of job $job is unset here: export it first; nothing was started"
     done
 }
 
@@ -78,7 +78,7 @@ at_once() { # RANKS FUNCTION [ARGUMENT...]
         sed "s/^/node $rank (${hosts[rank]}): /" "$answers/$rank.err" >&2
         case $code in
             0) good+=("$rank") ;;
-            124) say "node $rank (${hosts[rank]}): no end within $limit s" ;;
+            124) say "node $rank (${hosts[rank]}): not finished within $limit s" ;;
             *) [ -s "$answers/$rank.err" ] || say "node $rank (${hosts[rank]}): exit code $code" ;;
         esac
         [ "$code" = 0 ] || failed=1
@@ -98,7 +98,7 @@ interrupted() { # CODE
     for call in "${calls[@]}"; do end_tree "$call"; done
     fail "$1" "interrupted; $goes_on"
 }
-calls=() goes_on='' # said when a signal ends the script
+calls=() goes_on='' # printed when a signal ends the script
 trap 'interrupted 130' INT
 trap 'interrupted 143' TERM HUP
 

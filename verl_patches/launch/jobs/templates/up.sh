@@ -10,15 +10,15 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=ssh.sh
 source "$here/ssh.sh"
-goes_on="nodes may still be starting Ray; down.sh ends it on all of them"
+goes_on="nodes may still be starting Ray; run down.sh to end it on all of them"
 
 start_container() { # RANK: the job's container, by start_container.sh on the node's host; prints "new" where it was not there
     local format='{{.Label "verl_patches.job"}} {{.Label "verl_patches.digest"}}.' labels found volume line=''
     found=$(host "$1" "docker ps --all --filter 'name=^/$job\$' --format '$format'") || return
     case $found in
         "$job $digest.") host "$1" "docker start $job > /dev/null" ;;
-        "$job "*) fail 2 "container $job was started for another image or job file: down.sh, then up.sh" ;;
-        ?*) fail 2 "a container $job is there that up.sh did not start" ;;
+        "$job "*) fail 2 "container $job was started for another image or job file: run down.sh, then up.sh" ;;
+        ?*) fail 2 "container $job exists, but was not started by up.sh: remove it, or change the name of the job" ;;
         '')
             for volume in "${volumes[@]%%:*}"; do # Docker would make a folder that is missing, as root
                 line+="[ -d '$volume' ] || { echo 'volumes: this host has no folder $volume' >&2; exit 2; }; "
@@ -39,14 +39,14 @@ nothing_was_started() { # but containers, of which those of this call go
 }
 
 failed() {
-    [ -z "$running" ] || fail 1 "Ray ran already on some nodes, so nothing is ended; down.sh ends it"
-    say "the nodes' logs are gathered, and what was started is ended:"
+    [ -z "$running" ] || fail 1 "Ray ran already on some nodes, so nothing was ended; run down.sh to end it on all nodes"
+    say "copying the nodes' logs, and ending what was started:"
     bash "$here/down.sh" || true
     exit 1
 }
 
 exec 8> "$here/.lock"
-flock --nonblock 8 || fail 2 "another up.sh is at work in $here; wait for its end, or end it by down.sh"
+flock --nonblock 8 || fail 2 "another up.sh runs in $here: wait for its end, or run down.sh"
 read_secrets
 new='' in_the_way=''
 if [ -n "$image" ]; then
@@ -54,7 +54,7 @@ if [ -n "$image" ]; then
     at_once "$all" start_container || in_the_way=yes
     for rank in $all; do ! grep -qx new "$answers/$rank.out" || new+=" $rank"; done
     [ -z "$in_the_way" ] || nothing_was_started
-    say "$nodes containers of $image run, $(wc -w <<< "$new") of them new"
+    say "$nodes containers of $image run; $(wc -w <<< "$new") were started now"
 fi
 
 limit=180
@@ -69,4 +69,4 @@ at_once 0 on up "$address" || failed
 at_once "${all#0}" on up "$address" || failed
 limit=$((wait_s + 180))
 on 0 wait || failed
-say "all $nodes nodes of job $job are in Ray at $address:$gcs"
+say "all $nodes nodes of job $job have joined Ray at $address:$gcs"

@@ -14,7 +14,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.rules import RULES
-from verl_patches.step.batches.keep_groups import KeepGroupsError, KeepGroupsLoader
+from verl_patches.step.batches.filter_groups import FilterGroupsError, FilterGroupsLoader
 
 SIZE, N, PROMPTS = 2, 3, 10
 # scores of each prompt's responses: equal sixths and thirds have a standard deviation above 0 in floats
@@ -65,15 +65,17 @@ def reward_fn(data, return_dict):
     return {"reward_tensor": scores, "reward_extra_info": {"acc": (scores[:, 1] == 1).float().tolist()}}
 
 
-def kept_groups(metric="score", max_batches=4, state=None):
-    """Return (KeepGroupsLoader, its workers, calls), which trainer/run.py puts in place of the trainer's loader."""
-    config = OmegaConf.create({"recipe": {"keep_groups": {"metric": metric, "max_batches": max_batches}}})
+def filtered_groups(metric="score", max_num_gen_batches=4, state=None):
+    """Return (FilterGroupsLoader, its workers, calls), which trainer/run.py puts in place of the trainer's loader."""
+    config = OmegaConf.create(
+        {"recipe": {"filter_groups": {"metric": metric, "max_num_gen_batches": max_num_gen_batches}}}
+    )
     loader = StatefulDataLoader(Data(), SIZE, drop_last=True, collate_fn=collate_fn)
     if state is not None:
         loader.load_state_dict(state)
     workers, calls = Workers(), []
     trainer = SimpleNamespace(config=config, train_dataloader=loader, reward_fn=reward_fn)
-    return KeepGroupsLoader(trainer, workers.generate_sequences, calls.append), workers, calls
+    return FilterGroupsLoader(trainer, workers.generate_sequences, calls.append), workers, calls
 
 
 def fit_step_batch(kept, batch_dict):
@@ -83,7 +85,7 @@ def fit_step_batch(kept, batch_dict):
     copied = tensors | {name: column.copy() for name, column in batch_dict.items() if name not in tensors}
     batch = DataProto.from_single_dict(copied)
     gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
-    output = kept.draw_kept_groups(gen_batch)
+    output = kept.draw_filtered_groups(gen_batch)
     batch.non_tensor_batch["uid"] = np.array([str(at) for at in range(len(batch.batch))], dtype=object)
     return batch.repeat(repeat_times=N, interleave=True).union(output)
 
@@ -106,7 +108,7 @@ def steps(kept, count):
 
 
 def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
-    kept, workers, calls = kept_groups()
+    kept, workers, calls = filtered_groups()
     found = steps(kept, 3)
     assert [prompts[::N] for prompts, _ in found] == [[1, 4], [6, 1], [4, 5]]  # the third epoch begins at 0 again
     assert all(SCORES[at].max() > SCORES[at].min() for prompts, _ in found for at in prompts)
@@ -115,36 +117,36 @@ def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
     assert workers.generated == [*range(10), 0, 1, *range(2, 6)]
     between = ["reward", "generate_sequences"]  # of batches; trainer/worker_group.py calls before the first
     assert calls == [*between * 2, "reward"] * 2 + [*between, "reward"]
-    plain, _, _ = kept_groups()  # negative control: the loader's own first batch
+    plain, _, _ = filtered_groups()  # negative control: the loader's own first batch
     assert next(iter(plain))["input_ids"][:, 0].tolist() == [0, 1]
     assert SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
 
 
 def test_a_metric_of_the_reward_function_decides():
-    assert [prompts[::N] for prompts, _ in steps(kept_groups("acc")[0], 1)] == [[1, 4]]
+    assert [prompts[::N] for prompts, _ in steps(filtered_groups("acc")[0], 1)] == [[1, 4]]
     with pytest.raises(ConfigError, match="metric is 'accuracy'; the reward function gives acc, score"):
-        steps(kept_groups("accuracy")[0], 1)
+        steps(filtered_groups("accuracy")[0], 1)
 
 
 def test_a_step_that_finds_too_few_ends_the_run():
-    with pytest.raises(KeepGroupsError, match=r"only 1 of 4 prompts \(25.0%\) in 2 batches .*'score', expected 2"):
-        steps(kept_groups(max_batches=2)[0], 1)
+    with pytest.raises(FilterGroupsError, match=r"only 1 of 4 prompts \(25.0%\) in 2 batches .*'score', expected 2"):
+        steps(filtered_groups(max_num_gen_batches=2)[0], 1)
 
 
 def test_a_resumed_run_draws_what_the_run_would_have_drawn():
-    kept, *_ = kept_groups()
+    kept, *_ = filtered_groups()
     first, _ = steps(kept, 1)[0]
     state = copy.deepcopy(kept.state_dict())
     assert len(kept) == PROMPTS // SIZE
-    batches = iter(kept_groups(state=state)[0])
-    resumed, whole = kept_groups(state=state)[0], kept_groups()[0]
+    batches = iter(filtered_groups(state=state)[0])
+    resumed, whole = filtered_groups(state=state)[0], filtered_groups()[0]
     assert steps(whole, 2) == [(first, kept.report), steps(resumed, 1)[0]]
     assert next(batches)["input_ids"][:, 0].tolist() == [6, 7]  # after three batches, whose surplus is dropped
 
 
 def refusals(*overrides):
-    checks = RULES.checks(composed("deepseekv3_tiny_cpu", ["recipe.keep_groups.metric=score", *overrides]))
-    return [check.detail for check in checks if check.name == "keep groups" and not check.ok]
+    checks = RULES.checks(composed("deepseekv3_tiny_cpu", ["recipe.filter_groups.metric=score", *overrides]))
+    return [check.detail for check in checks if check.name == "filter groups" and not check.ok]
 
 
 @pytest.mark.parametrize(("override", "words"), [

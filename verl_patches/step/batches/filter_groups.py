@@ -1,4 +1,4 @@
-"""Sample dynamically as in DAPO (arXiv:2503.14476, section 3.2) in verl's own fit(): recipe.keep_groups.
+"""Sample dynamically as in DAPO (arXiv:2503.14476, section 3.2) in verl's own fit(): recipe.filter_groups.
 
 A prompt whose responses all have the same reward gives no gradient: it is left out, and more prompts are drawn until
 the batch of the step is full. The rest of the last drawn batch is dropped, so a resumed run needs only the data
@@ -6,7 +6,7 @@ loader's own state.
 
     fit() of both verl versions                  here
     for batch_dict in self.train_dataloader      __iter__: verl's loader, without end; only the columns of the rollout
-    generate_sequences(gen_batch), in timer gen  draw_kept_groups: draws, generates, scores
+    generate_sequences(gen_batch), in timer gen  draw_filtered_groups: draws, generates, scores
     batch.repeat(n).union(responses)             responses of kept prompts, with all other columns of these prompts
 
 verl scores kept responses a second time. The rollout engine stays awake meanwhile, with one weight sync a step
@@ -29,11 +29,11 @@ _ROLLOUT_COLUMNS = {"input_ids", "attention_mask", "position_ids", "raw_prompt_i
 SCORE = "score"  # the reward itself; other metrics are keys of the reward function's dict
 
 
-class KeepGroupsError(RecipeError):
+class FilterGroupsError(RecipeError):
     """Report that too few prompts have responses with different rewards."""
 
 
-class KeepGroupsLoader:
+class FilterGroupsLoader:
     """Wrap verl's data loader of `trainer`, and draw from it the prompts of a step.
 
     generate(prompts) makes their responses. on_call(name) is called before each scoring, and before each generation but
@@ -43,7 +43,7 @@ class KeepGroupsLoader:
 
     def __init__(self, trainer: Any, generate: Callable[[DataProto], DataProto], on_call: Callable[[str], None]):
         self._trainer, self._generate, self._on_call = trainer, generate, on_call
-        self._loader, self._section = trainer.train_dataloader, trainer.config.recipe.keep_groups
+        self._loader, self._section = trainer.train_dataloader, trainer.config.recipe.filter_groups
         self._batches: Iterator[dict[str, Any]] = iter(())
         self._step_batch: dict[str, Any] = {}
         self.report: dict[str, float] = {}
@@ -66,9 +66,9 @@ class KeepGroupsLoader:
             self._batches = iter(self._loader)  # the next epoch
         return batch
 
-    def draw_kept_groups(self, prompts: DataProto) -> DataProto:
-        """Return the responses of len(`prompts`) kept prompts; KeepGroupsError if max_batches batches have fewer."""
-        size, batch, most = len(prompts), self._step_batch, self._section.max_batches
+    def draw_filtered_groups(self, prompts: DataProto) -> DataProto:
+        """Return the responses of len(`prompts`) kept prompts; FilterGroupsError where the batches have fewer."""
+        size, batch, most = len(prompts), self._step_batch, self._section.max_num_gen_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
         rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of each prompt with different rewards
         found: list[DataProto] = []
@@ -84,12 +84,12 @@ class KeepGroupsLoader:
         self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
         self.report["kept_share"] = len(rows) / (drawn * size)
         if len(rows) < size:
-            raise KeepGroupsError(
-                f"recipe.keep_groups: only {len(rows)} of {drawn * size} prompts "
+            raise FilterGroupsError(
+                f"recipe.filter_groups: only {len(rows)} of {drawn * size} prompts "
                 f"({self.report['kept_share']:.1%}) in {drawn} batches have responses that differ in "
                 f"{self._section.metric!r}, expected {size} for the step. The data are too easy or too hard for the "
-                "model: look at its rewards, raise recipe.keep_groups.max_batches or rollout.n, or set "
-                "recipe.keep_groups.metric=null"
+                "model: look at its rewards, raise recipe.filter_groups.max_num_gen_batches or rollout.n, or set "
+                "recipe.filter_groups.metric=null"
             )
         kept = DataProto.concat(found)
         n = len(kept) // len(rows)
@@ -113,7 +113,9 @@ class KeepGroupsLoader:
         result = self._trainer.reward_fn(rest.repeat(n, interleave=True).union(output), return_dict=True)
         values = {**(result.get("reward_extra_info") or {}), SCORE: result["reward_tensor"].sum(-1)}
         if metric not in values:
-            raise ConfigError(f"recipe.keep_groups.metric is {metric!r}; the reward function gives {', '.join(values)}")
+            raise ConfigError(
+                f"recipe.filter_groups.metric is {metric!r}; the reward function gives {', '.join(values)}"
+            )
         prompt_values = np.asarray(values[metric], dtype=float).reshape(-1, n)
         # exact; the standard deviation of equal numbers may exceed 0
         differ = prompt_values.max(1) > prompt_values.min(1)
