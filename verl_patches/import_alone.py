@@ -63,8 +63,8 @@ def recipe_by_default(original: Callable) -> Callable:
             self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
         run = run_from_config(config)
-        for dataset in (self.train_dataset, self.val_dataset):
-            if report := getattr(dataset, "row_report", ""):  # set by step/rows.py
+        for name in ("train_dataset", "val_dataset"):
+            if report := getattr(getattr(self, name, None), "row_report", ""):  # set by step/rows.py
                 Progress(run.folder if run.start.name else None).say(f"| {report}")
 
     return __init__

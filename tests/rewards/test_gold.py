@@ -31,7 +31,19 @@ def test_what_no_model_writes_is_refused(gold, words):
 
 
 @pytest.mark.parametrize(
-    "gold", ["34", 34, 2.5, "\\frac{1}{2}", "\\boxed{\\{1, 2\\}}", "[1, 2]", "x < y", "３４", "the sum is even"]
+    "gold",
+    [
+        "34",
+        34,
+        2.5,
+        "\\frac{1}{2}",
+        "\\boxed{\\{1, 2\\}}",
+        "[1, 2]",
+        "x < y",
+        "\\begin{pmatrix}\n1\n\\end{pmatrix}",
+        "３４",
+        "the sum is even",
+    ],
 )
 def test_what_a_model_writes_is_accepted(gold):
     assert gold_fault(gold) is None

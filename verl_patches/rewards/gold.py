@@ -16,7 +16,12 @@ from verl_patches.rewards import learnable, maths
 
 _ASKS = r"(?:form|format|line|after|begins?|starts?|ends?)\b[^\n]{0,60}?" + "[\"'`*]*"
 _FORMS = {r"\\boxed": r"\boxed{{{}}}", f"{_ASKS}Answer:": "Answer: {}", f"{_ASKS}####": "#### {}"}
-_UNUSABLE = {"####": "a `####` line", r"^\[\s*\"": "a JSON list", r"</\w+>": "text with tags", "\n": "several lines"}
+_UNUSABLE = {
+    "####": "a `####` line",
+    r"^\[\s*\"": "a JSON list",
+    r"</\w+>": "text with tags",
+    r"(?s)^(?!.*\\begin\{).*\n": "several lines",  # a matrix may have them
+}
 _REMEDY = (
     "make the data with `data build` (docs/data.md): handler gsm8k reads `####` lines, maths a list of one answer, and "
     "map_keys={response: COLUMN} names the column of the answer alone"

@@ -174,4 +174,5 @@ def _rl_row_fault(dataset: Any, gold: GoldCheck, row: dict[str, Any]) -> str | N
             return f"the file has a column {name}, but the model reads text alone; use data without {name}"
     answer = (row.get("reward_model") or {}).get("ground_truth")
     source = row.get(dataset.config.get("reward_fn_key", "data_source"))
-    return gold.row_fault(str(source), last["content"], answer, row.get("extra_info"))
+    asked = "\n".join(each["content"] for each in row[dataset.prompt_key] if each["role"] != "assistant")
+    return gold.row_fault(str(source), asked, answer, row.get("extra_info"))
