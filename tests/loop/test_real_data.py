@@ -68,3 +68,15 @@ def test_published_rows_build_and_train(smoke, tmp_path_factory, name):
     place, words = run.index("--run"), [word.replace(output, str(folder / "out")) for word in run]
     done = smoke(*words[:place], *words[place + 2 :])
     assert done.summary["exit"] == "ok" and len(done.steps) == 2
+
+
+@pytest.mark.nightly
+def test_images_are_refused_with_exit_code_2_before_workers(smoke, tmp_path):
+    """Rebuild the schema of geo3k."""
+    rows = [{**_verl_row(BOXED, n, "1", "hiyouga/geometry3k"), "images": [{"bytes": b"PNG"}]} for n in range(4)]
+    for row in rows:
+        row["extra_info"] = {"index": 0}
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "geo3k.parquet")
+    done = smoke(*(f"data.{name}_files={tmp_path}/geo3k.parquet" for name in ("train", "val")), ok=False)
+    assert done.code == 2 and "geo3k.parquet, row 0: the file has a column images" in done.output
+    assert "WorkerDict" not in done.log and done.steps == []
