@@ -35,8 +35,8 @@ def check_rl_rows(read: Callable[[Any], None]) -> Callable[[Any], None]:
         if type(self) is not RLHFDataset:
             read(self)
             return
-        root = self.config._get_parent()  # None where a script makes a dataset
-        gold = GoldCheck(reward_parts(root) if root else (), NaiveRewardManager(None, 0).compute_score)
+        whole = self.config._get_parent()  # None where a script makes a dataset
+        gold = GoldCheck(reward_parts(whole) if whole else (), NaiveRewardManager(None, 0).compute_score)
         skipped = ", ".join(map(str, gold.skipped))
         unchecked = f"whether gold answers can score was not checked for {skipped}" if skipped else ""
         row_fault = functools.partial(_rl_row_fault, self, gold)
@@ -78,8 +78,8 @@ class RowCheck:
         self.dataset, self.row_fault, self.columns, self.unchecked = dataset, row_fault, columns, unchecked
         self.files, self.limit = [str(file) for file in dataset.data_files], dataset.max_prompt_length
         self.filters = dataset.config.get("filter_overlong_prompts", True)
-        root = dataset.config._get_parent()
-        self.skips = bool(root and OmegaConf.select(root, _SKIP_KEY))
+        whole = dataset.config._get_parent()
+        self.skips = bool(whole and OmegaConf.select(whole, _SKIP_KEY))
         self.rows = self.bad = self.over = self.most_tokens = 0
         self.first_bad = self.longest = ""
 
@@ -94,7 +94,8 @@ class RowCheck:
         config, given = self.dataset.config, self.dataset.original_data_files
         trains = given in (config.get("train_files"), [config.get("train_files")])
         least = config.train_batch_size if trains else 1
-        left, details = f"{kept.sum()} of {self.rows} rows of {', '.join(self.files)} are used", self._details()
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        left, details = f"{kept.sum()} of {self.rows} rows of {self.files[0]}{more} are used", self._details()
         if kept.sum() < least:
             raise ConfigError(f"data: {left}; expected at least {least}, a batch" + (f"; {details}" if details else ""))
         self.dataset.row_report = f"data: {left}; {details}" if details else ""
@@ -104,44 +105,49 @@ class RowCheck:
             self.dataset.dataframe = self.dataset.dataframe.select(np.flatnonzero(kept))
 
     def _check_file(self, file: str) -> Iterator[bool]:
-        """Yield for each row whether it is kept; raise ConfigError for a bad one that is not to be dropped."""
+        """Yield for each row whether it is kept."""
         from pyarrow import parquet
 
         progress = {"desc": f"check {file}", "unit": "row", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
         with parquet.ParquetFile(file) as opened, tqdm(total=opened.metadata.num_rows, **progress) as bar:
             for batch in opened.iter_batches(_BATCH_ROWS, columns=self.columns and [*self.columns, "extra_info"]):
                 for fault, tokens in self._check_rows(batch.to_pylist()):
-                    place = f"{file}, row {bar.n}"
-                    if fault and not self.skips:
-                        raise ConfigError(f"{place}: {fault}; {_SKIP_KEY}=true drops such rows")
-                    self.bad, self.first_bad = self.bad + bool(fault), self.first_bad or (fault and f"{place}: {fault}")
-                    if not fault and tokens > self.most_tokens:
-                        self.most_tokens, self.longest = tokens, place
-                    self.over += not fault and tokens > self.limit
-                    yield not fault and (tokens <= self.limit or not self.filters)
+                    yield self._keeps(f"{file}, row {bar.n}", fault, tokens)
                     bar.update()
         self.rows += bar.n
 
-    def _check_rows(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
-        """Yield (fault or "", tokens of the prompt) of each row."""
-        faults, texts, key = list[str](), list[str](), self.dataset.prompt_key
+    def _check_rows(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:
+        """Yield (fault or None, tokens of the prompt) of each row."""
+        faults, texts, key = list[str | None](), list[str](), self.dataset.prompt_key
         for row in rows:
+            text, fault = "", None
             try:
-                texts.append(render_chat(self.dataset.tokenizer, row[key]) if key in row else "")
-                faults.append(_NULL_INFO if row.get("extra_info", 0) is None else self.row_fault(row) or "")
+                text = render_chat(self.dataset.tokenizer, row[key]) if key in row else ""
             except ValueError as error:
-                texts.append("")
-                faults.append(f"{key}: {error}")
-        cuts = self.filters or self.dataset.truncation != "error"
-        for fault, ids in zip(
-            faults, self.dataset.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True
-        ):
-            if not fault and len(ids) > self.limit and not cuts:
-                fault = (
-                    f"the prompt has {len(ids)} tokens; expected at most data.max_prompt_length, {self.limit}: raise "
-                )
-                fault += "it, or set data.filter_overlong_prompts=true, which leaves such rows out"
-            yield fault, len(ids)
+                fault = f"{key}: {error}"
+            if row.get("extra_info", {}) is None:
+                fault = fault or _NULL_INFO
+            texts.append(text)
+            faults.append(fault or self.row_fault(row))
+        ids = self.dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        yield from zip(faults, map(len, ids), strict=True)
+
+    def _keeps(self, place: str, fault: str | None, tokens: int) -> bool:
+        """Count a row and return whether it is kept; raise ConfigError for a bad one that is not to be dropped."""
+        is_long = fault is None and tokens > self.limit
+        if is_long and not self.filters and self.dataset.truncation == "error":
+            fault = f"the prompt has {tokens} tokens; expected at most data.max_prompt_length, {self.limit}: raise it, "
+            fault += "or set data.filter_overlong_prompts=true, which leaves such rows out"
+        if fault and not self.skips:
+            raise ConfigError(f"{place}: {fault}; {_SKIP_KEY}=true drops such rows")
+        if fault:
+            self.bad, self.first_bad = self.bad + 1, self.first_bad or f"{place}: {fault}"
+            return False
+        if is_long:
+            self.over += 1
+            if tokens > self.most_tokens:
+                self.most_tokens, self.longest = tokens, place
+        return not (is_long and self.filters)
 
     def _details(self) -> str:
         """Return what was left out, cut or not checked; empty without any of these."""
