@@ -80,7 +80,7 @@ MISSING = "row 1: {} is None; expected {}"
 
 @pytest.mark.parametrize(("name", "columns", "words"), [
     ("PairData", {"chosen": ["x"]}, "d.parquet: dpo needs the columns prompt, chosen, rejected; found prompt, chosen"),
-    ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or text; found prompt, answer"),
+    ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or messages or text; found prompt, answer"),
     ("SftData", {"response": ["x", None]}, MISSING.format("response", "text, not empty")),
     ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text, not empty"),
     ("KtoData", {"response": ["x", "y"], "label": [1, 0]}, "row 0: label is 1; expected true or false"),

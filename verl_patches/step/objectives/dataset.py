@@ -19,6 +19,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
+from verl_patches.step.objectives.chat import present_fields, read_conversation, split_tokens, step_tokens
 from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns
 
 _TRUNCATIONS = ("error", "left", "right")
@@ -29,6 +30,8 @@ _VALUE_TESTS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda value: isinstance(value, bool),
     "texts": lambda value: _is_list(value, _VALUE_TESTS["text"]),
     "marks": lambda value: _is_list(value, lambda one: isinstance(one, bool | int | float) and 0 <= one <= 1),
+    "tools": lambda value: value is None or isinstance(value, str),
+    "no tools": lambda value: not value,
 }
 
 
@@ -36,11 +39,16 @@ def _is_list(value: Any, fits: Any) -> bool:
     return isinstance(value, list) and value != [] and all(map(fits, value))
 
 
+def _prompt(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*map(present_fields, row["prompt"])]
+
+
 class FixedDataset(RLHFDataset):
     """Read the rows of an objective; a response ends with the end token and is cut by data.truncation, verl's key.
 
-    Raises ConfigError for a missing column, a value of another kind, and, with truncation=error, for a response of more
-    than data.max_response_length tokens; the error names file and row, counted from 0.
+    Raises ConfigError for a missing column, a value of another kind, a row that the chat template does not write whole
+    (chat.py), and, with truncation=error, for a response of more than data.max_response_length tokens; the error names
+    file and row, counted from 0.
     """
 
     objective = "sft"
@@ -55,9 +63,13 @@ class FixedDataset(RLHFDataset):
         found = [self._check_file(str(file)) for file in self.data_files]
         if any(columns != found[0] for columns in found):
             raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {found}")
-        if "prompt" not in found[0]:
-            self.filter_overlong_prompts = False  # the prompt is the first token
+        filters = self.config.get("filter_overlong_prompts", True)
+        self.filter_overlong_prompts = filters and "prompt" in found[0]
         super()._read_files_and_tokenize()
+        if filters and "messages" in found[0]:
+            sizes = [len(self._row_tokens(row)["prompt"]) for row in self.dataframe]
+            kept = [number for number, size in enumerate(sizes) if size <= self.max_prompt_length]
+            self.dataframe: Any = self.dataframe.select(kept)
 
     def _check_file(self, file: str) -> dict[str, str]:
         """Check all rows of the file; return the {column: kind} that it is read by."""
@@ -79,36 +91,51 @@ class FixedDataset(RLHFDataset):
         return columns
 
     def _row_fault(self, row: dict[str, Any]) -> str | None:
-        longest = max(map(len, self._row_tokens(row)["responses"])) if self.truncation == "error" else 0
+        try:
+            given = self._row_tokens(row)
+        except ValueError as error:
+            return str(error)
+        longest, limit = max(map(len, given["responses"])), self.max_prompt_length
+        if self.truncation != "error":
+            return None
+        prompt = len(given.get("prompt", ()))
+        if prompt > limit and not self.config.get("filter_overlong_prompts", True):
+            return f"the prompt has {prompt} tokens; expected at most data.max_prompt_length, {limit}"
         if longest <= self.most_tokens:
             return None
-        limit = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
-        return f"a response has {longest} tokens with the end token; expected at most {limit}"
+        keys = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
+        return f"a response has {longest} tokens with the end token; expected at most {keys}"
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         columns = file_columns(self.objective, self.dataframe.column_names)
+        given = self._row_tokens(self.dataframe[item])
         if "prompt" in columns:
             row = super().__getitem__(item)
-            given = self._row_tokens(row)
         else:
-            given = self._row_tokens({"text": self.dataframe[item]["text"]})
-            prompt = torch.tensor(given.pop("prompt"))
-            tensors = prompt_inputs(RaggedTensor(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
+            ids, most = given.pop("prompt"), self.max_prompt_length
+            prompt = torch.tensor(ids[-most:] if self.truncation == "left" else ids[:most])
+            tensors = prompt_inputs(RaggedTensor(prompt, (len(prompt),)), most, self.tokenizer.pad_token_id)
             row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
         row = {name: value for name, value in row.items() if name not in columns}  # text is not sent through the step
         given["responses"] = [self._truncate(ids) for ids in given["responses"]]
         return {**row, "tools_kwargs": given}
 
+    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*map(present_fields, super()._build_messages(example))]
+
     def _truncate(self, ids: list[int]) -> list[int]:
         return ids[-self.most_tokens :] if self.truncation == "left" else ids[: self.most_tokens]
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return {responses: uncut token ids of each response, and other data that the objective needs of a row}."""
+        """Return {responses: uncut token ids of each response, and other data that the objective needs of a row}.
+
+        `prompt` is among them where the row has no column prompt, which verl's dataset reads.
+        """
         if "response" in row:
-            return {"responses": [self._response_ids(row["response"])]}
+            return {"responses": [self._response_ids(row, row["response"])]}
+        if "messages" in row:
+            prompt, response = split_tokens(self.tokenizer, *read_conversation(row))
+            return {"prompt": prompt, "responses": [response]}
         ids = self.tokenizer.encode(row["text"])
         if ids[-1] != self.tokenizer.eos_token_id or len(ids) < 2:
             ids.append(self.tokenizer.eos_token_id)
@@ -116,12 +143,12 @@ class FixedDataset(RLHFDataset):
             ids = ids[-self.most_tokens - 1 :]
         return {"prompt": ids[:1], "responses": [ids[1:]]}
 
-    def _response_ids(self, text: str) -> list[int]:
-        return [*self._encode(text), self.tokenizer.eos_token_id]
+    def _response_ids(self, row: dict[str, Any], text: str) -> list[int]:
+        return split_tokens(self.tokenizer, [*_prompt(row), {"role": "assistant", "content": text}])[1]
 
 
 class SftData(FixedDataset):
-    """Read sft rows: `prompt` and `response`, or `text`, whose first token is the prompt (continued pre-training)."""
+    """Read sft rows: `prompt` and `response`; `messages`, with `tools`; or `text`, whose first token is the prompt."""
 
 
 class PairData(FixedDataset):
@@ -130,7 +157,7 @@ class PairData(FixedDataset):
     objective = "dpo"
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response_ids(row["chosen"]), self._response_ids(row["rejected"])]}
+        return {"responses": [self._response_ids(row, row[name]) for name in ("chosen", "rejected")]}
 
 
 class RewardData(PairData):
@@ -141,8 +168,8 @@ class RewardData(PairData):
 
     objective = "rm"
 
-    def _response_ids(self, text: str) -> list[int]:
-        return [*super()._response_ids(text), self.tokenizer.eos_token_id]
+    def _response_ids(self, row: dict[str, Any], text: str) -> list[int]:
+        return [*super()._response_ids(row, text), self.tokenizer.eos_token_id]
 
 
 class KtoData(FixedDataset):
@@ -151,7 +178,7 @@ class KtoData(FixedDataset):
     objective = "kto"
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response_ids(row["response"])], "label": row["label"]}
+        return {"responses": [self._response_ids(row, row["response"])], "label": row["label"]}
 
 
 class StepData(FixedDataset):
@@ -169,8 +196,8 @@ class StepData(FixedDataset):
         return super()._row_fault(row)
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        parts = [self._encode(step) for step in row["steps"]]
-        ids = [*chain.from_iterable(parts), self.tokenizer.eos_token_id]
+        parts, rest = step_tokens(self.tokenizer, _prompt(row), row["steps"])
+        ids = [*chain.from_iterable(parts), *rest]
         dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
         ends = [end - dropped for end in accumulate(map(len, parts))]
         marks = {end: float(y) for end, y in zip(ends, row["labels"], strict=True) if 0 < end < self.most_tokens}

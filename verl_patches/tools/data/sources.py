@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.shared_files import file_fault
+from verl_patches.step.objectives.chat import render
 from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
@@ -115,6 +117,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
     Raise ConfigError for a file that cannot be read.
     """
     with loading_errors(f"{path}: expected a readable file"):
+        if fault := file_fault(path):
+            raise ConfigError(f"{path} {fault}")
         if path.suffix == ".parquet":
             yield from _read_parquet(path, columns)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
@@ -197,7 +201,4 @@ def render_chat(tokenizer: Any, messages: Any) -> str:
     for each in messages:
         if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
             raise ValueError("expected role and content in each message, both text")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
+    return render(tokenizer, messages)
