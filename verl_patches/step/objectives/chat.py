@@ -8,34 +8,31 @@ or where the template leaves out what stands in the row. All errors are a ValueE
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
 Message = dict[str, Any]
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
-ROLES = ("system", "user", "assistant", "tool")
 _PROBE = "\x01"  # a response that no template changes
 _REMEDY = "give the tokenizer another chat_template, or leave such rows out"
+
+
+def present_fields(message: Mapping[str, Any]) -> Message:
+    """Return the fields of a message that have a value, and content; parquet gives each message all fields."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
 def read_conversation(row: Mapping[str, Any]) -> tuple[list[Message], Any]:
     """Return the messages and the tools (None without) of a row with `messages`, whose last is the assistant's."""
     messages = [present_fields(one) for one in row["messages"]]
     for one in messages:
-        if unknown := sorted(one.keys() - {*MESSAGE_FIELDS}):
-            raise ValueError(f"messages has the field {unknown[0]}; expected only {', '.join(MESSAGE_FIELDS)}")
         if "tool_calls" in one:
-            one["tool_calls"] = parse_objects(one["tool_calls"], "tool_calls")
+            one["tool_calls"] = parse_calls(one["tool_calls"])
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(f"expected the last message of messages to have role assistant, found {role}")
-    return messages, parse_objects(row["tools"], "tools") if row.get("tools") else None
-
-
-def present_fields(message: Mapping[str, Any]) -> Message:
-    """Return the fields of a message that have a value, and content; parquet gives each message all fields."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
+    return messages, parse_functions(row["tools"], "tools") if row.get("tools") else None
 
 
 def parse_json(value: Any, name: str) -> Any:
@@ -46,12 +43,24 @@ def parse_json(value: Any, name: str) -> Any:
         raise ValueError(f"expected {name} to be JSON, found {value!r:.60}: {error.msg}") from None
 
 
-def parse_objects(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return the list of objects that a value is, or is the JSON text of."""
+def parse_functions(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return tools or calls, each as {type, function}; they are a list or one of them, or its JSON text."""
     found = parse_json(value, name)
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    found = found if isinstance(found, list) else [found]
+    if not all(isinstance(one, dict) for one in found):
         raise ValueError(f"expected {name} to be a list of objects, found {found!r:.60}")
-    return found
+    return [{"type": "function", "function": one} if "name" in one else one for one in found]
+
+
+def parse_calls(value: Any) -> list[dict[str, Any]]:
+    """Return tool calls as parse_functions does, with arguments as values."""
+    calls = []
+    for call in parse_functions(value, "tool_calls"):
+        if not isinstance(function := call.get("function"), dict) or not function.get("name"):
+            raise ValueError(f"expected a function with a name in tool_calls, found {call!r:.60}")
+        arguments = parse_json(function.get("arguments") or {}, "the arguments of tool_calls")
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def render(tokenizer: Any, messages: list[Message], tools: Any = None, for_answer: bool = True) -> str:
@@ -63,11 +72,11 @@ def render(tokenizer: Any, messages: list[Message], tools: Any = None, for_answe
 
 
 def split_text(tokenizer: Any, messages: list[Message], tools: Any = None) -> tuple[str, str]:
-    """Return the text of the prompt, for an answer, and the text that the last message adds to it."""
+    """Return the text of the prompt, with the generation prompt, and the text that the last message adds to it."""
     messages = _with_rendered_arguments(tokenizer, messages, tools)
     *prompt, response = messages
-    whole, head = render(tokenizer, messages, tools, for_answer=False), render(tokenizer, prompt, tools)
-    bare = render(tokenizer, prompt, tools, for_answer=False)
+    head, bare = (render(tokenizer, prompt, tools, for_answer) for for_answer in (True, False))
+    whole = render(tokenizer, messages, tools, for_answer=False)
     if not whole.startswith(head):
         same = len(commonprefix((whole, head)))
         places = f"{head[same:]!r:.60} at the end of the prompt, found {whole[same:]!r:.60} in the whole conversation"
@@ -102,10 +111,7 @@ def _fields_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole:
             return True
 
     calls = [call for one in messages for call in one.get("tool_calls", ())]
-    called = {
-        "tool_call_id": [call.get("id") for call in calls],
-        "name": [_function(call).get("name") for call in calls],
-    }
+    called = {"tool_call_id": [call.get("id") for call in calls], "name": [call["function"]["name"] for call in calls]}
     for name in sorted({name for one in messages for name in one} - {"role", "content"}):
         found = [one[name] for one in messages if name in one]
         if found == called.get(name, [])[: len(found)]:
@@ -114,42 +120,26 @@ def _fields_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole:
         without = [{key: one[key] for key in one if key != name or one not in changed} for one in messages]
         if not matters(without, tools):
             yield name
-    if any(parse_json(_function(call).get("arguments"), "arguments") for call in calls):
-        if not matters(_with_arguments(messages, lambda found: {}), tools):
-            yield "the arguments of tool_calls"
     if tools and not matters(messages, None):
         yield "tools"
 
 
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = call.get("function")
-    return found if isinstance(found, dict) else {}
-
-
 def _with_rendered_arguments(tokenizer: Any, messages: list[Message], tools: Any) -> list[Message]:
-    """Return messages with arguments of calls as JSON text where the template writes that as it is, else as objects.
+    """Return messages with arguments of calls as JSON text where the template writes that as it is, else as values.
 
-    Templates differ: DeepSeek's joins texts; others write an object as JSON, and would write a text as quoted JSON.
+    Templates differ: DeepSeek's joins texts; others write a value as JSON, and would write a text as quoted JSON.
     """
-    as_texts = _with_arguments(messages, lambda found: found if isinstance(found, str) else json.dumps(found))
-    texts = [_function(call).get("arguments", "") for one in as_texts for call in one.get("tool_calls", ())]
-    if not texts:
-        return messages
-    with suppress(ValueError):  # the template may need objects
-        text = _squeezed(render(tokenizer, as_texts, tools, for_answer=False))
-        if all(_squeezed(one) in text for one in texts):
-            return as_texts
-    return _with_arguments(messages, lambda found: parse_json(found, "the arguments of tool_calls"))
-
-
-def _with_arguments(messages: list[Message], change: Callable[[Any], Any]) -> list[Message]:
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        function = _function(call)
-        return {**call, "function": {**function, "arguments": change(function.get("arguments", {}))}}
-
-    return [
-        {**one, **{name: [*map(changed, one[name])] for name in ("tool_calls",) if name in one}} for one in messages
-    ]
+    texts, changed = list[str](), list[Message]()
+    for one in messages:
+        calls = []
+        for call in one.get("tool_calls", ()):
+            texts.append(json.dumps(call["function"]["arguments"], ensure_ascii=False))
+            calls.append({**call, "function": {**call["function"], "arguments": texts[-1]}})
+        changed.append({**one, "tool_calls": calls} if calls else one)
+    with suppress(ValueError):  # the template may need values
+        if texts and all(one in render(tokenizer, changed, tools, for_answer=False) for one in texts):
+            return changed
+    return messages
 
 
 def split_tokens(tokenizer: Any, messages: list[Message], tools: Any = None) -> tuple[list[int], list[int]]:
@@ -164,16 +154,18 @@ def split_tokens(tokenizer: Any, messages: list[Message], tools: Any = None) -> 
     return prompt, _with_end(tokenizer, whole[len(prompt) :])
 
 
-def step_tokens(tokenizer: Any, prompt: list[Message], steps: list[str]) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens of each step, as each is encoded alone, and of the text behind the last with one end token."""
+def step_tokens(
+    tokenizer: Any, prompt: list[Message], steps: list[str]
+) -> tuple[list[int], list[list[int]], list[int]]:
+    """Return the tokens of the prompt, of each step, encoded alone, and of the text behind the last with an end."""
     content = "".join(steps)
-    _, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
+    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
     before, found, after = rest.partition(content)
     if not found:
         raise ValueError(f"the chat template changes the steps, {content!r:.60}; {_REMEDY}")
-    parts = [before + steps[0], *steps[1:]]
-    encoded = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-    return encoded, _with_end(tokenizer, tokenizer.encode(after, add_special_tokens=False))
+    texts = head, before + steps[0], *steps[1:], after
+    first, *encoded, last = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return first, encoded, _with_end(tokenizer, last)
 
 
 def _with_end(tokenizer: Any, ids: list[int]) -> list[int]:

@@ -39,10 +39,6 @@ def _is_list(value: Any, fits: Any) -> bool:
     return isinstance(value, list) and value != [] and all(map(fits, value))
 
 
-def _prompt(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*map(present_fields, row["prompt"])]
-
-
 class FixedDataset(RLHFDataset):
     """Read the rows of an objective; a response ends with the end token and is cut by data.truncation, verl's key.
 
@@ -54,25 +50,24 @@ class FixedDataset(RLHFDataset):
     objective = "sft"
 
     def __init__(self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None):
-        self.most_tokens = config.max_response_length
+        self.most_tokens, self.filters = config.max_response_length, config.get("filter_overlong_prompts", True)
         if config.truncation not in _TRUNCATIONS:
             raise ConfigError(f"data.truncation is {config.truncation}; expected {' or '.join(_TRUNCATIONS)}")
         super().__init__(data_files, tokenizer, config, processor)
 
     def _read_files_and_tokenize(self) -> None:
-        found = [self._check_file(str(file)) for file in self.data_files]
+        sizes = list[int]()  # tokens of the prompts
+        found = [self._check_file(str(file), sizes) for file in self.data_files]
         if any(columns != found[0] for columns in found):
             raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {found}")
-        filters = self.config.get("filter_overlong_prompts", True)
-        self.filter_overlong_prompts = filters and "prompt" in found[0]
+        self.filter_overlong_prompts = False  # done here
         super()._read_files_and_tokenize()
-        if filters and "messages" in found[0]:
-            sizes = [len(self._row_tokens(row)["prompt"]) for row in self.dataframe]
+        if self.filters and max(sizes, default=0) > self.max_prompt_length:
             kept = [number for number, size in enumerate(sizes) if size <= self.max_prompt_length]
             self.dataframe: Any = self.dataframe.select(kept)
 
-    def _check_file(self, file: str) -> dict[str, str]:
-        """Check all rows of the file; return the {column: kind} that it is read by."""
+    def _check_file(self, file: str, sizes: list[int]) -> dict[str, str]:
+        """Check all rows of the file; return the {column: kind} that it is read by, and add to `sizes`."""
         opened = parquet.ParquetFile(file)
         names = opened.schema_arrow.names
         columns = file_columns(self.objective, names)
@@ -86,53 +81,45 @@ class FixedDataset(RLHFDataset):
                 if not _VALUE_TESTS[kind](row[name]):
                     text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KIND_TEXTS[kind]}, not empty"
                     raise ConfigError(text)
-            if fault := self._row_fault(row):
-                raise ConfigError(f"{file}, row {number}: {fault}")
+            try:
+                sizes.append(self._prompt_size(row))
+            except ValueError as error:
+                raise ConfigError(f"{file}, row {number}: {error}") from None
         return columns
 
-    def _row_fault(self, row: dict[str, Any]) -> str | None:
-        try:
-            given = self._row_tokens(row)
-        except ValueError as error:
-            return str(error)
-        longest, limit = max(map(len, given["responses"])), self.max_prompt_length
-        if self.truncation != "error":
-            return None
-        prompt = len(given.get("prompt", ()))
-        if prompt > limit and not self.config.get("filter_overlong_prompts", True):
-            return f"the prompt has {prompt} tokens; expected at most data.max_prompt_length, {limit}"
-        if longest <= self.most_tokens:
-            return None
-        keys = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
-        return f"a response has {longest} tokens with the end token; expected at most {keys}"
+    def _prompt_size(self, row: dict[str, Any]) -> int:
+        """Return the tokens of a row's prompt; raise ValueError for a row that cannot be trained."""
+        given, limit = self._row_tokens(row), self.max_prompt_length
+        longest, prompt = max(map(len, given["responses"])), len(given["prompt"])
+        if self.truncation == "error" and prompt > limit and not self.filters:
+            raise ValueError(
+                f"the prompt has {prompt} tokens; expected at most data.max_prompt_length, {limit}: raise it"
+            )
+        if self.truncation == "error" and longest > self.most_tokens:
+            keys = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
+            raise ValueError(f"a response has {longest} tokens with the end token; expected at most {keys}")
+        return prompt
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        columns = file_columns(self.objective, self.dataframe.column_names)
-        given = self._row_tokens(self.dataframe[item])
-        if "prompt" in columns:
-            row = super().__getitem__(item)
-        else:
-            ids, most = given.pop("prompt"), self.max_prompt_length
-            prompt = torch.tensor(ids[-most:] if self.truncation == "left" else ids[:most])
-            tensors = prompt_inputs(RaggedTensor(prompt, (len(prompt),)), most, self.tokenizer.pad_token_id)
-            row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
-        row = {name: value for name, value in row.items() if name not in columns}  # text is not sent through the step
-        given["responses"] = [self._truncate(ids) for ids in given["responses"]]
-        return {**row, "tools_kwargs": given}
-
-    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        return [*map(present_fields, super()._build_messages(example))]
+        row, most = self.dataframe[item], self.max_prompt_length
+        columns = file_columns(self.objective, [*row])  # their text is not sent through the step
+        given = self._row_tokens({name: row.pop(name) for name in columns})
+        ids = given.pop("prompt")
+        prompt = torch.tensor(ids[-most:] if self.truncation == "left" else ids[:most])
+        tensors = prompt_inputs(RaggedTensor(prompt, (len(prompt),)), most, self.tokenizer.pad_token_id)
+        row |= {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
+        return {**row, "tools_kwargs": {**given, "responses": [*map(self._truncate, given["responses"])]}}
 
     def _truncate(self, ids: list[int]) -> list[int]:
         return ids[-self.most_tokens :] if self.truncation == "left" else ids[: self.most_tokens]
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return {responses: uncut token ids of each response, and other data that the objective needs of a row}.
+        """Return {prompt: its token ids, responses: uncut ids of each, and other data that the objective needs}.
 
-        `prompt` is among them where the row has no column prompt, which verl's dataset reads.
+        Raises ValueError for a row that the chat template does not write whole (chat.py).
         """
         if "response" in row:
-            return {"responses": [self._response_ids(row, row["response"])]}
+            return self._split(row, "response")
         if "messages" in row:
             prompt, response = split_tokens(self.tokenizer, *read_conversation(row))
             return {"prompt": prompt, "responses": [response]}
@@ -143,8 +130,12 @@ class FixedDataset(RLHFDataset):
             ids = ids[-self.most_tokens - 1 :]
         return {"prompt": ids[:1], "responses": [ids[1:]]}
 
-    def _response_ids(self, row: dict[str, Any], text: str) -> list[int]:
-        return split_tokens(self.tokenizer, [*_prompt(row), {"role": "assistant", "content": text}])[1]
+    def _split(self, row: dict[str, Any], *names: str) -> dict[str, Any]:
+        """Return the ids of the row's prompt and of the responses in these columns."""
+        prompt = [*map(present_fields, row["prompt"])]
+        whole = [[*prompt, {"role": "assistant", "content": row[name]}] for name in names]
+        prompts, responses = zip(*(split_tokens(self.tokenizer, messages) for messages in whole), strict=True)
+        return {"prompt": prompts[0], "responses": [*responses]}
 
 
 class SftData(FixedDataset):
@@ -157,7 +148,7 @@ class PairData(FixedDataset):
     objective = "dpo"
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response_ids(row, row[name]) for name in ("chosen", "rejected")]}
+        return self._split(row, "chosen", "rejected")
 
 
 class RewardData(PairData):
@@ -168,8 +159,9 @@ class RewardData(PairData):
 
     objective = "rm"
 
-    def _response_ids(self, row: dict[str, Any], text: str) -> list[int]:
-        return [*super()._response_ids(row, text), self.tokenizer.eos_token_id]
+    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
+        given = super()._row_tokens(row)
+        return {**given, "responses": [[*ids, self.tokenizer.eos_token_id] for ids in given["responses"]]}
 
 
 class KtoData(FixedDataset):
@@ -178,7 +170,7 @@ class KtoData(FixedDataset):
     objective = "kto"
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response_ids(row, row["response"])], "label": row["label"]}
+        return {**self._split(row, "response"), "label": row["label"]}
 
 
 class StepData(FixedDataset):
@@ -190,15 +182,12 @@ class StepData(FixedDataset):
 
     objective = "prm"
 
-    def _row_fault(self, row: dict[str, Any]) -> str | None:
-        if (found := len(row["labels"])) != len(row["steps"]):
-            return f"found {len(row['steps'])} steps and {found} labels; expected a label for each step"
-        return super()._row_fault(row)
-
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        parts, rest = step_tokens(self.tokenizer, _prompt(row), row["steps"])
+        if (found := len(row["labels"])) != len(row["steps"]):
+            raise ValueError(f"found {len(row['steps'])} steps and {found} labels; expected a label for each step")
+        prompt, parts, rest = step_tokens(self.tokenizer, [*map(present_fields, row["prompt"])], row["steps"])
         ids = [*chain.from_iterable(parts), *rest]
         dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
         ends = [end - dropped for end in accumulate(map(len, parts))]
         marks = {end: float(y) for end, y in zip(ends, row["labels"], strict=True) if 0 < end < self.most_tokens}
-        return {"responses": [ids], "marks": marks}
+        return {"prompt": prompt, "responses": [ids], "marks": marks}

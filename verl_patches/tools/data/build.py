@@ -24,22 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import END_SIGNALS, die_with_parent
-from verl_patches.step.objectives.chat import (
-    MESSAGE_FIELDS,
-    present_fields,
-    read_conversation,
-    split_tokens,
-    step_tokens,
-)
+from verl_patches.step.objectives.chat import split_tokens, step_tokens
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
     RESPONSE_KEYS,
     Record,
-    conversation_row,
     json_digest,
     make_row,
     parquet_schema,
     read_template,
+    row_messages,
 )
 from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
@@ -89,23 +83,14 @@ def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]
     if handler.ability == "math" and len(_WORD_PATTERN.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
         sentence = "the gold answer is a sentence, which the reward compares as text"
         made |= {"reason": "sentences", "sentence": sentence}
-    made |= {"text": text, "conversation": "messages" in row}
-    made |= dict(zip(("prompt", "digest"), _row_digests(row, handler.columns), strict=True))
-    return {**made, "prompt_tokens": prompt_size, "response_tokens": response_size}
-
-
-def _row_digests(row: dict[str, Any], columns: Iterable[str]) -> tuple[int, int]:
-    """Return digests of the prompt, whatever its blanks, and of all that two repeated rows share."""
     if "text" in row:
         prompt = row["text"]
     else:
-        *messages, response = row["messages"] if "messages" in row else [*row["prompt"], None]
-        prompt = [
-            [(one["content"] or "").split(), *(one[name] for name in MESSAGE_FIELDS[2:] if one.get(name))]
-            for one in messages
-        ]
-    fixed = [response, row["tools"]] if "messages" in row else [row[column] for column in columns]
-    return json_digest(prompt), json_digest([prompt, fixed])
+        prompt = [[(one.pop("content") or "").split(), *one.values()] for one in map(dict, row["prompt"])]
+    fixed = [row[column] for column in handler.columns]
+    made |= {"text": text, "conversation": "tools" in row, "prompt": json_digest(prompt)}
+    made |= {"digest": json_digest([prompt, fixed, row.get("tools")])}
+    return {**made, "prompt_tokens": prompt_size, "response_tokens": response_size}
 
 
 @functools.cache
@@ -126,27 +111,20 @@ def _row_tokens(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
     if "text" in row:
         ids = [*tokenizer.encode(row["text"]), tokenizer.eos_token_id]
         return {"prompt": ids[:1], "response": ids[1:-1] if ids[-2] == ids[-1] and len(ids) > 2 else ids[1:]}
-    if "messages" in row:
-        return dict(zip(("prompt", "response"), split_tokens(tokenizer, *read_conversation(row)), strict=True))
-    made = {"prompt": prompt_tokens(tokenizer, row["prompt"])}
+    if "steps" in row:
+        prompt, steps, rest = step_tokens(tokenizer, row["prompt"], row["steps"])
+        return {"prompt": prompt, "steps": [*chain.from_iterable(steps), *rest]}
+    made = dict[str, list[int]]()
     for name in (name for name in RESPONSE_KEYS if name in row):
-        if name == "steps":
-            steps, rest = step_tokens(tokenizer, row["prompt"], row[name])
-            made[name] = [*chain.from_iterable(steps), *rest]
-        else:
-            made[name] = split_tokens(tokenizer, [*row["prompt"], {"role": "assistant", "content": row[name]}])[1]
-    return made
+        made["prompt"], made[name] = split_tokens(tokenizer, row_messages(row, name), row.get("tools") or None)
+    return made or {"prompt": prompt_tokens(tokenizer, row["prompt"])}
 
 
 def _example(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the prompt and the responses of a row: with a tokenizer the text that is trained, else the columns."""
-    gold = {"answer": row["reward_model"]["ground_truth"]} if row["reward_model"]["ground_truth"] else {}
     if tokenizer:
-        return {name: tokenizer.decode(ids) for name, ids in _row_tokens(tokenizer, row).items()} | gold
-    made = {name: row[name] for name in ("prompt", "text", *CONVERSATION_COLUMNS, *RESPONSE_KEYS) if name in row}
-    if "messages" in row:
-        made["messages"] = [*map(present_fields, row["messages"])]
-    return made | gold
+        return {name: tokenizer.decode(ids) for name, ids in _row_tokens(tokenizer, row).items()}
+    return {name: row[name] for name in ("prompt", "text", *RESPONSE_KEYS, "tools") if name in row}
 
 
 def _pickled_records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
@@ -314,8 +292,7 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
         for name, numbers in _split_rows(settings, kept, report).items():
             report[Path(name).stem] = len(numbers)
             rows = tqdm(_read_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
-            rows = (json.loads(row["text"]) for row in rows)
-            write_rows(work / "out" / name, map(conversation_row, rows) if conversations else rows, schema)
+            write_rows(work / "out" / name, (json.loads(row["text"]) for row in rows), schema)
         manifest = {"format": "verl_patches data", "version": 1}
         manifest["settings"] = settings.model_dump(exclude=_UNRECORDED_KEYS)
         manifest |= {"inputs": [source.facts for source in sources], "report": report}

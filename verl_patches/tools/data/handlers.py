@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.maths import MAX_ANSWER_CHARS
 from verl_patches.run.environment import REPOSITORY
-from verl_patches.step.objectives.chat import MESSAGE_FIELDS, ROLES, Message, parse_json, parse_objects
+from verl_patches.step.objectives.chat import MESSAGE_FIELDS, Message, parse_calls, parse_functions
 from verl_patches.values import read_yaml, unknown_key
 
 if TYPE_CHECKING:
@@ -29,12 +29,9 @@ EXTRA_INFO_KEYS = ("index", "split", "answer", "solution", "origin")  # keys of 
 RESPONSE_KEYS = ("response", "chosen", "rejected", "steps")
 TEMPLATES_FILE = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
 MODEL_TEMPLATE = "model"  # prompt_type that leaves messages as they are
-CONVERSATION_COLUMNS = (
-    "messages",
-    "tools",
-)  # of sft data where a row has more than texts; in place of prompt, response
-# roles of ShareGPT
-_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+CONVERSATION_COLUMNS = ("messages", "tools")  # of sft data, where a row is more than texts
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # of ShareGPT
 
 
 class Record:
@@ -136,7 +133,7 @@ def require_text(value: Any, field: str, may_be_empty: bool = False) -> str:
 def _answer(value: Any) -> str:
     if isinstance(value, str) and value.lstrip().startswith('["'):  # the JSON of a list, as ["42"]
         with suppress(ValueError):
-            value = parse_json(value, "the answer")
+            value = json.loads(value)
     if isinstance(value, list):
         if len(value) != 1:
             raise ValueError(f"expected one answer, found a list of {len(value)}")
@@ -153,34 +150,21 @@ def _message(value: Any, field: str) -> Message:
     """Return the message of {role, content} or {from, value}, and of MESSAGE_FIELDS; ValueError for other fields."""
     _require(isinstance(value, dict), f"a message of {field} with role and content", value)
     given = {str(name): each for name, each in value.items() if each not in (None, "", [], {})}
-    name = require_text(given.pop("role", given.pop("from", None)), f"a role of {field}")
-    role, content = _ROLES.get(name, name), given.pop("content", given.pop("value", ""))
-    if role not in ROLES:
-        raise ValueError(f"expected a role of {field} to be {', '.join((*ROLES, *_ROLES))}, found {role!r:.60}")
+    role = require_text(given.pop("role", given.pop("from", None)), f"a role of {field}")
+    content = given.pop("content", given.pop("value", ""))
+    if role not in _ROLES:
+        raise ValueError(f"expected a role of {field} to be {', '.join(_ROLES)}, found {role!r:.60}")
     if unknown := sorted(given.keys() - {*MESSAGE_FIELDS}):
-        fields = ", ".join(MESSAGE_FIELDS)
-        raise ValueError(
-            f"expected only the fields {fields} in a message of {field}, found {unknown[0]!r:.60}; remove it"
-        )
-    if name == "function_call":
-        calls = parse_json(content, "a function_call")
-        calls = parse_objects(calls if isinstance(calls, list) else [calls], "a function_call")
-        given["tool_calls"], content = [{"type": "function", "function": call} for call in calls], ""
+        expected = f"only the fields {', '.join(MESSAGE_FIELDS)} in a message of {field}"
+        raise ValueError(f"expected {expected}, found {unknown[0]!r:.60}; remove it")
+    if role == "function_call":
+        given["tool_calls"], content = content, ""
     for key in given.keys() - {"tool_calls"}:
         require_text(given[key], key)
-    may_be_empty = role == "tool" or "tool_calls" in given
-    message = {"role": role, "content": require_text(content, f"a message of {field}", may_be_empty), **given}
-    if "tool_calls" in given:
-        message["tool_calls"] = parse_objects(given["tool_calls"], "tool_calls")
-        message["content"] = content or None  # templates take an empty text for an answer
-    return message
-
-
-def _tools(record: Record) -> list[dict[str, Any]]:
-    """Return the tools of a record, each as {type, function}."""
-    value = record.get("tools", needed=False)
-    tools = parse_objects(value, "tools") if value not in (None, "") else []
-    return [{"type": "function", "function": one} if "name" in one and "function" not in one else one for one in tools]
+    content = require_text(content, f"a message of {field}", role in ("tool", "observation") or "tool_calls" in given)
+    if "tool_calls" in given:  # templates take an empty content for an answer
+        given["tool_calls"], content = parse_calls(given["tool_calls"]), content or None
+    return {"role": _ROLES[role], "content": content, **given}
 
 
 def _with_system(messages: list[Message], *given: str | None) -> list[Message]:
@@ -225,23 +209,19 @@ def _read_gsm8k(record: Record) -> Row:
 
 
 def _read_answers(record: Record, *fields: str) -> Row:
-    """Return the prompt, and the last message of each field; earlier ones are the prompt, or go on from it."""
+    """Return the prompt, and the last message of each field; its earlier ones are the prompt, or go on from it."""
     messages = {field: record.messages(field, "assistant") for field in fields}
     before = {field: found[:-1] for field, found in messages.items() if len(found) > 1}
     prompt = [] if before and record.get("prompt", needed=False) is None else record.messages("prompt", "user")
     for field, found in before.items():
-        begins = found if prompt[:1] and prompt[0]["role"] == "system" else _without_system(found)
-        if begins[: len(prompt)] != prompt:
+        skipped = 1 if prompt and found[0]["role"] == "system" != prompt[0]["role"] else 0
+        if found[skipped : skipped + len(prompt)] != prompt:
             raise ValueError(f"expected the messages of {field} to begin with prompt, found others")
         if found != next(iter(before.values())):
             raise ValueError(
                 f"expected {' and '.join(fields)} to answer the same messages, found others before the last"
             )
     return {"prompt": next(iter(before.values()), prompt), **{field: found[-1] for field, found in messages.items()}}
-
-
-def _without_system(messages: list[Message]) -> list[Message]:
-    return messages[1:] if messages[0]["role"] == "system" else messages
 
 
 def _read_instruction(record: Record) -> Row:
@@ -319,7 +299,8 @@ def make_row(
     row = handler.read(record)
     answer, solution = row.pop("answer", ""), row.pop("solution", None) or record.text("solution", needed=False)
     if "prompt" in row:
-        row = _with_texts(handler, {**row, "prompt": _prompt(record, row["prompt"], template)}, _tools(record))
+        row["prompt"] = _prompt(record, row["prompt"], template)
+        row |= _responses(handler, row, parse_functions(record.get("tools", needed=False) or [], "tools"))
     extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, solution, origin), strict=True))
     for name in additional:
         if name not in record.values:
@@ -331,31 +312,34 @@ def make_row(
     return {"data_source": data_source, **row, "ability": handler.ability, "reward_model": reward, "extra_info": extra}
 
 
-def _with_texts(handler: Handler, row: Row, tools: list[dict[str, Any]]) -> Row:
-    """Return a row whose responses are texts; or one of CONVERSATION_COLUMNS, if there is more than texts."""
+def _responses(handler: Handler, row: Row, tools: list[dict[str, Any]]) -> Row:
+    """Return the responses of a row as texts; as a message, with `tools`, where the row is more than texts."""
     responses = {name: row[name] for name in RESPONSE_KEYS if isinstance(row.get(name), dict)}
     messages = [*row["prompt"], *responses.values()]
-    more = {name for one in messages for name in one} - {"role", "content"} | {"tools" for _ in tools[:1]}
-    more |= {"messages of role tool" for one in messages if one["role"] == "tool"}
-    if not more:
-        if (role := row["prompt"][-1]["role"]) != "user":
-            raise ValueError(f"expected the last message of the prompt to have role user, found {role}")
-        return row | {name: message["content"] for name, message in responses.items()}
-    if "messages" not in handler.fields:
+    more = {name for one in messages for name in one} - {"role", "content"}
+    more |= {"role tool" for one in messages if one["role"] == "tool"} | {"tools" for _ in tools}
+    if more and "messages" not in handler.fields:
         hint = "use handler instruction, which keeps them, or remove them"
         raise ValueError(f"expected texts alone, found {', '.join(sorted(more))}; {hint}")
-    calls = [{"tool_calls": json.dumps(one["tool_calls"])} if "tool_calls" in one else {} for one in messages]
-    messages = [dict.fromkeys(MESSAGE_FIELDS) | one | call for one, call in zip(messages, calls, strict=True)]
-    return {"messages": messages, "tools": json.dumps(tools) if tools else None}
+    if (role := row["prompt"][-1]["role"]) not in ("user", "tool"):
+        raise ValueError(f"expected the last message of the prompt to have role user or tool, found {role}")
+    if more:
+        return {**responses, "tools": tools}
+    return {name: message["content"] for name, message in responses.items()}
+
+
+def row_messages(row: Row, name: str) -> list[Message]:
+    """Return the messages of a row with a response."""
+    return [*row["prompt"], {"role": "assistant", "content": row[name]} if isinstance(row[name], str) else row[name]]
 
 
 def conversation_row(row: Row) -> Row:
     """Return an sft row with CONVERSATION_COLUMNS in place of prompt and response."""
-    if "messages" in row:
-        return row
-    row = dict(row)
-    messages = [*row.pop("prompt"), {"role": "assistant", "content": row.pop("response")}]
-    return {**row, "messages": [dict.fromkeys(MESSAGE_FIELDS) | one for one in messages], "tools": None}
+    messages = [dict.fromkeys(MESSAGE_FIELDS) | one for one in row_messages(row, "response")]
+    for one in messages:
+        one["tool_calls"] = json.dumps(one["tool_calls"]) if one["tool_calls"] else None
+    columns = {"messages": messages, "tools": json.dumps(row["tools"]) if row.get("tools") else None}
+    return {name: value for name, value in row.items() if name not in ("prompt", "response")} | columns
 
 
 def json_digest(value: Any) -> int:
@@ -369,12 +353,8 @@ def parquet_schema(columns: Iterable[str], additional: Iterable[str] = ()) -> py
 
     text, columns = pa.string(), tuple(columns)
     struct = pa.struct(dict.fromkeys(MESSAGE_FIELDS, text))
-    kinds = {
-        "messages": pa.list_(struct),
-        "label": pa.bool_(),
-        "steps": pa.list_(text),
-        "labels": pa.list_(pa.float64()),
-    }
+    kinds = {"label": pa.bool_(), "steps": pa.list_(text), "labels": pa.list_(pa.float64())}
+    kinds["messages"] = pa.list_(struct)
     messages = pa.list_(pa.struct({"role": text, "content": text}))
     extra = {"index": pa.int64(), **dict.fromkeys((*EXTRA_INFO_KEYS[1:], *additional), text)}
     fields = {"data_source": text}
