@@ -179,6 +179,7 @@ def smoke_inputs(options: SmokeOptions, cache: Path) -> Inputs:
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
     patterns = ("data/*.py", "data/*.yaml", "verl_patches/tools/data/*.py", "verl_patches/rewards/*.py")
+    patterns += ("verl_patches/step/objectives/chat.py",)
     sources += [SAMPLE, *(file for pattern in patterns for file in sorted(REPOSITORY.glob(pattern)))]
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
     return Inputs(options, model, folders)
