@@ -183,6 +183,17 @@ def test_an_example_shows_what_is_trained(tmp_path):
     assert example == {"prompt": [{"role": "user", "content": "Say 2."}], "chosen": "1!", "rejected": "no"}
 
 
+@pytest.mark.slow
+def test_an_example_is_rendered_by_the_tokenizer(tmp_path, tiny_model):
+    pair, keys = {"prompt": "Say 1.", "chosen": "1!", "rejected": "no"}, {"tokenizer_name_or_path": str(tiny_model)}
+    example = make(tmp_path, [pair, {**pair, "prompt": "Say 2."}], "preference", shuffle=False, **keys)[1]["example"]
+    prompt = "<|begin|><|user|>Say 2.<|assistant|>"
+    assert example == {"prompt": prompt, "chosen": "1!<|end|>", "rejected": "no<|end|>"}
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning_content": "b"}]
+    code, report = make(tmp_path, [{"messages": talk}] * 3, "instruction", out="b", **keys)
+    assert code == 1 and "leaves out reasoning_content" in next(iter(report["bad"]["shown"]))
+
+
 def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
     make(tmp_path, MATHS, workers=1, seed=3)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())

@@ -289,7 +289,8 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
         conversations = any(row["conversation"] for row in _read_columns(made, "conversation"))
         columns = CONVERSATION_COLUMNS if conversations else settings.handler.columns
         schema = parquet_schema(columns, settings.dataset_additional_keys)
-        for name, numbers in _split_rows(settings, kept, report).items():
+        parts = _split_rows(settings, kept, report)
+        for name, numbers in parts.items():
             report[Path(name).stem] = len(numbers)
             rows = tqdm(_read_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
             write_rows(work / "out" / name, (json.loads(row["text"]) for row in rows), schema)
@@ -298,7 +299,7 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
         manifest |= {"inputs": [source.facts for source in sources], "report": report}
         manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        first = json.loads(next(_read_columns(made.select(numbers[:1]), "text"))["text"])
+        (first,) = _read_columns(made.select(parts[TRAIN][:1]), "text")
         tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)[1]
-        report["example"] = _example(tokenizer, first)
+        report["example"] = _example(tokenizer, json.loads(first["text"]))
     return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}
