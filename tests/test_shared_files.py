@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_patches.shared_files import LOCK, GrowingFile, is_locked, locked_folder, replacing, write_whole
+from verl_patches.shared_files import LOCK, GrowingFile, file_fault, is_locked, locked_folder, replacing, write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -52,3 +52,33 @@ def test_what_was_appended_is_read_once(tmp_path):
         with file.path.open("a") as log:
             log.write(text)
         assert list(file.blocks(2)) == found
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
+FAULTY_FILES = {  # content, or None for a link to nothing -> words of the fault
+    "pointer.json": (LFS_POINTER, "Git LFS pointer"), "model.safetensors": (LFS_POINTER, "Git LFS pointer"),
+    "page.parquet": (b"\n<!DOCTYPE html>\n<html></html>", "web page"),
+    "error.jsonl": (b"<?xml version='1.0'?><Error/>", "web page"), "empty.parquet": (b"", "empty"),
+    "blank.jsonl": (b"\xef\xbb\xbf \n", "empty"), "cut.json": (b'[{"a": 1},', "cut off"),
+    "cut.parquet": (b"PAR1\x15\x04", "cut off"), "gone.json": (None, "link to ../../blobs/0123"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTY_FILES)
+def test_a_file_that_a_download_did_not_bring_is_named(tmp_path, name):
+    content, words = FAULTY_FILES[name]
+    path = tmp_path / name
+    if content is None:
+        path.symlink_to("../../blobs/0123")
+    else:
+        path.write_bytes(content)
+    assert words in file_fault(path)
+
+
+def test_whole_files_have_no_fault(tmp_path):
+    wholes = {"a.json": b'\xef\xbb\xbf{"a": "<html>"}\n', "a.parquet": b"PAR1...PAR1", "a.jsonl": b'{"a": 1}\n{"a"'}
+    for name, content in {**wholes, "a.safetensors": b"\x08\0\0\0\0\0\0\0{}      "}.items():
+        (tmp_path / name).write_bytes(content)
+        assert file_fault(tmp_path / name) == ""
+    (tmp_path / "link.json").symlink_to("a.json")
+    assert file_fault(tmp_path / "link.json") == file_fault(tmp_path / "absent.json") == file_fault(tmp_path) == ""

@@ -1,7 +1,11 @@
-"""Write, lock and read files that several processes use: replace whole files, take locks, follow growing files."""
+"""Write, lock and read files that several processes use: replace whole files, take locks, follow growing files.
+
+`file_fault` names files that a download has not brought whole.
+"""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import os
@@ -20,6 +24,33 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 LOCK = ".lock"  # name of a folder's lock file
 _DISK_FULL_ERRNOS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _FLOCK_FORMAT = "hhqqi"  # struct flock: type, whence, start, length, pid
+_WEB_PAGE_STARTS = b"<!doctype html", b"<html", b"<?xml"  # object stores answer errors in XML
+_LAST_BYTES = {".parquet": (b"PAR1",), ".json": (b"}", b"]")}  # what the last bytes of a whole file are
+
+
+def file_fault(path: Path) -> str:
+    """Return what a file of data, weights or a tokenizer is in place of its content, and what to do; empty if nothing.
+
+    It is a link to nothing, an empty file, a Git LFS pointer, a web page, or cut off. At most 1 KiB is read, so a file
+    without a fault here may still be damaged.
+    """
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist; download it again"
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        start = file.read(512).removeprefix(codecs.BOM_UTF8).strip().lower()
+        file.seek(max(0, path.stat().st_size - 512))
+        end = file.read().rstrip()
+    if not start and not end.removeprefix(codecs.BOM_UTF8):
+        return "is empty; download or write it again"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer in place of the file; run `git lfs pull` in its repository, or download the file"
+    if start.startswith(_WEB_PAGE_STARTS):
+        return "is a web page in place of the file; download the file itself, from /resolve/ on a hub, not from /blob/"
+    if not end.endswith(_LAST_BYTES.get(path.suffix, (b"",))):
+        return "is cut off or of another format; download or write it again"
+    return ""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ with recipe.data.skip_bad_rows. Prompts over data.max_prompt_length are left out
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from tqdm import tqdm
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.gold import GoldCheck
 from verl_patches.rewards.parts import reward_parts
+from verl_patches.step.objectives.chat import render
 
 _BATCH_ROWS = 512
 _LOG_INTERVAL_S = 10.0  # seconds between the log's counts of checked rows
 _SKIP_KEY = "recipe.data.skip_bad_rows"
-_NULL_INFO = "extra_info is null, and verl reads its index; expected a value, such as {index: 0}, in every row"
 
 
 def check_rl_rows(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -39,8 +39,8 @@ def check_rl_rows(read: Callable[[Any], None]) -> Callable[[Any], None]:
         gold = GoldCheck(reward_parts(whole) if whole else (), NaiveRewardManager(None, 0).compute_score)
         skipped = ", ".join(map(str, gold.skipped))
         unchecked = f"whether gold answers can score was not checked for {skipped}" if skipped else ""
-        row_fault = functools.partial(_rl_row_fault, self, gold)
-        RowCheck(self, row_fault, unchecked=unchecked).read(functools.partial(read, self))
+        check_rows = functools.partial(_check_rl_rows, self, gold)
+        RowCheck(self, check_rows, unchecked=unchecked).read(functools.partial(read, self))
 
     return checked
 
@@ -55,27 +55,24 @@ def render_chat(tokenizer: Any, messages: Any) -> str:
             if not isinstance(each, dict) or not isinstance(each.get(name), str):
                 found = f"{each.get(name)!r:.60} as {name}" if isinstance(each, dict) else type(each).__name__
                 raise ValueError(f"expected role and content in each message, both text, found {found}")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
+    return render(tokenizer, messages)
 
 
 class RowCheck:
     """Check the rows of `dataset`, verl's RLHFDataset.
 
-    row_fault: returns what is wrong with a row whose prompt is well formed, or None. columns: those to read; None: all.
-    unchecked: what could not be checked, for the report.
+    check_rows: yields (what is wrong or None, tokens of the prompt) of some rows. columns: those that it reads; None:
+    all. unchecked: what could not be checked, for the report.
     """
 
     def __init__(
         self,
         dataset: Any,
-        row_fault: Callable[[dict[str, Any]], str | None],
+        check_rows: Callable[[list[dict[str, Any]]], Iterable[tuple[str | None, int]]],
         columns: list[str] | None = None,
         unchecked: str = "",
     ):
-        self.dataset, self.row_fault, self.columns, self.unchecked = dataset, row_fault, columns, unchecked
+        self.dataset, self.check_rows, self.columns, self.unchecked = dataset, check_rows, columns, unchecked
         self.files, self.limit = [str(file) for file in dataset.data_files], dataset.max_prompt_length
         self.filters = dataset.config.get("filter_overlong_prompts", True)
         whole = dataset.config._get_parent()
@@ -110,27 +107,11 @@ class RowCheck:
 
         progress = {"desc": f"check {file}", "unit": "row", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
         with parquet.ParquetFile(file) as opened, tqdm(total=opened.metadata.num_rows, **progress) as bar:
-            for batch in opened.iter_batches(_BATCH_ROWS, columns=self.columns and [*self.columns, "extra_info"]):
-                for fault, tokens in self._check_rows(batch.to_pylist()):
+            for batch in opened.iter_batches(_BATCH_ROWS, columns=self.columns):
+                for fault, tokens in self.check_rows(batch.to_pylist()):
                     yield self._keeps(f"{file}, row {bar.n}", fault, tokens)
                     bar.update()
         self.rows += bar.n
-
-    def _check_rows(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:
-        """Yield (fault or None, tokens of the prompt) of each row."""
-        faults, texts, key = list[str | None](), list[str](), self.dataset.prompt_key
-        for row in rows:
-            text, fault = "", None
-            try:
-                text = render_chat(self.dataset.tokenizer, row[key]) if key in row else ""
-            except ValueError as error:
-                fault = f"{key}: {error}"
-            if row.get("extra_info", {}) is None:
-                fault = fault or _NULL_INFO
-            texts.append(text)
-            faults.append(fault or self.row_fault(row))
-        ids = self.dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        yield from zip(faults, map(len, ids), strict=True)
 
     def _keeps(self, place: str, fault: str | None, tokens: int) -> bool:
         """Count a row and return whether it is kept; raise ConfigError for a bad one that is not to be dropped."""
@@ -171,14 +152,32 @@ def _require_same_extra_info(files: list[str]) -> None:
             raise ConfigError(f"{file}: {text}: write all files alike, as `data build` does (docs/data.md)")
 
 
+def _check_rl_rows(dataset: Any, gold: GoldCheck, rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:
+    """Yield (fault or None, tokens of the prompt) of each row of RL."""
+    faults, texts, key = list[str | None](), list[str](), dataset.prompt_key
+    for row in rows:
+        text, fault = "", None
+        try:
+            text = render_chat(dataset.tokenizer, row[key])
+        except ValueError as error:
+            fault = f"{key}: {error}"
+        texts.append(text)
+        faults.append(fault or _rl_row_fault(dataset, gold, row))
+    ids = dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    yield from zip(faults, map(len, ids), strict=True)
+
+
 def _rl_row_fault(dataset: Any, gold: GoldCheck, row: dict[str, Any]) -> str | None:
-    last = row[dataset.prompt_key][-1]
-    if last["role"] == "assistant":
+    """Return what is wrong with a row whose prompt is well formed, or None."""
+    prompt, info = row[dataset.prompt_key], row.get("extra_info", {})
+    if prompt[-1]["role"] == "assistant":
         return f"{dataset.prompt_key} ends with a message of assistant; expected a last message of user or tool"
     for name in (dataset.image_key, dataset.video_key):
         if name in row and dataset.processor is None:
             return f"the file has a column {name}, but the model reads text alone; use data without {name}"
+    if info is None:
+        return "extra_info is null, and verl reads its index; expected a value, such as {index: 0}, in every row"
     answer = (row.get("reward_model") or {}).get("ground_truth")
     source = row.get(dataset.config.get("reward_fn_key", "data_source"))
-    asked = "\n".join(each["content"] for each in row[dataset.prompt_key] if each["role"] != "assistant")
-    return gold.row_fault(str(source), asked, answer, row.get("extra_info"))
+    asked = "\n".join(each["content"] for each in prompt if each["role"] != "assistant")
+    return gold.row_fault(str(source), asked, answer, info)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.shared_files import file_fault
 from verl_patches.step.rows import render_chat
 from verl_patches.values import is_secret_value, loading_errors, printable
 
@@ -116,6 +117,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
     Raise ConfigError for a file that cannot be read.
     """
     with loading_errors(f"{path}: expected a readable file"):
+        if fault := file_fault(path):
+            raise ConfigError(f"{path} {fault}")
         if path.suffix == ".parquet":
             yield from _read_parquet(path, columns)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
