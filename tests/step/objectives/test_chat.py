@@ -3,7 +3,7 @@
 import pytest
 
 from verl_patches.model.tiny import CHAT_TEMPLATE, _make_tokenizer, tiny_config
-from verl_patches.step.objectives.chat import read_conversation, split_tokens, step_tokens
+from verl_patches.step.objectives.chat import read_conversation, row_tokens, split_tokens
 
 # a template with tools, calls and reasoning; a call's arguments are written as JSON, as in Qwen's
 TOOLS_TEMPLATE = (
@@ -117,7 +117,8 @@ def test_a_response_that_joins_the_prompts_last_token_is_refused(split, tokenize
 
 def test_steps_are_encoded_alone_and_the_templates_text_around_them_is_kept(tokenizer):
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ eos_token }}", "!{{ eos_token }}")
-    prompt, steps, rest = step_tokens(tokenizer, [USER], ["12", "ab"])
+    prompt, responses, ends = row_tokens(tokenizer, {"prompt": [USER], "steps": ["12", "ab"]})
     assert tokenizer.decode(prompt).endswith("<|assistant|>")
-    assert steps == [tokenizer.encode(step, add_special_tokens=False) for step in ("12", "ab")]
-    assert tokenizer.decode(rest) == "!<|end|>"
+    steps = [tokenizer.encode(step, add_special_tokens=False) for step in ("12", "ab")]
+    assert responses["steps"][: ends[1]] == [*steps[0], *steps[1]] and ends[0] == len(steps[0])
+    assert tokenizer.decode(responses["steps"][ends[1] :]) == "!<|end|>"

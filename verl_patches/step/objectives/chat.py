@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate, chain
 from os.path import commonprefix
 from typing import Any
 
@@ -154,20 +155,6 @@ def split_tokens(tokenizer: Any, messages: list[Message], tools: Any = None) -> 
     return prompt, _with_end(tokenizer, whole[len(prompt) :])
 
 
-def step_tokens(
-    tokenizer: Any, prompt: list[Message], steps: list[str]
-) -> tuple[list[int], list[list[int]], list[int]]:
-    """Return the tokens of the prompt, of each step, encoded alone, and of the text behind the last with an end."""
-    content = "".join(steps)
-    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
-    before, found, after = rest.partition(content)
-    if not found:
-        raise ValueError(f"the chat template changes the steps, {content!r:.60}; {_REMEDY}")
-    texts = head, before + steps[0], *steps[1:], after
-    first, *encoded, last = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-    return first, encoded, _with_end(tokenizer, last)
-
-
 def _with_end(tokenizer: Any, ids: list[int]) -> list[int]:
     """Return the tokens to the last end token; one is added where other text follows it, or there is none."""
     end = tokenizer.eos_token_id
@@ -175,3 +162,38 @@ def _with_end(tokenizer: Any, ids: list[int]) -> list[int]:
     if not size or tokenizer.decode(ids[size:]).strip():
         return [*ids, end]
     return ids[:size]
+
+
+def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], dict[str, list[int]], list[int]]:
+    """Return the tokens of a row's prompt, those of the response in each column, and the end of each step.
+
+    The prompt of raw text is its first token. Steps are encoded one by one, so that each ends with a token.
+    """
+    if "text" in row:
+        ids = tokenizer.encode(row["text"])
+        ids += [tokenizer.eos_token_id] if ids[-1] != tokenizer.eos_token_id or len(ids) < 2 else []
+        return ids[:1], {"text": ids[1:]}, []
+    if "messages" in row:
+        ids, response = split_tokens(tokenizer, *read_conversation(row))
+        return ids, {"response": response}, []
+    prompt = [present_fields(one) for one in row["prompt"]]
+    if "steps" in row:
+        return _step_tokens(tokenizer, prompt, row["steps"])
+    ids, responses = list[int](), dict[str, list[int]]()
+    for name in (name for name in ("response", "chosen", "rejected") if name in row):
+        ids, responses[name] = split_tokens(tokenizer, [*prompt, {"role": "assistant", "content": row[name]}])
+    return ids or tokenizer.encode(render(tokenizer, prompt), add_special_tokens=False), responses, []
+
+
+def _step_tokens(
+    tokenizer: Any, prompt: list[Message], steps: list[str]
+) -> tuple[list[int], dict[str, list[int]], list[int]]:
+    content = "".join(steps)
+    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
+    before, found, after = rest.partition(content)
+    if not found:
+        raise ValueError(f"the chat template changes the steps, {content!r:.60}; {_REMEDY}")
+    texts = head, before + steps[0], *steps[1:], after
+    ids, *encoded, last = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    whole = [*chain.from_iterable(encoded), *_with_end(tokenizer, last)]
+    return ids, {"steps": whole}, [*accumulate(map(len, encoded))]
