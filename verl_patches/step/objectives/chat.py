@@ -17,7 +17,7 @@ from typing import Any
 Message = dict[str, Any]
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
 _PROBE = "\x01"  # a response that no template changes
-_REMEDY = "give the tokenizer another chat_template, or leave such rows out"
+_REMEDY = "give the model's tokenizer another chat_template, or leave such rows out"
 
 
 def present_fields(message: Mapping[str, Any]) -> Message:
@@ -87,14 +87,8 @@ def split_text(tokenizer: Any, messages: list[Message], tools: Any = None) -> tu
         if header := probed[len(commonprefix((head, probed))) :].partition(_PROBE)[0].strip():
             text = f"the chat template ignores add_generation_prompt: {header!r:.60} would be trained as a response"
             raise ValueError(f"{text}; {_REMEDY}")
-    text, answer = _squeezed(whole), _squeezed(whole[len(commonprefix((whole, bare))) :])
-    for one in messages:
-        content, last = one.get("content") or "", one is response
-        if (last or one["role"] in ("system", "user")) and _squeezed(content) not in (answer if last else text):
-            content = f"the content {content!r:.60} of role {one['role']}"
-            raise ValueError(f"the chat template leaves out or changes a part of {content}; {_REMEDY}")
-    for name in _fields_left_out(tokenizer, messages, tools, whole):
-        raise ValueError(f"the chat template leaves out {name}; {_REMEDY}")
+    for name in _parts_left_out(tokenizer, messages, tools, whole, whole[len(commonprefix((whole, bare))) :]):
+        raise ValueError(f"the chat template leaves out or changes {name}; {_REMEDY}")
     return head, whole[len(head) :]
 
 
@@ -102,8 +96,11 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())  # templates add and strip blanks
 
 
-def _fields_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str) -> Iterator[str]:
-    """Yield what the text does not depend on, but fields of results that only repeat the calls in their order."""
+def _parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str, answer: str) -> Iterator[str]:
+    """Yield what the text of a conversation lacks; `answer` is the part of its last message.
+
+    Reasoning and blanks of earlier answers may be left out, and fields of results that repeat the calls in their order.
+    """
 
     def matters(messages: list[Message], tools: Any) -> bool:
         try:
@@ -111,13 +108,20 @@ def _fields_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole:
         except ValueError:
             return True
 
+    text, last = _squeezed(whole), messages[-1]
+    for number, one in enumerate(messages):
+        content, emptied = one.get("content") or "", {**one, "content": ""}
+        exact = one is last or one["role"] in ("system", "user")  # others may be written as JSON, or without reasoning
+        if _squeezed(content) not in (_squeezed(answer) if one is last else text):
+            if exact or not matters([*messages[:number], emptied, *messages[number + 1 :]], tools):
+                yield f"the content {content!r:.60} of role {one['role']}"
     calls = [call for one in messages for call in one.get("tool_calls", ())]
     called = {"tool_call_id": [call.get("id") for call in calls], "name": [call["function"]["name"] for call in calls]}
     for name in sorted({name for one in messages for name in one} - {"role", "content"}):
         found = [one[name] for one in messages if name in one]
         if found == called.get(name, [])[: len(found)]:
             continue
-        changed = messages[-1:] if name in messages[-1] else messages  # a template may drop earlier reasoning
+        changed = [last] if name in last else messages
         without = [{key: one[key] for key in one if key != name or one not in changed} for one in messages]
         if not matters(without, tools):
             yield name
