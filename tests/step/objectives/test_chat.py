@@ -3,7 +3,7 @@
 import pytest
 
 from verl_patches.model.tiny import CHAT_TEMPLATE, _make_tokenizer, tiny_config
-from verl_patches.step.objectives.chat import read_conversation, split_tokens, step_tokens
+from verl_patches.step.objectives.chat import read_conversation, row_tokens, split_tokens
 
 # a template with tools, calls and reasoning; a call's arguments are written as JSON, as in Qwen's
 TOOLS_TEMPLATE = (
@@ -28,6 +28,7 @@ NO_GENERATION_PROMPT = "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'
 NO_SYSTEM = CHAT_TEMPLATE.replace(
     "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
 )
+NO_RESULTS = TOOLS_TEMPLATE.replace("for m in messages %}", "for m in messages if m.role != 'tool' %}")
 USER = {"role": "user", "content": "Weather in Oslo?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -80,18 +81,34 @@ def test_a_begin_that_the_generation_prompt_has_is_not_trained_twice(split):
     assert split(CHAT_TEMPLATE, USER, answer)[1] == "<think>\n1 + 1\n</think>\n\n2<|end|>"
 
 
+def test_results_as_json_and_earlier_answers_without_reasoning_are_accepted(split):
+    """Check what published templates do to messages that are no response."""
+    as_json = TOOLS_TEMPLATE.replace(
+        "{{ m.content or '' }}", "{{ m.content | tojson if m.role == 'tool' else m.content or '' }}"
+    )
+    assert '"4 \\"C\\""' in split(as_json, USER, CALLS, {**RESULT, "content": '4 "C"'}, say("x"))[0]
+    strips = CHAT_TEMPLATE.replace(
+        "message['content'] }}",
+        "(message['content'].split('</think>')[-1] if not loop.last else message['content']) }}",
+    )
+    assert (
+        split(strips, USER, say("<think>a</think>b"), USER, say("<think>c</think>d"))[1] == "<think>c</think>d<|end|>"
+    )
+
+
 def test_a_template_without_headers_needs_no_generation_prompt(split):
     assert split(NO_HEADER, USER, say("4")) == ("<|begin|>[INST] Weather in Oslo? [/INST]", " 4<|end|>")
 
 
 @pytest.mark.parametrize(("template", "messages", "tools", "words"), [
-    (CHAT_TEMPLATE, [USER, say("x", tool_calls=[CALL])], None, "leaves out tool_calls"),
-    (CHAT_TEMPLATE, [USER, say("x")], TOOLS, "leaves out tools"),
-    (CHAT_TEMPLATE, [USER, say("x", reasoning_content="r")], None, "leaves out reasoning_content"),
-    (TOOLS_TEMPLATE, [{**USER, "name": "Ann"}, say("x")], None, "leaves out name"),
-    (TOOLS_TEMPLATE, [USER, CALLS, {**RESULT, "tool_call_id": "c2"}, say("x")], None, "leaves out tool_call_id"),
+    (CHAT_TEMPLATE, [USER, say("x", tool_calls=[CALL])], None, "leaves out or changes tool_calls"),
+    (CHAT_TEMPLATE, [USER, say("x")], TOOLS, "leaves out or changes tools"),
+    (CHAT_TEMPLATE, [USER, say("x", reasoning_content="r")], None, "leaves out or changes reasoning_content"),
+    (TOOLS_TEMPLATE, [{**USER, "name": "Ann"}, say("x")], None, "leaves out or changes name"),
+    (TOOLS_TEMPLATE, [USER, CALLS, {**RESULT, "tool_call_id": "c2"}, say("x")], None, "or changes tool_call_id"),
     (TOOLS_TEMPLATE, [USER, say("x", tool_calls=[{"id": "c1"}])], None, "a function with a name"),
     (NO_SYSTEM, [{"role": "system", "content": "Brief."}, USER, say("x")], None, "the content 'Brief.' of role system"),
+    (NO_RESULTS, [USER, CALLS, RESULT, say("x")], None, "changes the content '4 C' of role tool"),
     (NO_GENERATION_PROMPT, [USER, say("x")], None, r"prompt: '<\|assistant\|>' would be trained"),
     (THINK, [USER, say("x")], None, r"writes '<think>\\n' at the end of the prompt, found 'x"),
     (STRIPS_THINK, [USER, say("<think>\n1\n</think>x")], None, "at the end of the prompt, found 'x"),
@@ -117,7 +134,8 @@ def test_a_response_that_joins_the_prompts_last_token_is_refused(split, tokenize
 
 def test_steps_are_encoded_alone_and_the_templates_text_around_them_is_kept(tokenizer):
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ eos_token }}", "!{{ eos_token }}")
-    prompt, steps, rest = step_tokens(tokenizer, [USER], ["12", "ab"])
+    prompt, responses, ends = row_tokens(tokenizer, {"prompt": [USER], "steps": ["12", "ab"]})
     assert tokenizer.decode(prompt).endswith("<|assistant|>")
-    assert steps == [tokenizer.encode(step, add_special_tokens=False) for step in ("12", "ab")]
-    assert tokenizer.decode(rest) == "!<|end|>"
+    steps = [tokenizer.encode(step, add_special_tokens=False) for step in ("12", "ab")]
+    assert responses["steps"][: ends[1]] == [*steps[0], *steps[1]] and ends[0] == len(steps[0])
+    assert tokenizer.decode(responses["steps"][ends[1] :]) == "!<|end|>"

@@ -191,7 +191,7 @@ def test_an_example_is_rendered_by_the_tokenizer(tmp_path, tiny_model):
     assert example == {"prompt": prompt, "chosen": "1!<|end|>", "rejected": "no<|end|>"}
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning_content": "b"}]
     code, report = make(tmp_path, [{"messages": talk}] * 3, "instruction", out="b", **keys)
-    assert code == 1 and "leaves out reasoning_content" in next(iter(report["bad"]["shown"]))
+    assert code == 1 and "leaves out or changes reasoning_content" in next(iter(report["bad"]["shown"]))
 
 
 def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate, chain
 from os.path import commonprefix
 from typing import Any
 
 Message = dict[str, Any]
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
 _PROBE = "\x01"  # a response that no template changes
-_REMEDY = "give the tokenizer another chat_template, or leave such rows out"
+_REMEDY = "give the model's tokenizer another chat_template, or leave such rows out"
 
 
 def present_fields(message: Mapping[str, Any]) -> Message:
@@ -86,14 +87,8 @@ def split_text(tokenizer: Any, messages: list[Message], tools: Any = None) -> tu
         if header := probed[len(commonprefix((head, probed))) :].partition(_PROBE)[0].strip():
             text = f"the chat template ignores add_generation_prompt: {header!r:.60} would be trained as a response"
             raise ValueError(f"{text}; {_REMEDY}")
-    text, answer = _squeezed(whole), _squeezed(whole[len(commonprefix((whole, bare))) :])
-    for one in messages:
-        content, last = one.get("content") or "", one is response
-        if (last or one["role"] in ("system", "user")) and _squeezed(content) not in (answer if last else text):
-            content = f"the content {content!r:.60} of role {one['role']}"
-            raise ValueError(f"the chat template leaves out or changes a part of {content}; {_REMEDY}")
-    for name in _fields_left_out(tokenizer, messages, tools, whole):
-        raise ValueError(f"the chat template leaves out {name}; {_REMEDY}")
+    for name in _parts_left_out(tokenizer, messages, tools, whole, whole[len(commonprefix((whole, bare))) :]):
+        raise ValueError(f"the chat template leaves out or changes {name}; {_REMEDY}")
     return head, whole[len(head) :]
 
 
@@ -101,8 +96,11 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())  # templates add and strip blanks
 
 
-def _fields_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str) -> Iterator[str]:
-    """Yield what the text does not depend on, but fields of results that only repeat the calls in their order."""
+def _parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str, answer: str) -> Iterator[str]:
+    """Yield what the text of a conversation lacks; `answer` is the part of its last message.
+
+    Reasoning and blanks of earlier answers may be left out, and fields of results that repeat the calls in their order.
+    """
 
     def matters(messages: list[Message], tools: Any) -> bool:
         try:
@@ -110,13 +108,20 @@ def _fields_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole:
         except ValueError:
             return True
 
+    text, last = _squeezed(whole), messages[-1]
+    for number, one in enumerate(messages):
+        content, emptied = one.get("content") or "", {**one, "content": ""}
+        exact = one is last or one["role"] in ("system", "user")  # others may be written as JSON, or without reasoning
+        if _squeezed(content) not in (_squeezed(answer) if one is last else text):
+            if exact or not matters([*messages[:number], emptied, *messages[number + 1 :]], tools):
+                yield f"the content {content!r:.60} of role {one['role']}"
     calls = [call for one in messages for call in one.get("tool_calls", ())]
     called = {"tool_call_id": [call.get("id") for call in calls], "name": [call["function"]["name"] for call in calls]}
     for name in sorted({name for one in messages for name in one} - {"role", "content"}):
         found = [one[name] for one in messages if name in one]
         if found == called.get(name, [])[: len(found)]:
             continue
-        changed = messages[-1:] if name in messages[-1] else messages  # a template may drop earlier reasoning
+        changed = [last] if name in last else messages
         without = [{key: one[key] for key in one if key != name or one not in changed} for one in messages]
         if not matters(without, tools):
             yield name
@@ -154,20 +159,6 @@ def split_tokens(tokenizer: Any, messages: list[Message], tools: Any = None) -> 
     return prompt, _with_end(tokenizer, whole[len(prompt) :])
 
 
-def step_tokens(
-    tokenizer: Any, prompt: list[Message], steps: list[str]
-) -> tuple[list[int], list[list[int]], list[int]]:
-    """Return the tokens of the prompt, of each step, encoded alone, and of the text behind the last with an end."""
-    content = "".join(steps)
-    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
-    before, found, after = rest.partition(content)
-    if not found:
-        raise ValueError(f"the chat template changes the steps, {content!r:.60}; {_REMEDY}")
-    texts = head, before + steps[0], *steps[1:], after
-    first, *encoded, last = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-    return first, encoded, _with_end(tokenizer, last)
-
-
 def _with_end(tokenizer: Any, ids: list[int]) -> list[int]:
     """Return the tokens to the last end token; one is added where other text follows it, or there is none."""
     end = tokenizer.eos_token_id
@@ -175,3 +166,38 @@ def _with_end(tokenizer: Any, ids: list[int]) -> list[int]:
     if not size or tokenizer.decode(ids[size:]).strip():
         return [*ids, end]
     return ids[:size]
+
+
+def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], dict[str, list[int]], list[int]]:
+    """Return the tokens of a row's prompt, those of the response in each column, and the end of each step.
+
+    The prompt of raw text is its first token. Steps are encoded one by one, so that each ends with a token.
+    """
+    if "text" in row:
+        ids = tokenizer.encode(row["text"])
+        ids += [tokenizer.eos_token_id] if ids[-1] != tokenizer.eos_token_id or len(ids) < 2 else []
+        return ids[:1], {"text": ids[1:]}, []
+    if "messages" in row:
+        ids, response = split_tokens(tokenizer, *read_conversation(row))
+        return ids, {"response": response}, []
+    prompt = [present_fields(one) for one in row["prompt"]]
+    if "steps" in row:
+        return _step_tokens(tokenizer, prompt, row["steps"])
+    ids, responses = list[int](), dict[str, list[int]]()
+    for name in (name for name in ("response", "chosen", "rejected") if name in row):
+        ids, responses[name] = split_tokens(tokenizer, [*prompt, {"role": "assistant", "content": row[name]}])
+    return ids or tokenizer.encode(render(tokenizer, prompt), add_special_tokens=False), responses, []
+
+
+def _step_tokens(
+    tokenizer: Any, prompt: list[Message], steps: list[str]
+) -> tuple[list[int], dict[str, list[int]], list[int]]:
+    content = "".join(steps)
+    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
+    before, found, after = rest.partition(content)
+    if not found:
+        raise ValueError(f"the chat template changes the steps, {content!r:.60}; {_REMEDY}")
+    texts = head, before + steps[0], *steps[1:], after
+    ids, *encoded, last = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    whole = [*chain.from_iterable(encoded), *_with_end(tokenizer, last)]
+    return ids, {"steps": whole}, [*accumulate(map(len, encoded))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
-from verl_patches.step.objectives.chat import present_fields, read_conversation, split_tokens, step_tokens
+from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns
 from verl_patches.step.rows import RowCheck
 
@@ -111,24 +111,11 @@ class FixedDataset(RLHFDataset):
 
         Raises ValueError for a row that the chat template does not write whole (chat.py).
         """
-        if "response" in row:
-            return self._split(row, "response")
-        if "messages" in row:
-            prompt, response = split_tokens(self.tokenizer, *read_conversation(row))
-            return {"prompt": prompt, "responses": [response]}
-        ids = self.tokenizer.encode(row["text"])
-        if ids[-1] != self.tokenizer.eos_token_id or len(ids) < 2:
-            ids.append(self.tokenizer.eos_token_id)
-        if self.truncation == "left":
-            ids = ids[-self.most_tokens - 1 :]
-        return {"prompt": ids[:1], "responses": [ids[1:]]}
-
-    def _split(self, row: dict[str, Any], *names: str) -> dict[str, Any]:
-        """Return the ids of the row's prompt and of the responses in these columns."""
-        prompt = [*map(present_fields, row["prompt"])]
-        whole = [[*prompt, {"role": "assistant", "content": row[name]}] for name in names]
-        prompts, responses = zip(*(split_tokens(self.tokenizer, messages) for messages in whole), strict=True)
-        return {"prompt": prompts[0], "responses": [*responses]}
+        prompt, responses, _ = row_tokens(self.tokenizer, row)
+        if "text" in row and self.truncation == "left":
+            ids = [*prompt, *responses["text"]][-self.most_tokens - 1 :]
+            prompt, responses = ids[:1], {"text": ids[1:]}
+        return {"prompt": prompt, "responses": [*responses.values()]}
 
 
 class SftData(FixedDataset):
@@ -139,9 +126,6 @@ class PairData(FixedDataset):
     """Read dpo and ipo rows: `prompt`, `chosen` and `rejected`."""
 
     objective = "dpo"
-
-    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return self._split(row, "chosen", "rejected")
 
 
 class RewardData(PairData):
@@ -163,7 +147,7 @@ class KtoData(FixedDataset):
     objective = "kto"
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {**self._split(row, "response"), "label": row["label"]}
+        return {**super()._row_tokens(row), "label": row["label"]}
 
 
 class StepData(FixedDataset):
@@ -178,9 +162,9 @@ class StepData(FixedDataset):
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         if (found := len(row["labels"])) != len(row["steps"]):
             raise ValueError(f"found {len(row['steps'])} steps and {found} labels; expected a label for each step")
-        prompt, parts, rest = step_tokens(self.tokenizer, [*map(present_fields, row["prompt"])], row["steps"])
-        ids = [*chain.from_iterable(parts), *rest]
+        prompt, responses, ends = row_tokens(self.tokenizer, row)
+        ids = responses["steps"]
         dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
-        ends = [end - dropped for end in accumulate(map(len, parts))]
+        ends = [end - dropped for end in ends]
         marks = {end: float(y) for end, y in zip(ends, row["labels"], strict=True) if 0 < end < self.most_tokens}
         return {"prompt": prompt, "responses": [ids], "marks": marks}

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -24,20 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import END_SIGNALS, die_with_parent
-from verl_patches.step.objectives.chat import split_tokens, step_tokens
+from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
     RESPONSE_KEYS,
     Record,
+    conversation_row,
     json_digest,
     make_row,
     parquet_schema,
     read_template,
-    row_messages,
 )
 from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
-from verl_patches.tools.data.sources import Source, file_facts, input_sources, prompt_tokens, read_tokenizer
+from verl_patches.tools.data.sources import Source, file_facts, input_sources, read_tokenizer
 from verl_patches.values import printable
 
 if TYPE_CHECKING:
@@ -107,17 +106,9 @@ def _template_and_tokenizer(prompt_type: str, tokenizer: str | None) -> tuple[An
 
 
 def _row_tokens(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the tokens of the prompt, then of each response, as they are in a run (step/objectives/dataset.py)."""
-    if "text" in row:
-        ids = [*tokenizer.encode(row["text"]), tokenizer.eos_token_id]
-        return {"prompt": ids[:1], "response": ids[1:-1] if ids[-2] == ids[-1] and len(ids) > 2 else ids[1:]}
-    if "steps" in row:
-        prompt, steps, rest = step_tokens(tokenizer, row["prompt"], row["steps"])
-        return {"prompt": prompt, "steps": [*chain.from_iterable(steps), *rest]}
-    made = dict[str, list[int]]()
-    for name in (name for name in RESPONSE_KEYS if name in row):
-        made["prompt"], made[name] = split_tokens(tokenizer, row_messages(row, name), row.get("tools") or None)
-    return made or {"prompt": prompt_tokens(tokenizer, row["prompt"])}
+    """Return the tokens of the prompt, then of each response, as they are in a run."""
+    prompt, responses, _ = row_tokens(tokenizer, conversation_row(row) if "tools" in row else row)
+    return {"prompt": prompt, **responses}
 
 
 def _example(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:

@@ -328,14 +328,11 @@ def _responses(handler: Handler, row: Row, tools: list[dict[str, Any]]) -> Row:
     return {name: message["content"] for name, message in responses.items()}
 
 
-def row_messages(row: Row, name: str) -> list[Message]:
-    """Return the messages of a row with a response."""
-    return [*row["prompt"], {"role": "assistant", "content": row[name]} if isinstance(row[name], str) else row[name]]
-
-
 def conversation_row(row: Row) -> Row:
     """Return an sft row with CONVERSATION_COLUMNS in place of prompt and response."""
-    messages = [dict.fromkeys(MESSAGE_FIELDS) | one for one in row_messages(row, "response")]
+    response = row["response"]
+    response = {"role": "assistant", "content": response} if isinstance(response, str) else response
+    messages = [dict.fromkeys(MESSAGE_FIELDS) | one for one in (*row["prompt"], response)]
     for one in messages:
         one["tool_calls"] = json.dumps(one["tool_calls"]) if one["tool_calls"] else None
     columns = {"messages": messages, "tools": json.dumps(row["tools"]) if row.get("tools") else None}
