@@ -90,7 +90,7 @@ def write_task(
     made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}
     with replaced_folder(folder, overwrite) as work:
         for name, rows in made.items():
-            write_rows(work / "out" / name, map(json.dumps, rows), schema)
+            write_rows(work / "out" / name, rows, schema)
     return folder / TRAIN, folder / TEST
 
 

@@ -90,8 +90,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "verl_patches.rollout.engine:route_in_fp32",
          "vLLM 0.9.1 routes in the model's dtype, training and the checkpoint's bias are fp32: in bf16 near scores "
          "change places and tokens go to other experts than in training.",
-         exit="vLLM routes DeepSeek-V3 in fp32",
-         platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
+         exit="vLLM routes DeepSeek-V3 in fp32", platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
     _ascend("rollout.ascend_fp32_router", "wrap", "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MoE.__init__",
             "verl_patches.rollout.engine:route_in_fp32",
             "vllm-ascend's class has router weight and correction bias in the model's dtype too, and gives "
@@ -323,6 +322,10 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          "verl_patches.import_alone:recipe_by_default",
          "verl's own entry point composes no `recipe:`, which rows of controller and workers read.",
          processes=_CONTROLLER),
+    _row("data.checked_rows", "wrap", "verl.utils.dataset.rl_dataset:RLHFDataset._read_files_and_tokenize",
+         "verl_patches.step.rows:check_rl_rows",
+         "verl meets a null content or extra_info in the middle of a run, and trains on gold answers that never score.",
+         exit="verl checks all rows before workers start", processes=_CONTROLLER),
     _row("update.fit_as_run", "wrap", f"{_TRAINER}:RayPPOTrainer.fit", "verl_patches.trainer.run:fit_as_run",
          "Worker handshake before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",
          processes=_CONTROLLER, needs=("update.recipe_worker",)),
@@ -405,9 +408,8 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.loss_on_policy", "wrap", "verl.trainer.ppo.core_algos:compute_policy_loss",
          "verl_patches.step.log_probs.policy_update:replace_old_log_probs",
          "The only place where an update's own log-probs can take the place of old ones.",
-         exit="as update.on_policy",
-         bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
-                   "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
+         exit="as update.on_policy", bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
+                                               "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
          "verl_patches.step.replay.routing_replay:attach_micro_batch",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "

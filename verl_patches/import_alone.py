@@ -64,7 +64,11 @@ def recipe_by_default(original: Callable) -> Callable:
             send_settings(**worker_settings(run))
             self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
-        _try_rewards(self, run_from_config(config))
+        run = run_from_config(config)
+        for name in ("train_dataset", "val_dataset"):
+            if report := getattr(getattr(self, name, None), "row_report", ""):  # set by step/rows.py
+                Progress(run.folder if run.start.name else None).say(f"| {report}")
+        _try_rewards(self, run)
 
     return __init__
 

@@ -401,6 +401,16 @@ class Restart:
 
 
 @dataclass
+class Data:
+    """Choose what happens to bad rows of data.train_files and data.val_files (docs/data.md).
+
+    skip_bad_rows: drop and count rows that would end the run later or could never score; false refuses the first one.
+    """
+
+    skip_bad_rows: bool = False
+
+
+@dataclass
 class Objective:
     """Choose the objective: rewards of sampled responses, or a loss of fixed ones, which starts no rollout engine.
 
@@ -465,6 +475,7 @@ class Recipe:
     num_hidden_layers: Count | None = None
     added_keys: list[Text] = field(default_factory=list)
     resume_other_data: bool = False
+    data: Data = field(default_factory=Data)
     objective: Objective = field(default_factory=Objective)
     rewards: list[dict[str, Any]] | None = None
     train: Train = field(default_factory=Train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -82,3 +83,6 @@ def _print_build_report(report: dict[str, Any], output: str) -> None:
     if tokens := report.get("longest_tokens"):
         keys = " ".join(f"data.max_{part}_length={count}" for part, count in tokens.items() if count)
         print_text(f"longest lengths in tokens, as overrides of a run: {keys}")
+    print_text("an example, " + ("as it is trained" if tokens else "before the run's chat template") + ":")
+    for name, value in report["example"].items():
+        print_text(f"--- {name} ---\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")

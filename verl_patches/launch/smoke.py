@@ -178,7 +178,8 @@ def smoke_inputs(options: SmokeOptions, cache: Path) -> Inputs:
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
-    patterns = ("data/*.py", "data/*.yaml", "verl_patches/tools/data/*.py", "verl_patches/rewards/*.py")
+    patterns = ["data/*.py", "data/*.yaml", "verl_patches/tools/data/*.py", "verl_patches/rewards/*.py"]
+    patterns.append("verl_patches/step/objectives/chat.py")
     sources += [SAMPLE, *(file for pattern in patterns for file in sorted(REPOSITORY.glob(pattern)))]
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
     return Inputs(options, model, folders)

@@ -11,6 +11,7 @@ from verl_patches.model.tiny import _make_tokenizer, tiny_config
 from verl_patches.step.objectives import dataset
 
 PROMPT = [{"role": "user", "content": "a b"}]
+ANSWER = {"role": "assistant", "content": "xyz"}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,40 @@ def test_responses_are_text_and_the_end_token(make, tokenizer):
     assert found["label"] is True and len(found["responses"]) == 1
 
 
+def test_the_end_token_is_on_both_sides_of_a_pair(make, tokenizer):
+    """Check each side on its own, also of a template whose end token is followed by text, and of one without any."""
+    end, whole = tokenizer.eos_token_id, tokenizer.chat_template
+    for template in (
+        whole,
+        whole.replace("{{ eos_token }}", "{{ eos_token }}\n"),
+        whole.replace("{{ eos_token }}", ""),
+    ):
+        tokenizer.chat_template = template
+        try:
+            for name, ends in (("PairData", 1), ("RewardData", 2)):
+                row = make(name, {"chosen": ["xyz"], "rejected": ["1 2"]})[0]
+                sides = [tokenizer.encode(text, add_special_tokens=False) for text in ("xyz", "1 2")]
+                assert row["tools_kwargs"]["responses"] == [[*ids, *[end] * ends] for ids in sides]
+        finally:
+            tokenizer.chat_template = whole
+
+
+def test_conversations_are_trained_as_prompt_and_response_are(make, tokenizer):
+    """Check ids and limits; a null, which parquet has in each message, is no field that a template could leave out."""
+    plain = make("SftData", {"response": ["xyz", "q"]})
+    messages = [[*PROMPT, {**ANSWER, "tool_calls": None}], [{**PROMPT[0], "content": "b " * 40}, ANSWER]]
+    rows = make("SftData", {"prompt": None, "messages": messages, "tools": [None, None]})
+    assert len(rows) == 1 and rows[0]["tools_kwargs"] == plain[0]["tools_kwargs"]
+    assert rows[0]["raw_prompt_ids"] == plain[0]["raw_prompt_ids"] and "messages" not in rows[0]
+    assert torch.equal(rows[0]["input_ids"], plain[0]["input_ids"])
+    with pytest.raises(
+        ConfigError, match="row 1: the prompt has [0-9]+ tokens; expected at most data.max_prompt_length"
+    ):
+        make("SftData", {"prompt": None, "messages": messages}, filter_overlong_prompts=False)
+    cut = make("SftData", {"prompt": None, "messages": messages}, filter_overlong_prompts=False, truncation="left")
+    assert len(cut[1]["raw_prompt_ids"]) == 32 and tokenizer.decode(cut[1]["raw_prompt_ids"]).endswith("<|assistant|>")
+
+
 @pytest.mark.parametrize("truncation", ["left", "right"])
 def test_raw_text_begins_with_its_first_token(make, tokenizer, truncation):
     """Check continued pre-training, which needs no column that names the objective's own ones."""
@@ -80,13 +115,17 @@ MISSING = "row 1: {} is None; expected {}"
 
 @pytest.mark.parametrize(("name", "columns", "words"), [
     ("PairData", {"chosen": ["x"]}, "d.parquet: dpo needs the columns prompt, chosen, rejected; found prompt, chosen"),
-    ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or text; found prompt, answer"),
+    ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or messages or text; found prompt, answer"),
     ("SftData", {"response": ["x", None]}, MISSING.format("response", "text, not empty")),
     ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text, not empty"),
     ("KtoData", {"response": ["x", "y"], "label": [1, 0]}, "row 0: label is 1; expected true or false"),
     ("KtoData", {"response": ["x", "y"], "label": [True, None]}, MISSING.format("label", "true or false")),
     ("StepData", {"steps": [["x"]], "labels": [[2.0]]}, r"row 0: labels is \[2.0\]; expected a list of true or false"),
     ("StepData", {"steps": [["x", "y"]], "labels": [[1.0]]}, "row 0: found 2 steps and 1 labels; expected a label"),
+    ("SftData", {"response": ["x", "y"], "tools": [None, "[]"]}, "row 1: tools is '.*expected null, as only rows with"),
+    ("SftData", {"prompt": None, "messages": [[*PROMPT, ANSWER], PROMPT]}, "row 1: .* role assistant, found user"),
+    ("SftData", {"prompt": None, "messages": [[*PROMPT, ANSWER]], "tools": ["{"]}, "row 0: expected tools to be JSON"),
+    ("SftData", {"prompt": None, "messages": [[*PROMPT, ANSWER]], "tools": ["[{}]"]}, "row 0: .* or changes tools"),
     ("SftData", {"response": ["x", "abcdefghijkl"]}, "row 1: a response has 1[0-9] tokens .*max_response_length, 8"),
 ])  # fmt: skip
 def test_a_wrong_row_is_refused_by_file_and_row(make, name, columns, words):

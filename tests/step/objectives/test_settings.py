@@ -70,7 +70,10 @@ def test_grpo_has_no_such_rules():
 
 
 def test_columns_have_known_kinds_and_raw_text_stands_for_a_prompt_and_a_response():
-    assert {kind for ways in COLUMNS.values() for way in ways for kind in way.values()} == KIND_TEXTS.keys()
+    kinds = {kind for ways in COLUMNS.values() for way in ways for kind in way.values()}
+    assert kinds | {"tools", "no tools"} == KIND_TEXTS.keys()
+    assert file_columns("sft", ["messages", "tools"]) == {"messages": "messages", "tools": "tools"}
+    assert file_columns("sft", ["prompt", "response", "tools"])["tools"] == "no tools"
     assert file_columns("sft", ["text", "id"]) == {"text": "text"}
     assert file_columns("sft", ["text", "prompt", "response"]).keys() == {"prompt", "response"}
     assert file_columns("kto", ["text"]).keys() == {"prompt", "response", "label"}  # the columns that a message shows

@@ -281,7 +281,7 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
     with pytest.raises(RecipeError, match="found none among 16 responses"):
         made(run, tmp_path, threshold=2.0)
     (tmp_path / "train.parquet").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"train.parquet: expected "):
+    with pytest.raises(ConfigError, match=r"train.parquet is cut off"):
         made(run, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.parquet"]
 

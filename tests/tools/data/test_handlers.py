@@ -11,11 +11,17 @@ from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
 from tests.runs import composed
-from tests.tools.data.cases import HELLO, HI, RECORDS, make, read, say
+from tests.tools.data.cases import HELLO, HI, NO, RECORDS, make, read, say
 from verl_patches.errors import ConfigError
 from verl_patches.run.files import data_checks, with_required_files
 from verl_patches.tools.data.build import RESULT_COLUMNS, make_rows
-from verl_patches.tools.data.handlers import HANDLERS, parquet_schema, read_template
+from verl_patches.tools.data.handlers import (
+    CONVERSATION_COLUMNS,
+    HANDLERS,
+    conversation_row,
+    parquet_schema,
+    read_template,
+)
 from verl_patches.tools.data.settings import Settings, read_settings
 
 USED_BY = {
@@ -66,6 +72,62 @@ def test_the_columns_of_each_handler(tmp_path):
     assert row["text"] == "raw" and "prompt" not in row
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def test_rows_with_more_than_texts_become_conversations(tmp_path):
+    """Check calls, tools and reasoning of OpenAI's and ShareGPT's schemas; all rows of a file get the same columns."""
+    openai = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    openai += [{"role": "tool", "tool_call_id": "c1", "content": "4 C"}, {**HELLO, "reasoning_content": "Cold."}]
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    sharegpt = [{"from": "human", "value": "Hi"}, call, {"from": "observation", "value": "4 C"}]
+    sharegpt += [{"from": "gpt", "value": "Hello"}]
+    for record, number in (({"messages": openai, "tools": TOOLS}, 2), ({"conversations": sharegpt}, 1)):
+        tools = {"tools": json.dumps([TOOLS[0]["function"]])} if number == 1 else {}
+        row = build_row(tmp_path, "instruction", {**record, **tools, "system": "Be brief."})
+        found = [{name: one[name] for name in one if one[name] is not None} for one in row["messages"]]
+        assert json.loads(row["tools"]) == TOOLS and not {"prompt", "response"} & row.keys()
+        assert [one["role"] for one in found] == ["system", "user", "assistant", "tool", "assistant"]
+        (made,) = json.loads(found[2]["tool_calls"])
+        assert made["function"] == CALL["function"] and row["messages"][2]["content"] is None
+        assert found[4].get("reasoning_content") == ("Cold." if number == 2 else None)
+        assert read(tmp_path / "out")[-1]["messages"][-1]["content"].endswith("!")  # a row of texts
+        assert read(tmp_path / "out")[-1]["tools"] is None
+
+
+def test_pairs_of_several_turns_keep_all_turns_before_the_last(tmp_path):
+    """Check a prompt column that the messages go on from, and one beside answers alone."""
+    talk = [say(1), HELLO, say(2)]
+    for prompt in ("Say 1.", [say(1)], talk):
+        row = build_row(tmp_path, "preference", {"prompt": prompt, "chosen": [*talk, HELLO], "rejected": [*talk, NO]})
+        assert (row["prompt"], row["chosen"], row["rejected"]) == (talk, "Hello", "no")
+    row = build_row(tmp_path, "preference", {"prompt": "Say 1.", "chosen": [HELLO], "rejected": [NO]})
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ([say(1)], "Hello", "no")
+    brief = {"role": "system", "content": "Be brief."}
+    record = {"prompt": "Say 1.", "chosen": [brief, say(1), HELLO], "rejected": "no"}
+    assert build_row(tmp_path, "preference", record)["prompt"] == [brief, say(1)]
+    row = build_row(tmp_path, "labelled", {"prompt": "Say 1.", "response": [*talk, HELLO], "label": 1})
+    assert (row["prompt"], row["response"]) == (talk, "Hello")
+
+
+def test_equal_system_messages_are_one(tmp_path):
+    brief = {"role": "system", "content": "Be brief."}
+    row = build_row(tmp_path, "instruction", {"messages": [brief, brief, HI, HELLO], "system": "Be brief."})
+    assert row["prompt"] == [brief, HI]
+
+
+def test_nested_columns_are_read_and_so_are_columns_with_a_dot(tmp_path):
+    keys = {"map_keys": {"response": "reward_model.ground_truth", "solution": "extra_info.note"}}
+    for extra in ({"reward_model": {"ground_truth": '["2"]'}}, {"reward_model.ground_truth": "2"}):
+        rows = [{"prompt": [say(n)], "extra_info": {"note": "n"}, **extra} for n in range(4)]
+        make(tmp_path, rows, "maths", overwrite=True, **keys)
+        (row, *_) = read(tmp_path / "out")
+        assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("2", "n")
+    code, report = make(tmp_path, [{"prompt": "p", "reward_model": {"style": "rule"}}] * 2, out="b", **keys)
+    assert code == 1 and "expected response in column reward_model.ground_truth" in next(iter(report["bad"]["shown"]))
+
+
 def test_map_keys_and_additional_keys(tmp_path):
     record = {"q": "1?", "a": "2", "level": 3, "tags": ["x", {"y": None}], "note": "n"}
     keys = {"map_keys": {"prompt": "q", "query": "", "response": "a", "system": ""}, "data_source": "mine"}
@@ -88,13 +150,28 @@ def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
     assert (row["prompt"][-1]["content"][1:], row["response"]) == ("?", "2")
 
 
+SYSTEM = {"role": "system", "content": "a"}
+
+
 @pytest.mark.parametrize(("handler", "record", "message"), [
     ("maths", {"problem": "p", "answer": True}, "the answer to be text, found True"),
-    ("maths", {"problem": "p", "answer": "9" * 513}, "at most 512 characters, found 513"),
+    ("maths", {"problem": "p", "answer": "9" * 513}, "513 characters; expected 1 to 512"),
     ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
     ("instruction", {"messages": [HI]}, "the last message of messages to have role assistant, found user"),
     ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
+    ("preference", {"chosen": [say(1), HELLO], "rejected": [say(2), NO]}, "chosen and rejected to answer the same"),
+    ("preference", {"prompt": "Say 2.", "chosen": [say(1), HELLO], "rejected": "a"}, "of chosen to begin with prompt"),
+    ("preference", {"prompt": "p", "tools": TOOLS, "chosen": "a", "rejected": "b"}, "texts alone, found tools"),
+    ("labelled", {"prompt": "p", "response": [{**NO, "reasoning_content": "r"}], "label": 1}, "reasoning_content"),
+    ("instruction", {"conversations": [{"from": "bing", "value": "Hi"}, NO]}, "found 'bing'"),
+    ("instruction", {"messages": [HI, {**NO, "weight": 0}]}, "found 'weight'"),
+    ("instruction", {"messages": [HI, {**NO, "tool_calls": [{"id": "c"}]}]}, "a function with a name"),
+    ("instruction", {"messages": [HI, {"from": "function_call", "value": "so"}]}, "tool_calls to be JSON, found 'so'"),
+    ("instruction", {"messages": [HI, HELLO, NO]}, "the prompt to have role user or tool, found assistant"),
+    ("instruction", {"messages": [SYSTEM, {**SYSTEM, "content": "b"}, HI, NO]}, "expected one system message"),
+    ("instruction", {"messages": [SYSTEM, HI, NO], "system": "b"}, "expected one system message"),
+    ("maths", {"problem": "p", "answer": ["1", "2"]}, "expected one answer, found a list of 2"),
     ("labelled", {"prompt": "p", "response": "r", "label": 2}, "label to be true or false, found 2"),
     ("process", {"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "a label for each of 1 steps, found 2"),
 ])  # fmt: skip
@@ -127,7 +204,9 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     for text, reason, sentence in zip(found["text"], found["reason"], found["sentence"], strict=True):
         assert (reason == "bad" and sentence) if text is None else reason in (None, "sentences")
     made = [json.loads(text) for text in found["text"] if text]
-    schema = parquet_schema(HANDLERS[name].columns, columns[:1])
+    talks = any(found["conversation"])
+    schema = parquet_schema(CONVERSATION_COLUMNS if talks else HANDLERS[name].columns, columns[:1])
+    made = [*map(conversation_row, made)] if talks else made
     assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
 
 

@@ -8,27 +8,29 @@ the start, so that a wrong one ends the run before workers start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate, chain
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from pyarrow import parquet
-from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
+from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns
+from verl_patches.step.rows import RowCheck
 
 _TRUNCATIONS = ("error", "left", "right")
-_LOG_INTERVAL_S = 10.0  # seconds between the log's counts of checked rows
 _VALUE_TESTS: dict[str, Callable[[Any], bool]] = {
     "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
     "text": lambda value: isinstance(value, str) and value != "",
     "bool": lambda value: isinstance(value, bool),
     "texts": lambda value: _is_list(value, _VALUE_TESTS["text"]),
     "marks": lambda value: _is_list(value, lambda one: isinstance(one, bool | int | float) and 0 <= one <= 1),
+    "tools": lambda value: value is None or isinstance(value, str),
+    "no tools": lambda value: not value,
 }
 
 
@@ -39,8 +41,9 @@ def _is_list(value: Any, fits: Any) -> bool:
 class FixedDataset(RLHFDataset):
     """Read the rows of an objective; a response ends with the end token and is cut by data.truncation, verl's key.
 
-    Raises ConfigError for a missing column, a value of another kind, and, with truncation=error, for a response of more
-    than data.max_response_length tokens; the error names file and row, counted from 0.
+    Raises ConfigError for a missing column, a value of another kind, a row that the chat template does not write whole
+    (chat.py), and, with truncation=error, for a response of more than data.max_response_length tokens; the error names
+    file and row, counted from 0.
     """
 
     objective = "sft"
@@ -52,85 +55,76 @@ class FixedDataset(RLHFDataset):
         super().__init__(data_files, tokenizer, config, processor)
 
     def _read_files_and_tokenize(self) -> None:
-        found = [self._check_file(str(file)) for file in self.data_files]
+        found = [self._columns(str(file)) for file in self.data_files]
         if any(columns != found[0] for columns in found):
             raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {found}")
-        if "prompt" not in found[0]:
-            self.filter_overlong_prompts = False  # the prompt is the first token
-        super()._read_files_and_tokenize()
+        check = RowCheck(self, functools.partial(self._check_rows, found[0]), [*found[0]])
+        check.read(super()._read_files_and_tokenize)
 
-    def _check_file(self, file: str) -> dict[str, str]:
-        """Check all rows of the file; return the {column: kind} that it is read by."""
-        opened = parquet.ParquetFile(file)
-        names = opened.schema_arrow.names
+    def _columns(self, file: str) -> dict[str, str]:
+        """Return the {column: kind} that a file is read by."""
+        names = parquet.read_schema(file).names
         columns = file_columns(self.objective, names)
         if not columns.keys() <= set(names):
             column_sets = " or ".join(", ".join(columns) for columns in COLUMNS[self.objective])
             raise ConfigError(f"{file}: {self.objective} needs the columns {column_sets}; found {', '.join(names)}")
-        rows = chain.from_iterable(batch.to_pylist() for batch in opened.iter_batches(columns=[*columns]))
-        progress = {"desc": f"check {file}", "unit": "row", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
-        for number, row in enumerate(tqdm(rows, total=opened.metadata.num_rows, **progress)):
-            for name, kind in columns.items():
-                if not _VALUE_TESTS[kind](row[name]):
-                    text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KIND_TEXTS[kind]}, not empty"
-                    raise ConfigError(text)
-            if fault := self._row_fault(row):
-                raise ConfigError(f"{file}, row {number}: {fault}")
         return columns
 
-    def _row_fault(self, row: dict[str, Any]) -> str | None:
-        longest = max(map(len, self._row_tokens(row)["responses"])) if self.truncation == "error" else 0
-        if longest <= self.most_tokens:
-            return None
-        limit = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
-        return f"a response has {longest} tokens with the end token; expected at most {limit}"
+    def _check_rows(self, columns: dict[str, str], rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:
+        """Yield (fault or None, tokens of the prompt) of each row."""
+        for row in rows:
+            wrong = [name for name, kind in columns.items() if not _VALUE_TESTS[kind](row[name])]
+            if wrong:
+                name = wrong[0]
+                yield f"{name} is {row[name]!r:.80}; expected {KIND_TEXTS[columns[name]]}, not empty", 0
+                continue
+            try:
+                yield None, self._prompt_size(row)
+            except ValueError as error:
+                yield str(error), 0
+
+    def _prompt_size(self, row: dict[str, Any]) -> int:
+        """Return the tokens of a row's prompt; raise ValueError for a row that cannot be trained."""
+        given = self._row_tokens(row)
+        longest = max(map(len, given["responses"]))
+        if self.truncation == "error" and longest > self.most_tokens:
+            keys = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
+            raise ValueError(f"a response has {longest} tokens with the end token; expected at most {keys}")
+        return len(given["prompt"])
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        columns = file_columns(self.objective, self.dataframe.column_names)
-        if "prompt" in columns:
-            row = super().__getitem__(item)
-            given = self._row_tokens(row)
-        else:
-            given = self._row_tokens({"text": self.dataframe[item]["text"]})
-            prompt = torch.tensor(given.pop("prompt"))
-            tensors = prompt_inputs(RaggedTensor(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
-            row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
-        row = {name: value for name, value in row.items() if name not in columns}  # text is not sent through the step
-        given["responses"] = [self._truncate(ids) for ids in given["responses"]]
-        return {**row, "tools_kwargs": given}
+        row, most = self.dataframe[item], self.max_prompt_length
+        columns = file_columns(self.objective, [*row])  # their text is not sent through the step
+        given = self._row_tokens({name: row.pop(name) for name in columns})
+        ids = given.pop("prompt")
+        prompt = torch.tensor(ids[-most:] if self.truncation == "left" else ids[:most])
+        tensors = prompt_inputs(RaggedTensor(prompt, (len(prompt),)), most, self.tokenizer.pad_token_id)
+        row |= {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
+        return {**row, "tools_kwargs": {**given, "responses": [*map(self._truncate, given["responses"])]}}
 
     def _truncate(self, ids: list[int]) -> list[int]:
         return ids[-self.most_tokens :] if self.truncation == "left" else ids[: self.most_tokens]
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return {responses: uncut token ids of each response, and other data that the objective needs of a row}."""
-        if "response" in row:
-            return {"responses": [self._response_ids(row["response"])]}
-        ids = self.tokenizer.encode(row["text"])
-        if ids[-1] != self.tokenizer.eos_token_id or len(ids) < 2:
-            ids.append(self.tokenizer.eos_token_id)
-        if self.truncation == "left":
-            ids = ids[-self.most_tokens - 1 :]
-        return {"prompt": ids[:1], "responses": [ids[1:]]}
+        """Return {prompt: its token ids, responses: uncut ids of each, and other data that the objective needs}.
 
-    def _response_ids(self, text: str) -> list[int]:
-        return [*self._encode(text), self.tokenizer.eos_token_id]
+        Raises ValueError for a row that the chat template does not write whole (chat.py).
+        """
+        prompt, responses, _ = row_tokens(self.tokenizer, row)
+        if "text" in row and self.truncation == "left":
+            ids = [*prompt, *responses["text"]][-self.most_tokens - 1 :]
+            prompt, responses = ids[:1], {"text": ids[1:]}
+        return {"prompt": prompt, "responses": [*responses.values()]}
 
 
 class SftData(FixedDataset):
-    """Read sft rows: `prompt` and `response`, or `text`, whose first token is the prompt (continued pre-training)."""
+    """Read sft rows: `prompt` and `response`; `messages`, with `tools`; or `text`, whose first token is the prompt."""
 
 
 class PairData(FixedDataset):
     """Read dpo and ipo rows: `prompt`, `chosen` and `rejected`."""
 
     objective = "dpo"
-
-    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response_ids(row["chosen"]), self._response_ids(row["rejected"])]}
 
 
 class RewardData(PairData):
@@ -141,8 +135,9 @@ class RewardData(PairData):
 
     objective = "rm"
 
-    def _response_ids(self, text: str) -> list[int]:
-        return [*super()._response_ids(text), self.tokenizer.eos_token_id]
+    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
+        given = super()._row_tokens(row)
+        return {**given, "responses": [[*ids, self.tokenizer.eos_token_id] for ids in given["responses"]]}
 
 
 class KtoData(FixedDataset):
@@ -151,7 +146,7 @@ class KtoData(FixedDataset):
     objective = "kto"
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"responses": [self._response_ids(row["response"])], "label": row["label"]}
+        return {**super()._row_tokens(row), "label": row["label"]}
 
 
 class StepData(FixedDataset):
@@ -163,15 +158,12 @@ class StepData(FixedDataset):
 
     objective = "prm"
 
-    def _row_fault(self, row: dict[str, Any]) -> str | None:
-        if (found := len(row["labels"])) != len(row["steps"]):
-            return f"found {len(row['steps'])} steps and {found} labels; expected a label for each step"
-        return super()._row_fault(row)
-
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        parts = [self._encode(step) for step in row["steps"]]
-        ids = [*chain.from_iterable(parts), self.tokenizer.eos_token_id]
+        if (found := len(row["labels"])) != len(row["steps"]):
+            raise ValueError(f"found {len(row['steps'])} steps and {found} labels; expected a label for each step")
+        prompt, responses, ends = row_tokens(self.tokenizer, row)
+        ids = responses["steps"]
         dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
-        ends = [end - dropped for end in accumulate(map(len, parts))]
+        ends = [end - dropped for end in ends]
         marks = {end: float(y) for end, y in zip(ends, row["labels"], strict=True) if 0 < end < self.most_tokens}
-        return {"responses": [ids], "marks": marks}
+        return {"prompt": prompt, "responses": [ids], "marks": marks}

@@ -16,7 +16,7 @@ from verl_patches.spec import VALUE_OBJECTIVES, RunSpec
 _PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
 # objective -> columns of a data file and their kinds, with alternatives
 COLUMNS: dict[str, tuple[dict[str, str], ...]] = {
-    "sft": ({"prompt": "messages", "response": "text"}, {"text": "text"}),
+    "sft": ({"prompt": "messages", "response": "text"}, {"messages": "messages"}, {"text": "text"}),
     "dpo": (_PAIR,),
     "ipo": (_PAIR,),
     "rm": (_PAIR,),
@@ -29,6 +29,8 @@ KIND_TEXTS = {
     "bool": "true or false",
     "texts": "a list of texts",
     "marks": "a list of true or false, or of numbers from 0 to 1",
+    "tools": "the JSON text of a list, or null",
+    "no tools": "null, as only rows with messages are trained with tools",
 }
 RESPONSES_PER_PROMPT = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # in a batch
 REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
@@ -38,7 +40,9 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def file_columns(objective: str, names: list[str]) -> dict[str, str]:
     """Return the {column: kind} by which a file with these columns is read; the first way if none is complete."""
     column_sets = COLUMNS[objective]
-    return next((columns for columns in column_sets if columns.keys() <= set(names)), column_sets[0])
+    found = next((columns for columns in column_sets if columns.keys() <= set(names)), column_sets[0])
+    tools = {"tools": "tools" if "messages" in found else "no tools"} if "tools" in names else {}
+    return {**found, **tools}
 
 
 def objective_faults(run: RunSpec) -> Iterator[str]:

@@ -23,10 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import END_SIGNALS, die_with_parent
-from verl_patches.tools.data.handlers import RESPONSE_KEYS, Record, json_digest, make_row, parquet_schema, read_template
+from verl_patches.step.objectives.chat import row_tokens
+from verl_patches.tools.data.handlers import (
+    CONVERSATION_COLUMNS,
+    RESPONSE_KEYS,
+    Record,
+    conversation_row,
+    json_digest,
+    make_row,
+    parquet_schema,
+    read_template,
+)
 from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
-from verl_patches.tools.data.sources import Source, file_facts, input_sources, prompt_tokens, read_tokenizer
+from verl_patches.tools.data.sources import Source, file_facts, input_sources, read_tokenizer
 from verl_patches.values import printable
 
 if TYPE_CHECKING:
@@ -42,6 +52,7 @@ _UNRECORDED_KEYS = {"workers", "log_interval", "output_prefix"}  # keys that the
 # prompt and of all that two repeated rows share; tokens of its prompt and of its longest response
 RESULT_COLUMNS = {"origin": "string", "text": "string", "reason": "string", "sentence": "string"}
 RESULT_COLUMNS |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_tokens"), "int64")
+RESULT_COLUMNS |= {"conversation": "bool"}  # whether the row has CONVERSATION_COLUMNS
 
 
 def make_rows(settings: Settings, origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
@@ -60,19 +71,25 @@ def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]
             raise record
         values = Record(record, handler.fields)
         row = make_row(handler, values, template, settings.data_source or settings.handler_name, origin, additional)
-        tokens = _count_tokens(tokenizer, row) if tokenizer else (0, 0)
+        tokens = _row_tokens(tokenizer, row) if tokenizer else {"prompt": []}
         text = json.dumps(row)
     except (ValueError, RecursionError) as error:
         return {**made, "reason": "bad", "sentence": printable(str(error))}
-    if settings.seq_length and sum(tokens) > settings.seq_length:
+    prompt_size, *sizes = map(len, tokens.values())
+    response_size = max(sizes) + len(sizes) - 1 if sizes else 0  # a reward model adds an end token to those of a pair
+    if settings.seq_length and prompt_size + response_size > settings.seq_length:
         return {**made, "reason": "too_long", "sentence": f"more than {settings.seq_length} tokens"}
     if handler.ability == "math" and len(_WORD_PATTERN.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
         sentence = "the gold answer is a sentence, which the reward compares as text"
         made |= {"reason": "sentences", "sentence": sentence}
-    prompt = [message["content"].split() for message in row["prompt"]] if "prompt" in row else row["text"]
+    if "text" in row:
+        prompt = row["text"]
+    else:
+        prompt = [[(one.pop("content") or "").split(), *one.values()] for one in map(dict, row["prompt"])]
     fixed = [row[column] for column in handler.columns]
-    made |= {"text": text, "prompt": json_digest(prompt), "digest": json_digest([prompt, fixed])}
-    return {**made, "prompt_tokens": tokens[0], "response_tokens": tokens[1]}
+    made |= {"text": text, "conversation": "tools" in row, "prompt": json_digest(prompt)}
+    made |= {"digest": json_digest([prompt, fixed, row.get("tools")])}
+    return {**made, "prompt_tokens": prompt_size, "response_tokens": response_size}
 
 
 @functools.cache
@@ -88,18 +105,17 @@ def _template_and_tokenizer(prompt_type: str, tokenizer: str | None) -> tuple[An
     return read_template(prompt_type), found
 
 
-def _count_tokens(tokenizer: Any, row: dict[str, Any]) -> tuple[int, int]:
-    """Return tokens of (prompt, longest response with end tokens), counted as in a run (step/objectives/dataset.py)."""
-    if "text" in row:
-        return 1, len(tokenizer.encode(row["text"]))
-    prompt = len(prompt_tokens(tokenizer, row["prompt"]))
-    sizes = []
-    for name in RESPONSE_KEYS:
-        if name in row:
-            parts = row[name] if name == "steps" else [row[name]]
-            sizes.append(sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts))
-    response = max(sizes) + len(sizes) if sizes else 0  # a reward model adds two end tokens to a pair
-    return prompt, response
+def _row_tokens(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the tokens of the prompt, then of each response, as they are in a run."""
+    prompt, responses, _ = row_tokens(tokenizer, conversation_row(row) if "tools" in row else row)
+    return {"prompt": prompt, **responses}
+
+
+def _example(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the prompt and the responses of a row: with a tokenizer the text that is trained, else the columns."""
+    if tokenizer:
+        return {name: tokenizer.decode(ids) for name, ids in _row_tokens(tokenizer, row).items()}
+    return {name: row[name] for name in ("prompt", "text", *RESPONSE_KEYS, "tools") if name in row}
 
 
 def _pickled_records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
@@ -261,14 +277,20 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
             return 1, report
         if settings.tokenizer_name_or_path:
             report["longest_tokens"] = longest
-        schema = parquet_schema(settings.handler.columns, settings.dataset_additional_keys)
-        for name, numbers in _split_rows(settings, kept, report).items():
+        conversations = any(row["conversation"] for row in _read_columns(made, "conversation"))
+        columns = CONVERSATION_COLUMNS if conversations else settings.handler.columns
+        schema = parquet_schema(columns, settings.dataset_additional_keys)
+        parts = _split_rows(settings, kept, report)
+        for name, numbers in parts.items():
             report[Path(name).stem] = len(numbers)
             rows = tqdm(_read_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
-            write_rows(work / "out" / name, (row["text"] for row in rows), schema)
+            write_rows(work / "out" / name, (json.loads(row["text"]) for row in rows), schema)
         manifest = {"format": "verl_patches data", "version": 1}
         manifest["settings"] = settings.model_dump(exclude=_UNRECORDED_KEYS)
         manifest |= {"inputs": [source.facts for source in sources], "report": report}
         manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (first,) = _read_columns(made.select(parts[TRAIN][:1]), "text")
+        tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)[1]
+        report["example"] = _example(tokenizer, json.loads(first["text"]))
     return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}

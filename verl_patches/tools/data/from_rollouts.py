@@ -90,7 +90,7 @@ def write_rollout_data(
         data = _recorded_prompts(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
 
-        def rows() -> Iterator[str]:
+        def rows() -> Iterator[dict[str, Any]]:
             for step in steps:
                 for uid, key, group in _prompt_groups(steps[step], step, tokenizer, report, left_out):
                     for columns, reward in choose_rows(group, choice, left_out):
@@ -101,7 +101,7 @@ def write_rollout_data(
                             left_out["repeated"] += 1
                             continue
                         report["rows"] += 1
-                        yield json.dumps(row)
+                        yield row
                         seen.add(digest)
                 report["steps"] += 1
                 progress(1)

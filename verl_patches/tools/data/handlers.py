@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.maths import MAX_ANSWER_CHARS
+from verl_patches.rewards.gold import gold_fault
 from verl_patches.run.environment import REPOSITORY
+from verl_patches.step.objectives.chat import MESSAGE_FIELDS, Message, parse_calls, parse_functions
 from verl_patches.values import read_yaml, unknown_key
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ EXTRA_INFO_KEYS = ("index", "split", "answer", "solution", "origin")  # keys of 
 RESPONSE_KEYS = ("response", "chosen", "rejected", "steps")
 TEMPLATES_FILE = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
 MODEL_TEMPLATE = "model"  # prompt_type that leaves messages as they are
-_ROLES = {"human": "user", "gpt": "assistant"}  # roles of ShareGPT
+CONVERSATION_COLUMNS = ("messages", "tools")  # of sft data, where a row is more than texts
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # of ShareGPT
 
 
 class Record:
@@ -45,7 +49,7 @@ class Record:
     def get(self, field: str, needed: bool = True) -> Any:
         """Return the value of a field; None if it is not needed and missing."""
         columns = self.columns.get(field, ())
-        found = next((self.values[name] for name in columns if self.values.get(name) is not None), None)
+        found = next((value for value in map(self._column, columns) if value is not None), None)
         if found is None and needed:
             expected = f"{field} in column {' or '.join(columns)}"
             hint = f"name its column with map_keys={{{field}: COLUMN}}"
@@ -57,10 +61,23 @@ class Record:
         value = self.get(field, needed)
         return "" if value is None else require_text(value, field, may_be_empty=not needed)
 
-    def response(self, field: str) -> str:
-        """Return a field's text, or the last one of its messages, which must be the assistant's."""
+    def _column(self, name: str) -> Any:
+        """Return the value of a column; A.B is B in the object of column A, unless a column has that name."""
+        found: Any = self.values
+        for part in [name] if name in self.values else name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def messages(self, field: str, text_role: str) -> list[Message]:
+        """Return a field's messages, or its text as a message of `text_role`; in both cases the role of the last."""
         value = self.get(field)
-        return require_text(value, field) if isinstance(value, str) else _conversation(value, field)[-1]["content"]
+        if isinstance(value, str):
+            return [{"role": text_role, "content": require_text(value, field)}]
+        _require(isinstance(value, list) and value != [], f"{field} to be text or messages", value)
+        messages = [_message(one, field) for one in value]
+        if (role := messages[-1]["role"]) != text_role:
+            raise ValueError(f"expected the last message of {field} to have role {text_role}, found {role}")
+        return messages
 
 
 class Template:
@@ -114,54 +131,72 @@ def require_text(value: Any, field: str, may_be_empty: bool = False) -> str:
 
 
 def _answer(value: Any) -> str:
+    if isinstance(value, str) and value.lstrip().startswith('["'):  # the JSON of a list, as ["42"]
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise ValueError(f"expected one answer, found a list of {len(value)}")
+        value = value[0]
     if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
         value = str(value)  # raises ValueError for an integer of more than 4300 digits
     answer = require_text(value, "the answer").strip()
-    if len(answer) > MAX_ANSWER_CHARS:
-        raise ValueError(f"expected an answer of at most {MAX_ANSWER_CHARS} characters, found {len(answer)}")
+    if fault := gold_fault(answer):
+        raise ValueError(f"the answer {fault}")
     return answer
 
 
-def _messages(value: Any, field: str) -> list[dict[str, str]]:
-    """Return messages of a text, or of a list of {role, content} or {from, value}."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": require_text(value, field)}]
-    _require(isinstance(value, list) and value != [], f"{field} to be text or messages", value)
-    messages = []
-    for one in value:
-        _require(isinstance(one, dict), f"a message of {field} with role and content", one)
-        role = require_text(one.get("role") or one.get("from"), f"a role of {field}")
-        content = require_text(one.get("content") or one.get("value"), f"a message of {field}")
-        messages.append({"role": _ROLES.get(role, role), "content": content})
-    return messages
+def _message(value: Any, field: str) -> Message:
+    """Return the message of {role, content} or {from, value}, and of MESSAGE_FIELDS; ValueError for other fields."""
+    _require(isinstance(value, dict), f"a message of {field} with role and content", value)
+    given = {str(name): each for name, each in value.items() if each not in (None, "", [], {})}
+    role = require_text(given.pop("role", given.pop("from", None)), f"a role of {field}")
+    content = given.pop("content", given.pop("value", ""))
+    if role not in _ROLES:
+        raise ValueError(f"expected a role of {field} to be {', '.join(_ROLES)}, found {role!r:.60}")
+    if unknown := sorted(given.keys() - {*MESSAGE_FIELDS}):
+        expected = f"only the fields {', '.join(MESSAGE_FIELDS)} in a message of {field}"
+        raise ValueError(f"expected {expected}, found {unknown[0]!r:.60}; remove it")
+    if role == "function_call":
+        given["tool_calls"], content = content, ""
+    for key in given.keys() - {"tool_calls"}:
+        require_text(given[key], key)
+    content = require_text(content, f"a message of {field}", role in ("tool", "observation") or "tool_calls" in given)
+    if "tool_calls" in given:  # templates take an empty content for an answer
+        given["tool_calls"], content = parse_calls(given["tool_calls"]), content or None
+    return {"role": _ROLES[role], "content": content, **given}
 
 
-def _conversation(value: Any, field: str, last: str = "assistant") -> list[dict[str, str]]:
-    """Return messages whose last one has the role `last`."""
-    messages = _messages(value, field)
-    if (role := messages[-1]["role"]) != last:
-        raise ValueError(f"expected the last message of {field} to have role {last}, found {role}")
-    return messages
+def _with_system(messages: list[Message], *given: str | None) -> list[Message]:
+    """Return messages that begin with one system message, or none: theirs or a given one."""
+    heads = next((n for n, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    found = {*filter(None, given), *(one["content"] for one in messages[:heads])}
+    if len(found) > 1:
+        shown = " and ".join(f"{text!r:.40}" for text in sorted(found))
+        raise ValueError(f"expected one system message (of messages, system and prompt_type), found {shown}")
+    return [*({"role": "system", "content": text} for text in found), *messages[heads:]]
 
 
-def _prompt(record: Record, value: Any, template: Template | None) -> list[dict[str, str]]:
-    messages, system = _conversation(value, "prompt", "user"), record.text("system", needed=False)
+def _prompt(record: Record, messages: list[Message], template: Template | None) -> list[Message]:
+    """Return the prompt with its system message, and with query and template in its last message of the user."""
+    last = next((one for one in reversed(messages) if one["role"] == "user"), None)
+    if last is None:
+        raise ValueError("expected a message of the user in the prompt, found none")
+    text = last["content"]
     if query := record.text("query", needed=False):
-        messages[-1]["content"] += f"\n{query}"
+        text += f"\n{query}"
     if template is not None:
-        text = template.render({**record.values, "prompt": messages[-1]["content"]})
-        messages[-1]["content"] = require_text(text, "the text that prompt_type renders").strip()
-        system = system or template.system or ""
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
+        text = template.render({**record.values, "prompt": text})
+        text = require_text(text, "the text that prompt_type renders").strip()
+    messages = [{**one, "content": text} if one is last else one for one in messages]
+    return _with_system(messages, record.text("system", needed=False), template.system if template else None)
 
 
 # what each handler reads: `prompt` as it is given, and `answer`, the gold answer
 
 
 def _read_maths(record: Record) -> Row:
-    return {"prompt": record.get("prompt"), "answer": _answer(record.get("response"))}
+    return {"prompt": record.messages("prompt", "user"), "answer": _answer(record.get("response"))}
 
 
 def _read_gsm8k(record: Record) -> Row:
@@ -169,29 +204,44 @@ def _read_gsm8k(record: Record) -> Row:
     _, sign, answer = solution.rstrip().rpartition("\n")[2].rpartition("####")
     if not sign or not answer:
         raise ValueError('expected the answer to end in a line such as "#### 42", found no such line')
-    return {"prompt": record.get("prompt"), "answer": _answer(answer.replace(",", "")), "solution": solution}
+    answer = _answer(answer.replace(",", ""))
+    return {"prompt": record.messages("prompt", "user"), "answer": answer, "solution": solution}
+
+
+def _read_answers(record: Record, *fields: str) -> Row:
+    """Return the prompt, and the last message of each field; its earlier ones are the prompt, or go on from it."""
+    messages = {field: record.messages(field, "assistant") for field in fields}
+    before = {field: found[:-1] for field, found in messages.items() if len(found) > 1}
+    prompt = [] if before and record.get("prompt", needed=False) is None else record.messages("prompt", "user")
+    for field, found in before.items():
+        skipped = 1 if prompt and found[0]["role"] == "system" != prompt[0]["role"] else 0
+        if found[skipped : skipped + len(prompt)] != prompt:
+            raise ValueError(f"expected the messages of {field} to begin with prompt, found others")
+        if found != next(iter(before.values())):
+            raise ValueError(
+                f"expected {' and '.join(fields)} to answer the same messages, found others before the last"
+            )
+    return {"prompt": next(iter(before.values()), prompt), **{field: found[-1] for field, found in messages.items()}}
 
 
 def _read_instruction(record: Record) -> Row:
-    if (messages := record.get("messages", needed=False)) is None:
-        return {"prompt": record.get("prompt"), "response": record.response("response")}
-    *prompt, last = _conversation(messages, "messages")
-    return {"prompt": prompt, "response": last["content"]}
+    if record.get("messages", needed=False) is None:
+        return _read_answers(record, "response")
+    *prompt, last = record.messages("messages", "assistant")
+    return {"prompt": prompt, "response": last}
 
 
 def _read_preference(record: Record) -> Row:
-    row = {name: record.response(name) for name in ("chosen", "rejected")}
+    row = _read_answers(record, "chosen", "rejected")
     if row["chosen"] == row["rejected"]:
         raise ValueError("expected chosen and rejected to differ, found them equal")
-    chosen = record.get("chosen")
-    prompt = record.get("prompt", needed=isinstance(chosen, str))
-    return {"prompt": chosen[:-1] if prompt is None else prompt, **row}
+    return row
 
 
 def _read_labelled(record: Record) -> Row:
     label = record.get("label")
     _require(isinstance(label, bool | int) and label in (0, 1), "label to be true or false", label)
-    return {"prompt": record.get("prompt"), "response": record.response("response"), "label": bool(label)}
+    return {**_read_answers(record, "response"), "label": bool(label)}
 
 
 def _read_process(record: Record) -> Row:
@@ -202,7 +252,8 @@ def _read_process(record: Record) -> Row:
     for label in labels:
         _require(isinstance(label, bool | int | float) and 0 <= label <= 1, "labels from 0 to 1", label)
     steps = [require_text(step, "a step") for step in steps]
-    return {"prompt": record.get("prompt"), "steps": steps, "labels": [float(label) for label in labels]}
+    labels = [float(label) for label in labels]
+    return {"prompt": record.messages("prompt", "user"), "steps": steps, "labels": labels}
 
 
 def _read_text(record: Record) -> Row:
@@ -223,6 +274,7 @@ _PROMPT_FIELDS = {
     "prompt": ("prompt", "instruction", "problem", "question"),
     "query": ("query", "input"),
     "system": ("system",),
+    "tools": ("tools",),
 }
 _MATHS_FIELDS = {**_PROMPT_FIELDS, "prompt": ("problem", "question", "prompt"), "response": ("answer",)}
 _RESPONSE_FIELDS = {**_PROMPT_FIELDS, "response": ("response", "output", "completion")}
@@ -248,6 +300,7 @@ def make_row(
     answer, solution = row.pop("answer", ""), row.pop("solution", None) or record.text("solution", needed=False)
     if "prompt" in row:
         row["prompt"] = _prompt(record, row["prompt"], template)
+        row |= _responses(handler, row, parse_functions(record.get("tools", needed=False) or [], "tools"))
     extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, solution, origin), strict=True))
     for name in additional:
         if name not in record.values:
@@ -257,6 +310,33 @@ def make_row(
         extra[name] = require_text(text, name, may_be_empty=True)
     reward = {"style": "rule", "ground_truth": answer}
     return {"data_source": data_source, **row, "ability": handler.ability, "reward_model": reward, "extra_info": extra}
+
+
+def _responses(handler: Handler, row: Row, tools: list[dict[str, Any]]) -> Row:
+    """Return the responses of a row as texts; as a message, with `tools`, where the row is more than texts."""
+    responses = {name: row[name] for name in RESPONSE_KEYS if isinstance(row.get(name), dict)}
+    messages = [*row["prompt"], *responses.values()]
+    more = {name for one in messages for name in one} - {"role", "content"}
+    more |= {"role tool" for one in messages if one["role"] == "tool"} | {"tools" for _ in tools}
+    if more and "messages" not in handler.fields:
+        hint = "use handler instruction, which keeps them, or remove them"
+        raise ValueError(f"expected texts alone, found {', '.join(sorted(more))}; {hint}")
+    if (role := row["prompt"][-1]["role"]) not in ("user", "tool"):
+        raise ValueError(f"expected the last message of the prompt to have role user or tool, found {role}")
+    if more:
+        return {**responses, "tools": tools}
+    return {name: message["content"] for name, message in responses.items()}
+
+
+def conversation_row(row: Row) -> Row:
+    """Return an sft row with CONVERSATION_COLUMNS in place of prompt and response."""
+    response = row["response"]
+    response = {"role": "assistant", "content": response} if isinstance(response, str) else response
+    messages = [dict.fromkeys(MESSAGE_FIELDS) | one for one in (*row["prompt"], response)]
+    for one in messages:
+        one["tool_calls"] = json.dumps(one["tool_calls"]) if one["tool_calls"] else None
+    columns = {"messages": messages, "tools": json.dumps(row["tools"]) if row.get("tools") else None}
+    return {name: value for name, value in row.items() if name not in ("prompt", "response")} | columns
 
 
 def json_digest(value: Any) -> int:
@@ -269,11 +349,13 @@ def parquet_schema(columns: Iterable[str], additional: Iterable[str] = ()) -> py
     import pyarrow as pa
 
     text, columns = pa.string(), tuple(columns)
+    struct = pa.struct(dict.fromkeys(MESSAGE_FIELDS, text))
     kinds = {"label": pa.bool_(), "steps": pa.list_(text), "labels": pa.list_(pa.float64())}
+    kinds["messages"] = pa.list_(struct)
     messages = pa.list_(pa.struct({"role": text, "content": text}))
     extra = {"index": pa.int64(), **dict.fromkeys((*EXTRA_INFO_KEYS[1:], *additional), text)}
     fields = {"data_source": text}
-    if "text" not in columns:
+    if not {"text", "messages"} & {*columns}:
         fields["prompt"] = messages
     fields |= {
         "ability": text,

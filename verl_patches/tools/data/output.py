@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import LOCK, PARTIAL, locked_folder, sync
+from verl_patches.tools.data.handlers import conversation_row
 
 if TYPE_CHECKING:
     import pyarrow
@@ -68,15 +68,16 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
                 work.rmdir()
 
 
-def write_rows(path: Path, rows: Iterable[str], schema: pyarrow.Schema) -> None:
-    """Write rows, each as JSON, to a parquet file, numbered in extra_info.index, with the file's stem as .split.
+def write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
+    """Write rows to a parquet file, numbered in extra_info.index, with the file's stem as .split.
 
-    At most GROUP_ROWS rows are held at a time; the file's bytes depend only on the rows.
+    Rows with a response become conversations where the schema has messages. At most GROUP_ROWS rows are held at a time;
+    the file's bytes depend only on the rows.
     """
     import pyarrow
     from pyarrow import parquet
 
-    numbered = enumerate(map(json.loads, rows))
+    numbered = enumerate(map(conversation_row, rows) if "messages" in schema.names else rows)
     with parquet.ParquetWriter(path, schema) as writer:
         while group := list(itertools.islice(numbered, GROUP_ROWS)):
             for number, row in group:

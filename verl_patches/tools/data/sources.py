@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import require_whole_folder
+from verl_patches.shared_files import file_fault
+from verl_patches.step.rows import render_chat
 from verl_patches.values import is_secret_value, loading_errors, printable
 
 if TYPE_CHECKING:
@@ -116,6 +118,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
     Raise ConfigError for a file that cannot be read.
     """
     with loading_errors(f"{path}: expected a readable file"):
+        if fault := file_fault(path):
+            raise ConfigError(f"{path} {fault}")
         if path.suffix == ".parquet":
             yield from _read_parquet(path, columns)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
@@ -190,15 +194,3 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     if not tokens:
         raise ValueError("expected text with at least one token, found none")
     return tokens
-
-
-def render_chat(tokenizer: Any, messages: Any) -> str:
-    """Return messages as the chat template writes them for an answer, as in verl's RLHFDataset, or raise ValueError."""
-    if not isinstance(messages, list) or not messages:
-        found = "none" if messages is None else type(messages).__name__
-        raise ValueError(f"expected text or a list of messages, found {found}")
-    for each in messages:
-        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
-            raise ValueError("expected role and content in each message, both text")
-    with loading_errors("expected messages that the chat template takes", tokenizer.name_or_path):
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
