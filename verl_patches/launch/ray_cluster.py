@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.platform import NO_DEVICE
 from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
@@ -102,7 +102,8 @@ def require_nodes(run: RunSpec) -> None:
     elif run.verl.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes is {run.verl.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
-            "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
+            f"machine only; start Ray on the nodes ({our_command('plan', 'CONFIG')} prints the commands) and set "
+            "recipe.ray_address=auto"
         )
 
 
@@ -118,7 +119,7 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
         raise ConfigError(
             f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} each "
             f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(nodes)} ({found}). "
-            "Start the missing ones (--dry-run prints the ray commands) or correct the config"
+            f"Start the missing ones ({our_command('plan', 'CONFIG')} prints the commands) or correct the config"
         )
 
 

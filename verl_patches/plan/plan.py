@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.errors import Check
+from verl_patches.errors import Check, our_command
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.plan.memory_plan import MARGIN_BYTES, memory_plan, memory_shortages, run_memory
@@ -138,7 +138,7 @@ def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
         return None
     node = HARDWARE[recipe.hardware].node_dies
     dies = math.ceil(trainer.nnodes * trainer.n_gpus_per_node / node) * node
-    return shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search", "--dies", str(dies)])
+    return our_command("plan", *given, "--search", "--dies", str(dies))
 
 
 def _train_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def run_commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> li
         if nodes > 1:
             other = shlex.join(ray_start("HEAD", "NODE", False, device))
             lines.append((f"each of the other {nodes - 1} nodes", here + other))
-    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *run.trees.option, *overrides]
-    lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
+    train = our_command("train", "--config-name", config_name, *run.trees.option, *overrides)
+    lines.append(("head node" if lines else "this machine", here + train))
     driver = shlex.join(driver_command(run.folder))
     lines.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in lines]
