@@ -213,10 +213,11 @@ def fingerprints(
         if not (has_text or needs_none) or fp.source_file(spec.target_module, root) is None:
             absent.append(f"{spec.id}: {spec.target}")
     if write and absent:
+        check = our_command("check", "--line", line, *(["--upstream", str(upstream)] if upstream else []))
         raise ConfigError(
             "fingerprint: nothing was written, these targets have no Python text here:\n  "
             + "\n  ".join(absent)
-            + f"\n`{our_command('check')}` lists near names; for a compiled or inherited target add --no-source"
+            + f"\n`{check}` lists near names; for a compiled or inherited target add --no-source"
         )
     if write:
         dropped = fp.write_reviewed(line, found, whole=not row_ids, files=files)

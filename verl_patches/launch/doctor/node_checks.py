@@ -311,7 +311,7 @@ def _gloo(node: Node) -> Iterator[Result]:
 
 HOST_ROWS = (
     NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN, variables",
-        "configs/upstream.yaml", our_command("versions"), _versions),
+        "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
     NodeCheck("disk", "free space, and the write and read rate of a temporary file in each folder",
         "space for the files that the run writes", "free space, or choose another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),
