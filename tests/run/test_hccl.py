@@ -53,7 +53,7 @@ def test_the_need_of_both_layouts_by_the_formula_written_out(name):
     [
         ({SEATS: 32}, 239),  # batches are padded to the largest graph
         ({SEATS: None, f"{ASCEND}__graphs": False}, 947),
-        ({"recipe__rollout__expert_parallel": False, **ALONE}, 0),
+        ({"recipe__rollout__enable_expert_parallel": False, **ALONE}, 0),
         (NODE, 0),  # MC2 needs at least 16 ranks
     ],
 )
@@ -86,7 +86,7 @@ def test_the_groups_that_communicate_and_their_memory():
     alike = hccl.buffer_bytes(composed_run(recipe__hccl__small_groups_mib=None))
     assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 6 * 300 * 2**20}
     # without expert parallelism MC2 has no group
-    idle = hccl.hccl_groups(composed_run(recipe__rollout__expert_parallel=False, **ALONE))
+    idle = hccl.hccl_groups(composed_run(recipe__rollout__enable_expert_parallel=False, **ALONE))
     found = [(g.name, g.communicates) for g in idle if g.name in ("vllm_ep", "vllm_mc2")]
     assert found == [("vllm_ep", False)]
 
@@ -98,7 +98,7 @@ def test_experts_over_a_part_of_a_tp_group_are_refused():
 
 def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
     assert variables()["HCCL_EXEC_TIMEOUT"] == "1080" and hccl.check_timeouts(composed_run()).ok
-    half_an_hour = {"recipe__train__collective_timeout_minutes": 30}
+    half_an_hour = {"recipe__train__distributed_timeout_minutes": 30}
     check = hccl.check_timeouts(composed_run(**half_an_hour))
     assert not check.ok and "distributed_timeout_minutes is 30" in check.detail and "1091 s" in check.detail
     assert hccl.check_timeouts(composed_run(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU")).ok
@@ -171,7 +171,7 @@ def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(na
         return [(g.name, g.ranks, g.small) for g in groups if g.name in ("vllm_ep", "vllm_mc2")]
 
     assert experts() == [("vllm_ep", instance, True), ("vllm_mc2", instance, False)]
-    assert experts(**ALONE, recipe__rollout__expert_parallel=False) == [("vllm_ep", 2, False)]
+    assert experts(**ALONE, recipe__rollout__enable_expert_parallel=False) == [("vllm_ep", 2, False)]
     assert experts(**NODE) == [("vllm_ep", 8, False)]
 
 
