@@ -31,7 +31,7 @@ ACTOR_KEY, REF_KEY, ROLLOUT_KEY = (f"actor_rollout_ref.{name}" for name in ("act
 MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
 GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
 _TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
-PRESETS_TEXT = "deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
+PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
 _MOST_PLANS, _FEWEST_RESULTS = 60, 12  # pairs that are planned, and that must pass, as the costs are not exact
 
 

@@ -93,8 +93,9 @@ def check_machine(run: RunSpec) -> Check:
             )
     if faults:
         return Check("hardware", False, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
-    kinds = [f"recipe.hardware={name}" for name, kind in HARDWARE.items() if kind.node_dies == dies < most]
-    held = f"{machine.title}: {dies} dies of a node of {most}" + "".join(f"; {dies} is all of {kind}" for kind in kinds)
+    kinds = [name for name, kind in HARDWARE.items() if kind.node_dies == dies < most]
+    held = f"{machine.title}: {dies} dies of a node of {most}"
+    held += "".join(f"; for nodes of {dies} dies set recipe.hardware={kind}" for kind in kinds)
     return Check("hardware", True, held, note=bool(kinds))
 
 
