@@ -8,11 +8,12 @@ from __future__ import annotations
 import signal
 import sys
 
+from verl_patches.errors import ConfigError, RecipeError, interruption_text, our_command
+
 try:
     import typer
 
     from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, run, weights
-    from verl_patches.errors import ConfigError, RecipeError, interruption_text
     from verl_patches.processes import on_end_signals
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
@@ -20,7 +21,7 @@ except ModuleNotFoundError as error:
         raise
     sys.stderr.write(
         f"verl_patches: module {error.name} is not installed in {sys.executable}; expected the environment that "
-        "`bash scripts/setup.sh` makes. Run it once, then `source .venv/bin/activate` "
+        f"`{our_command('setup.sh')}` makes. Run it once, then `source .venv/bin/activate` "
         "(in an NPU image: pip install -r requirements.txt)\n"
     )
     raise SystemExit(2) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,6 +67,16 @@ def config_error_text(function: Callable, *arguments: Any) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def our_command(*words: str) -> str:
+    """Return a command of this repository as a user types it: NAME.sh of scripts/, or a subcommand with its words.
+
+    Errors and plans print no other. Words in capitals, such as DIR and CONFIG, stand for a user's own.
+    """
+    if words[0].endswith(".sh"):
+        return shlex.join(["bash", f"scripts/{words[0]}", *words[1:]])
+    return shlex.join(["python", "-m", "verl_patches", *words])
 
 
 def interruption_text(number: int) -> str:

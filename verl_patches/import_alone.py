@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching import engine
 from verl_patches.patching.switches import PATCHES_VAR, Switches
@@ -32,8 +32,9 @@ from verl_patches.upstream.modified import files_text, refuse_modified
 
 log = logging.getLogger(__name__)
 
+_LAUNCHER = our_command("train", "--config-name", "CONFIG")
 NO_LAUNCHER_WARNING = (
-    "verl_patches: this run was started without its launcher (python -m verl_patches train): environment variables, "
+    f"verl_patches: this run was started without its launcher ({_LAUNCHER}): environment variables, "
     "model folder and memory plan are not checked, memory and time are not monitored, {record}"
 )
 _LAUNCHER_KEYS = (
@@ -131,7 +132,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
         if user_values.get(key, value) != value:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
             faults.append(f"recipe.{key} is {user_values[key]!r}; expected {value!r}, the value in {where}")
-    acts = "only the launcher (python -m verl_patches train) reads it; remove the key, or start with the launcher"
+    acts = f"only the launcher ({_LAUNCHER}) reads it; remove the key, or start with the launcher"
     selected = {key: OmegaConf.select(OmegaConf.create(user_values), key) for key in _LAUNCHER_KEYS}
     faults += [f"recipe.{key} is set, but {acts}" for key, value in selected.items() if value is not None]
     if faults:

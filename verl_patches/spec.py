@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import AfterValidator, ConfigDict, PlainSerializer, TypeAdapter
 
-from verl_patches.errors import Check, ConfigError
+from verl_patches.errors import Check, ConfigError, our_command
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.switches import Switches
@@ -293,8 +293,8 @@ def run_from_config(section: DictConfig) -> RunSpec:
     if text is None:
         raise ConfigError(
             f"this section of verl's configuration has no key {RUN!r}; expected the facts of the run, from the "
-            "launcher or from patch row update.recipe_by_default: start with python -m verl_patches train, or "
-            "keep that row on"
+            "launcher or from patch row update.recipe_by_default: start with "
+            f"`{our_command('train', '--config-name', 'CONFIG')}`, or keep that row on"
         )
     run = _parse_facts(text)
     return replace(run, verl=section) if "actor_rollout_ref" in section else run

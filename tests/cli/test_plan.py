@@ -1,6 +1,8 @@
 """Test the command `plan`: exit codes, JSON, tables, suggestions after a refusal, and that a dry run is the same."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from verl_patches.plan.step_plan import Workload
 from verl_patches.step.replay.recording import save_step
 from verl_patches.weights.run_folders import take_start
 
-TINY, NODE = "deepseekv3_tiny_cpu", "deepseekv3_16die"
+TINY, NODE, BIG = "deepseekv3_tiny_cpu", "deepseekv3_16die", "deepseekv3_256die_true_weight"
 
 
 def call(*arguments):
@@ -54,6 +56,42 @@ def test_a_search_lists_as_many_layouts_as_asked_for():
     assert shown.stdout.splitlines()[-1].startswith("fits: 1 layouts on 16 dies")
 
 
+def next_command(text):
+    """Return the arguments of the command that a line of output ends with."""
+    return shlex.split(text.rpartition("python -m verl_patches ")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "hardware"), [(BIG, "800t_a2"), (NODE, "800t_a2"), (NODE, "200t_a2_box16"), (NODE, "a3")]
+)
+def test_what_is_printed_for_4_nodes_of_8_dies_leads_to_a_layout(config, hardware):
+    """Follow the commands that are printed, from a config whose layout is for other nodes."""
+    done = call("plan", config, f"recipe.hardware={hardware}", "trainer.nnodes=4", "trainer.n_gpus_per_node=8")
+    assert done.exit_code == 1 and done.output.splitlines()[-1].startswith("does not fit: "), done.output
+    search = [*next_command(done.output.splitlines()[-1]), "--top", "1"]
+    done = call(*search)
+    if config == BIG:
+        assert isinstance(done.exception, ConfigError) and "no layout for 32 dies" in str(done.exception)
+        search.append(re.search(r"recipe\.num_hidden_layers=\d+", str(done.exception))[0])
+        done = call(*search)
+    assert done.exit_code == 0, (done.output, done.exception)
+    row = next(line for line in done.output.splitlines() if line.startswith("1: "))
+    assert "trainer.nnodes=4 trainer.n_gpus_per_node=8" in row
+    plan = json.loads(call(*next_command(row), "--json").stdout)
+    notes = {check["name"]: check["detail"] for check in plan["checks"] if check["note"]}
+    assert plan["ok"] and plan["verdict"].startswith("fits: ") and "memory" not in notes
+    assert ("recipe.hardware=800t_a2" in notes.get("hardware", "")) == (hardware != "800t_a2")
+
+
+def test_a_plan_whose_start_is_refused_here_names_no_command_to_start_it():
+    done = call("plan", NODE)
+    (note,) = [check for check in json.loads(call("plan", NODE, "--json").stdout)["checks"] if check["name"] == "verl"]
+    assert note["note"] and "--upstream DIR" in note["detail"]
+    assert done.stdout.splitlines()[-1].endswith("a start is refused here; next: do what the note on verl says")
+    assert "commands to run, in this order where the note on verl does not apply:" in done.stdout
+
+
 def test_no_layout_is_searched_where_none_would_help():
     """Name a missing file: the layouts that a search lists would be refused again."""
     done = call("plan", NODE, "data.train_files=/nope.parquet", "--search")
@@ -63,7 +101,7 @@ def test_no_layout_is_searched_where_none_would_help():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((TINY, "--search"), "--dies is 2; expected a multiple of 16"),
+        ((NODE, "--search", "--dies", "24"), "--dies is 24; expected a multiple of 16"),
         ((TINY, "--search", "--dies", "16"), "expected recipe.platform=npu"),
         ((NODE, "--search", "recipe.line=pypi", "recipe.train.balanced_routing=false"), "recipe.line=a3"),
         ((TINY, "--dp-sync", "mpi"), "--dp-sync is 'mpi'; expected one of hccl, gloo"),

@@ -108,7 +108,7 @@ def test_every_start_asks_first(no_ray_here, monkeypatch):
     with pytest.raises(ConfigError, match="no Ray runs here, RAY_ADDRESS is unset, and there is no file"):
         ray_nodes.answering_address("auto")
     with stale_address(listens=False) as address:
-        with pytest.raises(ConfigError, match=f"recipe.ray_address is .*no Ray answers at {address}.*--dry-run"):
+        with pytest.raises(ConfigError, match=f"recipe.ray_address is .*no Ray answers at {address}.* plan CONFIG"):
             list_nodes(address)
         joined = composed("deepseekv3_tiny_cpu", [f"recipe.ray_address={address}"])
         with pytest.raises(ConfigError, match=f"no Ray answers at {address}"):

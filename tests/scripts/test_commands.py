@@ -4,6 +4,7 @@ CLASSES gives the class of a ```bash block's command, which decides its test. Co
 placeholders: their script, subcommand, options and our keys must exist.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -20,7 +21,7 @@ from tests.runs import composed
 from tests.scripts.test_docs import CODE, FENCE, PAGES, ROOT
 from verl_patches.__main__ import app
 from verl_patches.cli.run import check_switches
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
@@ -57,6 +58,33 @@ CLASSES = {
 SCRIPTS = {"smoke": ["smoke"]}
 for run in ("random_init", "true_weight"):
     SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"deepseekv3_256die_{run}"]
+
+
+# {words of a call of our_command, * for a value: a command with such words, which is run}
+PRINTED = {
+    "check --line * *": "check --line pypi",
+    "doctor CONFIG --this-node": "doctor deepseekv3_tiny_cpu --this-node",
+    "explain * --switches * --upstream DIR": "explain update.recipe_by_default --switches line=pypi,platform=cpu "
+    """--upstream "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" """,
+    "fingerprint * --write --line * *": "fingerprint update.recipe_by_default --write --line pypi",
+    "plan CONFIG": "plan deepseekv3_16die",
+    "status": "status",
+    "status *": "status smoke",
+    "train --config-name * * *": "train --config-name deepseekv3_16die --dry-run",
+    "train --config-name CONFIG": "train --config-name deepseekv3_tiny_cpu --dry-run",
+    "* *": "train --config-name deepseekv3_tiny_cpu trainer.resume_mode=auto --dry-run",
+    "versions --line LINE": "versions --line pypi",
+    # tests/cli/test_plan.py follows these from a plan
+    "plan * --search --dies *": None,
+    "plan * * * *": None,
+    # parsed alone: they install, clone, or start a run
+    "install-prelude": None,
+    "install-prelude --undo": None,
+    "fetch_upstream.sh --dest ANOTHER": None,
+    "fetch_upstream.sh --dest DIR": None,
+    "setup.sh": None,
+    "smoke.sh": None,
+}
 
 
 def is_whole(text):
@@ -262,6 +290,38 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
     (copy / "upstream").symlink_to(pytestconfig.getoption("--upstream").absolute())
     commands = commands_in_class("run with sources", ENGLISH)
     assert len(commands) > 3 and faults_in_shell(copy, commands) == {}
+
+
+def calls_and_texts(source):
+    """Return (the words of each call of our_command, texts that are commands of ours without such a call)."""
+    tree, calls, texts = ast.parse(source), set(), []
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "our_command":
+            calls.add(" ".join(word.value if isinstance(word, ast.Constant) else "*" for word in node.args))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            texts += re.findall(r"(?:python -m verl_patches |bash scripts/).*", node.value)
+    return calls, texts
+
+
+def test_errors_and_plans_print_commands_of_one_function_alone():
+    found, texts = set(), {}
+    for path in (ROOT / "verl_patches").rglob("*.py"):
+        calls, written = calls_and_texts(path.read_text())
+        found |= calls
+        texts |= {path.name: written} if written else {}
+    assert texts == {} and found == PRINTED.keys()
+    for words in PRINTED:
+        if "*" not in words and (wrong := fault(command_words(our_command(*words.split())), whole=False)):
+            raise AssertionError(f"{words}: {wrong}")
+    assert calls_and_texts('our_command("a", b, "c"); f"run python -m verl_patches check"')[1]  # the control
+
+
+@pytest.mark.slow
+def test_commands_that_errors_and_plans_print_work_in_a_fresh_shell(copy):
+    commands = {"python -m verl_patches " + words for words in PRINTED.values() if words}
+    wrong = "python -m verl_patches check --lines pypi"  # the control
+    assert faults_in_shell(copy, [*commands, wrong]).keys() == {wrong}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from verl_patches import catalog
 from verl_patches.cli.output import Json, exit_with_report, print_json, print_table, print_text
 from verl_patches.cli.patches import SwitchesOption, build_engine, current_switches
 from verl_patches.cli.run import Upstream
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.contract import PACKAGES, Sources, check_rows
@@ -213,10 +213,11 @@ def fingerprints(
         if not (has_text or needs_none) or fp.source_file(spec.target_module, root) is None:
             absent.append(f"{spec.id}: {spec.target}")
     if write and absent:
+        check = our_command("check", "--line", line, *(["--upstream", str(upstream)] if upstream else []))
         raise ConfigError(
             "fingerprint: nothing was written, these targets have no Python text here:\n  "
             + "\n  ".join(absent)
-            + "\n`python -m verl_patches check` lists near names; for a compiled or inherited target add --no-source"
+            + f"\n`{check}` lists near names; for a compiled or inherited target add --no-source"
         )
     if write:
         dropped = fp.write_reviewed(line, found, whole=not row_ids, files=files)

@@ -181,8 +181,8 @@ def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
     print_table("environment", ("variable", "set in", "reason [read by]"), rows)
     print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
-    when = f", after the checks above that refuse a start pass ({', '.join(refused)})" if refused else ""
-    print_text(f"commands to run, in this order{when}:", "bold")
+    where = f" where the note on {', '.join(refused)} does not apply" if refused else ""
+    print_text(f"commands to run, in this order{where}:", "bold")
     if any("HEAD" in command["command"] for command in plan["commands"]):
         print_text(
             "Replace HEAD and NODE by addresses that the other nodes reach, not 127.0.0.1. Each node needs the folders "

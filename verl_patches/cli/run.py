@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text
-from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, require_checks
+from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
@@ -325,8 +324,8 @@ def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: lis
     for number, row in enumerate(layouts, 1):
         replaced = set(override_keys(row["overrides"]))
         unchanged = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
-        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *unchanged, *row["overrides"]]
-        print_text(f"{number}: {shlex.join(command)}", whole=True)
+        command = our_command("plan", answer["config"], *option, *unchanged, *row["overrides"])
+        print_text(f"{number}: {command}", whole=True)
     print_text(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 
@@ -429,5 +428,5 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
     other_words = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
-    command = shlex.join([sys.executable, "-m", "verl_patches", *other_words, f"{resume}=auto"])
+    command = our_command(*other_words, f"{resume}=auto")
     return [f"newest complete checkpoint: {checkpoint}", f"to resume from it: {command}"]

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.platform import NO_DEVICE
 from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
@@ -104,7 +104,8 @@ def require_nodes(run: RunSpec) -> None:
     elif run.verl.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes is {run.verl.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
-            "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
+            f"machine only; start Ray on the nodes ({our_command('plan', 'CONFIG')} prints the commands) and set "
+            "recipe.ray_address=auto"
         )
     else:
         cpus, workers = run.verl.ray_init.num_cpus, run.verl.trainer.n_gpus_per_node
@@ -133,8 +134,9 @@ def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
         raise ConfigError(
             f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} and {wanted} CPU each "
             "(trainer.nnodes, trainer.n_gpus_per_node), and one CPU more here, for the controller; Ray has "
-            f"{len(enough)} such node(s) of {len(nodes)} ({found}). Start the missing ones (--dry-run prints the ray "
-            "commands; --num-cpus sets a node's CPUs) or correct the config"
+            f"{len(enough)} such node(s) of {len(nodes)} ({found}). Start the missing ones "
+            f"({our_command('plan', 'CONFIG')} prints the ray commands; --num-cpus sets a node's CPUs) or correct the "
+            "config"
         )
     for own in (node["resources"] for node in nodes if node["here"]):
         if own.get("CPU", 0) < 1:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from verl_patches.errors import our_command
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
 from verl_patches.patching.report import STATES, Finding, Report
@@ -214,7 +215,7 @@ class RowCheck:
         if self.reviewed == found:
             return Part("fine", "body as reviewed")
         switches = f"line={self.line},platform={min(self.spec.platforms)}"
-        explain = f"python -m verl_patches explain {self.spec.id} --switches {switches} --upstream DIR"
+        explain = our_command("explain", self.spec.id, "--switches", switches, "--upstream", "DIR")
         todo = f"review the change (`{explain}` prints it), then `{review}`"
         return Part("problem", f"the hash of its body is {found}, not the reviewed one", todo)
 

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_patches.current import Current
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.patching import hooks
 from verl_patches.patching.row import (
     MISSING,
@@ -293,7 +293,7 @@ class Engine:
         if name not in self.specs:
             raise ConfigError(
                 f"the catalogue has no row {name!r}{nearest_text(name, self.specs)}. "
-                "`python -m verl_patches status` lists them."
+                f"`{our_command('status')}` lists them."
             )
         spec = self.specs[name]
         entry = next(e for e in self.status() if e["id"] == name)
@@ -354,6 +354,7 @@ def current_engine() -> Engine:
     if process_engine.value is None:
         raise PatchError(
             "the prelude has not run in this process: expected `from verl_patches import prelude_patch` before imports "
-            "of upstream; run `python -m verl_patches install-prelude`, or start by `python -m verl_patches train`"
+            f"of upstream; run `{our_command('install-prelude')}`, or start with "
+            f"`{our_command('train', '--config-name', 'CONFIG')}`"
         )
     return process_engine.value

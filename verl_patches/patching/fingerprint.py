@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_patches.errors import our_command
 from verl_patches.patching.spec import split_place
 
 REVIEWED_FILE = Path(__file__).resolve().parent.parent / "fingerprints.json"
@@ -106,8 +107,8 @@ def definitions(
 
 def review_command(row_id: str, line: str, upstream: str = "") -> str:
     """Return the command that records a reviewed change of a row's target; `upstream`: the folder of clones."""
-    command = f"python -m verl_patches fingerprint {row_id} --write --line {line}"
-    return f"{command} --upstream {upstream}" if upstream else command
+    folder = ["--upstream", upstream] if upstream else []
+    return our_command("fingerprint", row_id, "--write", "--line", line, *folder)
 
 
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from verl_patches.errors import our_command
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.row import UNREVIEWED_STATES
 
 NO_PRELUDE_TEXT = (
     "it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
-    "verl_patches.prelude_patch: start through our own entry point (python -m verl_patches train), or run "
-    "`python -m verl_patches install-prelude` on every node"
+    f"verl_patches.prelude_patch: start with `{our_command('train', '--config-name', 'CONFIG')}`, or run "
+    f"`{our_command('install-prelude')}` on every node"
 )
 _NO_METHOD_ERROR = re.compile(r"has no attribute '\w*prove_patches'")
 _SILENT_STATES = ("waiting", "active")

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP_TEXT, PLATFORMS, PatchSpec
 
 PATCHES_VAR = "VERL_PATCHES"
@@ -78,7 +78,7 @@ class Switches:
             if not fnmatch.filter(specs, pattern[1:]):
                 raise ConfigError(
                     f"{pattern!r} (recipe.patches or {PATCHES_VAR}) names no row of the catalogue"
-                    f"{nearest_text(pattern[1:], specs)}. `python -m verl_patches status` lists them."
+                    f"{nearest_text(pattern[1:], specs)}. `{our_command('status')}` lists them."
                 )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.errors import Check
+from verl_patches.errors import Check, our_command
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.plan.memory_plan import MARGIN_BYTES, memory_plan, memory_shortages, run_memory
@@ -115,15 +115,17 @@ def _verdict(
         if search is None or _LAYOUT_CHECKS.isdisjoint(failed):
             names = "it names" if len(failed) == 1 else "they name"
             return {"verdict": f"{text}; next: change the settings that {names}", "next": []}
-        return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": search}]}
+        what = "a search lists layouts that fit, or says why none does"
+        return {"verdict": text, "next": [{"what": what, "command": search}]}
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
-        if check.detail.startswith("a start is refused"):
-            text += f", but a start is refused until the note on {check.name} is resolved"
-        elif memory and check.note and check.name == "host memory":
+        if memory and check.note and check.name == "host memory":
             need = memory["host"]["node_bytes"] / 2**30
             text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
     typed = [each for each in todo if "not to be typed" not in each["where"]]
+    if refused := [check.name for check in checks if check.detail.startswith("a start is refused")]:
+        names = ", ".join(refused)
+        return {"verdict": f"{text}; a start is refused here; next: do what the note on {names} says", "next": []}
     text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
     return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
 
@@ -136,9 +138,9 @@ def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
     recipe, trainer = config.recipe, config.trainer
     if recipe.platform != "npu" or recipe.train.expert_split != "tp_extend_ep":
         return None
-    node = HARDWARE[recipe.hardware].node_dies
+    node = HARDWARE[recipe.hardware].usable_dies(trainer.n_gpus_per_node)
     dies = math.ceil(trainer.nnodes * trainer.n_gpus_per_node / node) * node
-    return shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search", "--dies", str(dies)])
+    return our_command("plan", *given, "--search", "--dies", str(dies))
 
 
 def _train_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
@@ -237,8 +239,8 @@ def run_commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> li
         if nodes > 1:
             other = shlex.join(ray_start("HEAD", "NODE", False, device))
             lines.append((f"each of the other {nodes - 1} nodes", here + other))
-    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *run.trees.option, *overrides]
-    lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
+    train = our_command("train", "--config-name", config_name, *run.trees.option, *overrides)
+    lines.append(("head node" if lines else "this machine", here + train))
     driver = shlex.join(driver_command(run.folder))
     lines.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in lines]

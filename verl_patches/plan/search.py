@@ -7,6 +7,7 @@ planned in the order of their costs until enough of them pass, so that a row has
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import json
@@ -22,7 +23,7 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan import calibration, expected, memory_plan, plan, step_model
 from verl_patches.plan.step_plan import Workload, step_input
 from verl_patches.run import hccl
-from verl_patches.run.resolve import changed_run
+from verl_patches.run.resolve import MODEL_LAYERS_KEY, changed_run
 from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
@@ -30,6 +31,7 @@ ACTOR_KEY, REF_KEY, ROLLOUT_KEY = (f"actor_rollout_ref.{name}" for name in ("act
 MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
 GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
 _TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
+PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
 _MOST_PLANS, _FEWEST_RESULTS = 60, 12  # pairs that are planned, and that must pass, as the costs are not exact
 
 
@@ -38,45 +40,71 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 
     The best comes first; total_s, tokens_per_s_per_die and phases are None on machines without seconds. Raises
     ConfigError for another platform than npu, another line than a3, dies that do not fill nodes, and where nothing
-    fits.
+    fits, which names the most layers that would.
     """
-    node, listed, refused = run.hardware.node_dies, [], Counter[str]()
-    if dies % node or not node <= dies <= _MOST_DIES:
-        raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
+    machine = run.hardware
     if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":
         needs = "recipe.platform=npu, recipe.line=a3 and recipe.train.expert_split=tp_extend_ep"
         found = f"{run.platform}, {run.line} and {run.recipe.train.expert_split}"
         raise ConfigError(f"plan --search: expected {needs}; found {found}")
-    given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
+    node = machine.usable_dies(run.verl.trainer.n_gpus_per_node)
+    if dies % node or not node <= dies <= _MOST_DIES:
+        raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
+    given: dict[str, Any] = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
+    if run.recipe.hccl.expansion_mode not in machine.expansion_modes:
+        given["recipe.hccl.expansion_mode"] = machine.expansion_modes[0]
     batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:  # take the nearest batch that the dies divide
         steps = max(1, round(batch / mini))
         batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
         given |= {"data.train_batch_size": batch, f"{ACTOR_KEY}.ppo_mini_batch_size": batch // steps}
     base = changed_run(run, given | ANY_LAYOUT_KEYS)
-    step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
     if not splits:
         experts = base.model.n_routed_experts
         raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
-    pairs = itertools.product(_train_sides(base, step, splits), list(_rollout_sides(base, step, splits)))
+    listed, refused = _list_layouts(base, rules, workload, splits, given, max(top, _FEWEST_RESULTS))
+    if listed:
+        return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
+    ((reason, _),) = refused.most_common(1)
+    text = f"no layout for {dies} dies passes a plan; most are refused by {reason}"
+    if "memory: " not in reason:
+        raise ConfigError(text)
+
+    def has_no_layout(layers: int) -> bool:
+        return not _list_layouts(changed_run(base, {MODEL_LAYERS_KEY: layers}), rules, workload, splits, given, 1)[0]
+
+    fewest = base.model.first_k_dense_replace + 1
+    numbers = range(fewest, base.model.num_hidden_layers)
+    if not (layers := [0, *numbers][bisect.bisect_left(numbers, True, key=has_no_layout)]):
+        raise ConfigError(f"{text}; use more dies: the model's first {fewest} layers do not fit either")
+    raise ConfigError(f"{text}; use more dies, or set {MODEL_LAYERS_KEY}={layers}, the most that fit ({PRESETS_TEXT})")
+
+
+def _list_layouts(
+    run: RunSpec, rules: Sequence[Rule], workload: Workload, splits: Sequence[int], given: dict[str, Any], wanted: int
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Return (rows of the first layouts that pass a plan, `wanted` at most; how often each reason refused one)."""
+    listed, refused, step = [], Counter[str](), step_input(run, workload)
+    rollouts = list(_rollout_sides(run, step, splits))
+    pairs = itertools.product(_train_sides(run, step, splits), rollouts)
     for train, rollout in heapq.nsmallest(_MOST_PLANS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         try:
             listed.append(_plan_candidate(run, rules, workload, given | train[1] | rollout[1]))
         except ConfigError as error:
             refused[" ".join(str(error).split())] += 1
-        if len(listed) == max(top, _FEWEST_RESULTS):
+        if len(listed) == wanted:
             break
-    if not listed:
-        reason, number = (refused.most_common(1) or [("memory: no training layout fits a die", 0)])[0]
-        text = f"no layout for {dies} dies passes a plan; {number} of the {refused.total()} that were planned: {reason}"
-        raise ConfigError(f"{text}; if memory is short, use more --dies or fewer recipe.num_hidden_layers")
-    return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
+    if not (listed or refused):
+        side = "training layout" if rollouts else "rollout layout, in instances that MC2 takes,"
+        refused[f"memory: no {side} fits a die"] += 1
+    return listed, refused
 
 
 def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
-    """Yield (cost, keys) of training layouts with the fewest recomputed layers that fit a die."""
-    (setting, schedule, unmoved_groups), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
+    """Yield (cost, keys) of training layouts with the fewest recomputed layers that leave MARGIN_BYTES of a die."""
+    (setting, schedule, unmoved_groups), model = memory_plan.run_memory(run), step.model
+    room = run.hardware.seen_bytes - memory_plan.MARGIN_BYTES
     most = max(splits, default=1)
     setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # any: an update ignores it
     given = setting.passes
@@ -94,7 +122,7 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
         passes = replace(given, micro_batches=batches)
         tried = replace(setting, train=layout, passes=passes)
         ranks = expected.simulate_ranks(schedule, tried, unmoved_groups)
-        again = memory_plan.fewest_recomputed_layers(tried, ranks, room - memory_plan.MARGIN_BYTES)
+        again = memory_plan.fewest_recomputed_layers(tried, ranks, room)
         tried = replace(tried, passes=replace(passes, recompute_layers=again))
         if expected.phase_peak(update, ranks, tried)["peak_bytes"] <= room:
             one = replace(step, train=layout, recompute_layers=again)
@@ -132,7 +160,7 @@ def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, key
     """Return the row of one candidate; raise ConfigError where its plan refuses it."""
     run = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
     checks, figures = plan.plan_figures(run, (check for rule in rules for check in rule(run)), workload)
-    require_checks(checks)
+    require_checks(replace(check, ok=check.ok and not (check.name == "memory" and check.note)) for check in checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     return {
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 
 NO_DEVICE = ("cpu", "npu_emulated")  # platforms whose tensors are in host memory
 
@@ -34,7 +34,7 @@ def require_platform(platform: str) -> None:
         raise ConfigError(
             "torch_npu is not installed in this Python; expected it, as platform npu (the default) is configured. "
             "On an Ascend machine use the torch_npu of the pinned image; to run on a CPU set "
-            'VERL_PATCHES="line=pypi,platform=cpu" (bash scripts/smoke.sh does).'
+            f'VERL_PATCHES="line=pypi,platform=cpu" ({our_command("smoke.sh")} does).'
         )
 
 

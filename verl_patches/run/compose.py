@@ -26,7 +26,7 @@ from verl_patches.patching.spec import LINES, PatchSpec
 from verl_patches.recipe import VLLM_DTYPES, Recipe, recipe_from, recipe_keys
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import write_engine_options
-from verl_patches.run.resolve import CONFIGS_DIR, model_shape_file, resolve
+from verl_patches.run.resolve import CONFIGS_DIR, LAYER_COUNT_KEYS, MODEL_LAYERS_KEY, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.shared_files import absolute_path, expand_home
@@ -39,7 +39,6 @@ from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
 HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA_NAME = "recipe_schema"
-LAYERS_KEY = "recipe.num_hidden_layers"
 _EXPORT_HINT = "remove it, and export the secret as a variable of the shell, which the run inherits"
 _PATH_KEYS = (  # keys of files and folders, some of them read in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
@@ -47,11 +46,6 @@ _PATH_KEYS = (  # keys of files and folders, some of them read in workers
     "recipe.rollout.replay trainer.resume_from_path trainer.rollout_data_dir trainer.validation_data_dir "
     "ray_init.timeline_json_file"
 ).split()
-_LAYER_COUNT_KEYS = (  # keys that training reads, and vLLM (rollout/engine.py)
-    "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
-    "critic.model.override_config.model_config.num_hidden_layers",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
-)
 
 
 def compose(
@@ -275,12 +269,14 @@ def _write_layer_count(config: DictConfig) -> None:
     dense, most = whole.first_k_dense_replace, whole.num_hidden_layers
     if not dense + chunks <= layers <= most:
         raise ConfigError(
-            f"{LAYERS_KEY} is {layers}; expected {dense + chunks} to {most}: at least the {dense} dense layers and one "
-            f"MoE layer for each of {chunks} pipeline stages, at most the layers of {config.recipe.model_shape}"
+            f"{MODEL_LAYERS_KEY} is {layers}; expected {dense + chunks} to {most}: at least the {dense} dense layers "
+            f"and one MoE layer for each of {chunks} pipeline stages, at most the layers of {config.recipe.model_shape}"
         )
-    for place in _LAYER_COUNT_KEYS:
+    for place in LAYER_COUNT_KEYS:
         if OmegaConf.select(config, place) not in (None, layers):
-            raise ConfigError(f"{place} is set; expected none, as {LAYERS_KEY}={layers} is copied there; remove it")
+            raise ConfigError(
+                f"{place} is set; expected none, as {MODEL_LAYERS_KEY}={layers} is copied there; remove it"
+            )
         OmegaConf.update(config, place, layers, force_add=True)
     stages = config.recipe.train.layers_per_stage
     balance = sum(stages) == most if stages else config.recipe.line == GIT_LINE and chunks > 1

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.platform.npu import MC2_MIN_RANKS
 from verl_patches.platform.npu.groups import ROLLOUT_EXPERT_GROUP, TRAINING_EXPERT_GROUPS
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.recipe import HCCL_PORTS
 from verl_patches.run.ray_nodes import RayPorts
 from verl_patches.spec import RunSpec
@@ -70,7 +71,7 @@ def check_machine(run: RunSpec) -> Check:
     """Check that recipe.hardware has nodes of this size and supports the run's settings of HCCL and MC2."""
     machine, dies = run.hardware, run.verl.trainer.n_gpus_per_node
     most, half, mode, faults = machine.node_dies, machine.module_dies, run.recipe.hccl.expansion_mode, []
-    if dies > most or half < dies < most:
+    if dies != machine.usable_dies(dies):
         sizes = f"at most {half} or {most}" if half < most else f"at most {most}"
         todo = f"trainer.nnodes={math.ceil(run.world_size / most)} trainer.n_gpus_per_node={most}"
         faults.append(f"trainer.n_gpus_per_node is {dies}, expected {sizes}: set {todo}")
@@ -90,8 +91,12 @@ def check_machine(run: RunSpec) -> Check:
             faults.append(
                 f"a rank has {local} experts, MC2 allows {machine.mc2_experts}: raise recipe.rollout.data_parallel_size"
             )
+    if faults:
+        return Check("hardware", False, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
+    kinds = [name for name, kind in HARDWARE.items() if kind.node_dies == dies < most]
     held = f"{machine.title}: {dies} dies of a node of {most}"
-    return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
+    held += "".join(f"; for nodes of {dies} dies set recipe.hardware={kind}" for kind in kinds)
+    return Check("hardware", True, held, note=bool(kinds))
 
 
 def buffer_mib(run: RunSpec) -> int:

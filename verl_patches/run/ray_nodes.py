@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
 
 ANSWER_PREFIX = "NODES"
 JOB_LABEL, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
@@ -239,7 +239,7 @@ def _find_address(given: str) -> tuple[str, str, str]:
     from ray._private import services
     from ray._private.utils import get_ray_address_file
 
-    start = "Start Ray on its nodes first (train --dry-run prints the commands), or"
+    start = f"Start Ray on its nodes first ({our_command('plan', 'CONFIG')} prints the commands), or"
     if given != "auto":
         source = "the configuration (recipe.ray_address, or the head of a job)"
         return given, source, f"{start} correct the address"

@@ -16,6 +16,7 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
+from verl_patches.platform import NO_DEVICE
 from verl_patches.recipe import Recipe, recipe_from
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import rewrite_engine_options
@@ -25,6 +26,12 @@ from verl_patches.shared_files import expand_home
 from verl_patches.spec import RunSpec, Trees
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+MODEL_LAYERS_KEY = "recipe.num_hidden_layers"
+LAYER_COUNT_KEYS = (  # where training reads it, and vLLM (rollout/engine.py)
+    "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
+    "critic.model.override_config.model_config.num_hidden_layers",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
+)
 TRAIN_LAYOUT, ROLLOUT_LAYOUT = "train layout", "rollout layout"
 
 
@@ -100,6 +107,8 @@ def _derived_keys(key: str) -> Iterator[str]:
         yield "reward_model.micro_batch_size_per_gpu"
     if key.startswith("actor_rollout_ref.model.") and "checkpoint" in key:
         yield key.replace("actor_rollout_ref.", "critic.")
+    if key == MODEL_LAYERS_KEY:
+        yield from LAYER_COUNT_KEYS
     if key == "recipe.rollout.data_parallel_size":
         yield "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
 
@@ -171,10 +180,11 @@ def _rollout_layout(section: DictConfig, recipe: Recipe, world: int) -> Parallel
     instances = rollout.instances or max(1, world // ranks)
     if instances * ranks != world:
         given = "recipe.rollout.instances, " if rollout.instances else ""
+        smaller = ", or use layout=tp2ep2, which has 4 ranks" if recipe.platform in NO_DEVICE else ""
         raise ConfigError(
             f"{instances} instance(s) x dp {rollout.data_parallel_size} x tp {tp} = {instances * ranks} ranks, "
             f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.data_parallel_size "
-            "or actor_rollout_ref.rollout.tensor_model_parallel_size, or use layout=tp2ep2, which has 4 ranks"
+            f"or actor_rollout_ref.rollout.tensor_model_parallel_size{smaller}"
         )
     if rollout.data_parallel_size > 1 and not rollout.enable_expert_parallel:
         raise ConfigError(

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from verl_patches.errors import Check, ConfigError, RecipeError
+from verl_patches.errors import Check, ConfigError, RecipeError, our_command
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform import NO_DEVICE
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.pins import load_pins
 
 GIT_LINE = "a3"  # the line whose pins are git repositories; the other line's packages come from the index
-FETCH_HINT = "bash scripts/fetch_upstream.sh --dest DIR clones them"
+FETCH_HINT = f"{our_command('fetch_upstream.sh', '--dest', 'DIR')} clones them"
+SETUP_HINT = f"{our_command('setup.sh')} installs it"
 VERL_CONFIG = "ppo_megatron_trainer"
 GIT_S = 120  # time limit of a git command
 
@@ -95,7 +96,7 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
             return (root / "trainer" / "config").resolve()
     raise ConfigError(
         f"{wanted}: expected trainer/config/{VERL_CONFIG}.yaml, found none; "
-        "run scripts/setup.sh, or give --verl-path with the folder of a verl checkout"
+        f"{SETUP_HINT}, or give --verl-path with the folder of a verl checkout"
     )
 
 
@@ -127,7 +128,7 @@ def compare_verl_version(line: str, trees: Trees) -> tuple[bool, str]:
         wanted += f" ({pin.commit[:12]})"
         todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH_HINT}"
     else:
-        todo = "omit --upstream and --verl-path; bash scripts/setup.sh installs it"
+        todo = f"omit --upstream and --verl-path; {SETUP_HINT}"
     return False, f"configuration taken from verl {found} ({package}), but line {line} pins {wanted}; {todo}"
 
 

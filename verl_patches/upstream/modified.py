@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import FETCH_HINT, git, head_commit
+from verl_patches.upstream.checkouts import FETCH_HINT, SETUP_HINT, git, head_commit
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = f"verl/{install_prelude.WORKER_FILE}"
@@ -79,7 +79,7 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
     expected = f"commit {pin.commit[:12]}"
     todo = (
         f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u saves and removes them; "
-        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources"
+        f"{our_command('fetch_upstream.sh', '--dest', 'ANOTHER')} brings the pinned sources"
     )
     try:
         head, files = head_commit(folder), tree_changes(folder)
@@ -126,7 +126,7 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
     if record is None and pin is None:  # a copy of the package has the installed one's files
         record = _find_record(package, installed_root(package))
     if record is None:
-        wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
+        wanted, todo = "an installed package", SETUP_HINT
         if pin:
             wanted, todo = f"commit {pin.commit[:12]}", FETCH_HINT
         text = "neither a git checkout nor an installed package with a RECORD: cannot be compared"

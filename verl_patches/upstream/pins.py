@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.values import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
@@ -136,7 +136,7 @@ class Line(_Strict):
     def choose_repositories(self, only: Sequence[str] = ()) -> dict[str, Repository]:
         """Return the repositories that `only` names, or all if it is empty; ConfigError for an unknown name."""
         if not self.repositories:
-            raise ConfigError("the line has no repositories; bash scripts/setup.sh installs its packages")
+            raise ConfigError(f"the line has no repositories; {our_command('setup.sh')} installs its packages")
         if unknown := [name for name in only if name not in self.repositories]:
             raise ConfigError(f"--only {', '.join(unknown)}: expected names among {', '.join(self.repositories)}")
         return {name: pin for name, pin in self.repositories.items() if not only or name in only}

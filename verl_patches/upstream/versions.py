@@ -19,7 +19,7 @@ from pathlib import Path
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches
-from verl_patches.upstream.checkouts import FETCH_HINT, Trees
+from verl_patches.upstream.checkouts import FETCH_HINT, SETUP_HINT, Trees
 from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import Line, load_pins, same_version
 from verl_patches.upstream.support import shell_findings
@@ -145,7 +145,7 @@ def _source_findings(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iter
         if package in roots:
             continue
         key = repository_names.get(package)
-        wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
+        wanted, todo = "an installed package", SETUP_HINT
         if key is not None:
             wanted, todo = f"commit {pinned.repositories[key].commit[:12]}", f"{FETCH_HINT}; then "
             if pinned.repositories[key].by_pip:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median_high
 from typing import Any
 
-from verl_patches.errors import ConfigError, config_error_text
+from verl_patches.errors import ConfigError, config_error_text, our_command
 from verl_patches.launch import ray_cluster
 from verl_patches.launch.doctor import npu_checks
 from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, NotRunError, Result
@@ -108,7 +108,7 @@ def _node_count(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
         if _node_report(one) is None:
             given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
             lines = given["error"].strip().splitlines() or ["its output is not a report of this version of doctor"]
-            todo = "run it on that node: python -m verl_patches doctor CONFIG --this-node"
+            todo = f"run it on that node: {our_command('doctor', 'CONFIG', '--this-node')}"
             yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", place)
 
 
@@ -143,7 +143,7 @@ def _probe_result(result: Mapping[str, Any]) -> Result:
 
 ALL_ROWS = (
     NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
-        "start the missing nodes: train --dry-run prints the commands", _node_count),
+        f"start the missing nodes: {our_command('plan', 'CONFIG')} prints the commands", _node_count),
     NodeCheck("clocks", "difference from this node's clock, corrected by the round-trip time",
         f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
     NodeCheck("gloo, all nodes", "an all-reduce with one process per node", "the correct sum",

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from verl_patches.errors import config_error_text
+from verl_patches.errors import config_error_text, our_command
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
@@ -180,7 +180,7 @@ def _versions(node: Node) -> Iterator[Result]:
     other = versions.installed_line(node.machine)
     if other not in (None, line):
         if node.npu or not trees.folders:
-            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "run bash scripts/setup.sh"
+            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else f"run {our_command('setup.sh')}"
             yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"keep them; {todo}")
             return
         own = load_pins().line(line).repositories  # from --upstream, on a CPU
@@ -311,7 +311,7 @@ def _gloo(node: Node) -> Iterator[Result]:
 
 HOST_ROWS = (
     NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN, variables",
-        "configs/upstream.yaml", "python -m verl_patches versions", _versions),
+        "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
     NodeCheck("disk", "free space, and the write and read rate of a temporary file in each folder",
         "space for the files that the run writes", "free space, or choose another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.patching.switches import PATCHES_VAR
 
 PRELUDE = "verl_patches.prelude_patch"
@@ -70,7 +70,7 @@ def _run_prelude() -> None:
 
         raise ConfigError(
             f"{PATCHES_VAR} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}); expected the "
-            "value of its driver, so that both have the same patches. Run `python -m verl_patches install-prelude` in "
+            f"value of its driver, so that both have the same patches. Run `{our_command('install-prelude')}` in "
             "the driver's Python and import verl there before ray.init, or set the variable for each `ray start`"
         )
     try:
@@ -78,8 +78,8 @@ def _run_prelude() -> None:
     except ImportError as error:  # upstream would swallow an ImportError and go on
         raise ConfigError(
             f"{PRELUDE} cannot be imported, and upstream must not run without it: {error}. Put verl_patches and what "
-            "it needs on this process's PYTHONPATH, or remove the .pth file: python -m verl_patches install-prelude "
-            "--undo"
+            f"it needs on this process's PYTHONPATH, or remove the .pth file: "
+            f"{our_command('install-prelude', '--undo')}"
         ) from error
 
 

@@ -15,7 +15,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, our_command
 from verl_patches.shared_files import disk_errors, replacing, write_whole
 
 PRELUDE_LINE = "from verl_patches import prelude_patch  # noqa: F401"
@@ -28,7 +28,7 @@ PTH_NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
 _IMPORT_ERROR_TEXT = (
     f"{PTH_NAME} is in the site-packages of this Python, but the verl_patches that wrote it cannot be imported: put it "
-    "on the PYTHONPATH of this process, write the file again (python -m verl_patches install-prelude), or remove it "
+    f"on the PYTHONPATH of this process, write the file again ({our_command('install-prelude')}), or remove it "
     "(the same with --undo)"
 )
 _FINDER_CODE = f"""

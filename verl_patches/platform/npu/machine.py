@@ -37,6 +37,10 @@ class Hardware:
     expansion_modes: tuple[str, ...]
     timed: bool
 
+    def usable_dies(self, dies: int) -> int:
+        """Return `dies` of a node where a run may use so many, else all of the node's."""
+        return dies if dies <= self.module_dies else self.node_dies
+
 
 _A3_RANKS, _A2_RANKS = (8, 16, 32, 64, 128, 144, 256, 288), (16, 32, 64)
 # sources of seen_bytes: sgl-project/sglang issue 29838 (A3), vllm-project/vllm-ascend issue 5020 (A2). AIV on A2 is

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import RecipeError, our_command
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.record.record import SUMMARY_FILE, read_summary
@@ -56,7 +56,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     summary = read_summary(folder)
     if not summary.get("steps"):
         ended = summary.get("exit", "running")
-        todo = "see driver.log there" if ended != "running" else f"see `python -m verl_patches status {folder}`"
+        todo = "see driver.log there" if ended != "running" else f"see `{our_command('status', str(folder))}`"
         raise RecipeError(f"{folder}: {SUMMARY_FILE} has no finished step to report (exit: {ended}); {todo}")
     return summary
 
