@@ -18,6 +18,7 @@ from typing import Any
 from verl_patches.errors import locate_error
 
 Message = dict[str, Any]
+RowTokens = tuple[list[int], dict[str, list[int]], list[int]]
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
 _PROBE = "\x01"  # a response that no template changes
 _REMEDY = "give the model's tokenizer another chat_template, or leave such rows out"
@@ -157,10 +158,8 @@ def split_tokens(tokenizer: Any, messages: list[Message], tools: Any = None) -> 
     head, rest = split_text(tokenizer, messages, tools)
     prompt, whole = (tokenizer.encode(text, add_special_tokens=False) for text in (head, head + rest))
     if whole[: len(prompt)] != prompt:
-        text = (
-            f"the tokenizer joins the end of the prompt, {head[-20:]!r}, and the response, {rest[:20]!r}, to one token"
-        )
-        raise ValueError(f"{text}; strip blanks at the response's begin")
+        places = f"the end of the prompt, {head[-20:]!r}, and the begin of the response, {rest[:20]!r}"
+        raise ValueError(f"the tokenizer joins {places}, to one token; strip blanks at the response's begin")
     return prompt, _with_end(tokenizer, whole[len(prompt) :])
 
 
@@ -173,7 +172,7 @@ def _with_end(tokenizer: Any, ids: list[int]) -> list[int]:
     return ids[:size]
 
 
-def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], dict[str, list[int]], list[int]]:
+def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> RowTokens:
     """Return the tokens of a row's prompt, those of the response in each column, and the end of each step.
 
     The prompt of raw text is its first token. Steps are encoded one by one, so that each ends with a token.
@@ -194,9 +193,7 @@ def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], dict[
     return ids or tokenizer.encode(render(tokenizer, prompt), add_special_tokens=False), responses, []
 
 
-def _step_tokens(
-    tokenizer: Any, prompt: list[Message], steps: list[str]
-) -> tuple[list[int], dict[str, list[int]], list[int]]:
+def _step_tokens(tokenizer: Any, prompt: list[Message], steps: list[str]) -> RowTokens:
     content = "".join(steps)
     head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
     before, found, after = rest.partition(content)
