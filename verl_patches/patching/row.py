@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from verl_patches.errors import our_command
 from verl_patches.patching.signatures import refused_calls
 from verl_patches.patching.spec import PatchSpec, split_place
 
@@ -326,7 +327,8 @@ def refusal_text(spec: PatchSpec, prepared: Prepared, line: str) -> str:
         )
     policy = "or set drift=warn in VERL_PATCHES (apply it where possible)"
     package = spec.target_module.partition(".")[0]
-    pinned = f"Install the pinned version of {package} (`python -m verl_patches versions --line {line}` names it)"
+    versions = our_command("versions", "--line", line)
+    pinned = f"Install the pinned version of {package} (`{versions}` names it)"
     if prepared.state == "unsupported":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target} of the installed upstream: {prepared.reason}. "

@@ -75,7 +75,7 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     write_table(pyarrow.table({"other": [1, 2]}), tmp_path / "other.parquet")
     for name, words in (
         ("p.txt", "expected a file that ends in .json, .jsonl, .parquet, found no file"),
-        ("a.parquet", "a.parquet: expected a readable file"),
+        ("a.parquet", "a.parquet is cut off or of another format"),
         ("other.parquet", "other.parquet:1: column"),
     ):
         with pytest.raises(ConfigError, match=words):
