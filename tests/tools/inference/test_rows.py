@@ -80,7 +80,7 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             read_prompts([tmp_path / name], "prompt", tokenizer, 100)
-    with pytest.raises(ConfigError, match="expected rows with a prompt, found none"):
+    with pytest.raises(ConfigError, match="empty.jsonl is empty"):
         read_prompts([write(name="empty.jsonl")], "prompt", tokenizer, 100)
 
 
