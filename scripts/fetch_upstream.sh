@@ -50,7 +50,7 @@ import sys
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.pins import load_pins
 try:
-    for name, pin in load_pins().line(sys.argv[1]).chosen(sys.argv[2:]).items():
+    for name, pin in load_pins().line(sys.argv[1]).choose_repositories(sys.argv[2:]).items():
         print(name, pin.commit, pin.ref or "+refs/heads/*:refs/remotes/origin/*", *pin.urls)
 except ConfigError as error:
     sys.exit(f"fetch_upstream.sh: {error}")
