@@ -41,9 +41,9 @@ def git(folder: Path, *args: str) -> str:
 
 
 def find_trees(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
-    """Return the trees of `--upstream DIR` (the line's repositories that pip does not install) or `--verl-path DIR`.
+    """Return the trees of `--upstream DIR` (GIT_LINE's repositories that pip does not install) or `--verl-path DIR`.
 
-    vLLM is not among them: pip installs it (on the CPU the wheel of that version). Raises ConfigError if both are given
+    vLLM is not among them: pip installs it (on the CPU the wheel of its version). Raises ConfigError if both are given
     and for a folder that lacks a repository.
     """
     if upstream is None:
@@ -65,9 +65,9 @@ def find_trees(upstream: Path | None = None, verl_path: Path | None = None) -> T
 
 
 def add_platform_trees(platform: str, trees: Trees) -> Trees:
-    """Return `trees`; platform npu_emulated adds vllm-ascend, which pip cannot build, as its compiled part is emulated.
+    """Return `trees`, on platform npu_emulated with the clone of vllm-ascend beside verl's.
 
-    Raises ConfigError where there is no such folder.
+    pip cannot build vllm-ascend there: its compiled part is emulated. Raises ConfigError where there is no such folder.
     """
     if platform != "npu_emulated" or trees.verl is None:
         return trees

@@ -1,8 +1,8 @@
 """Find files of the upstream sources that differ from their pins: in checkouts by git, in installed packages by RECORD.
 
 A checkout is as pinned if it is at the commit of its pin and `git status` names no file. For an installed package the
-RECORD itself is compared first, with the digests of the pinned wheels' RECORDs in the pin file. The inserted prelude
-line is no change.
+RECORD itself is compared first, with the digests of the pinned wheels' RECORDs in the pin file. The prelude line, which
+`install-prelude` inserts into verl's worker module, is no change.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def package_roots(line: str, trees: Trees) -> dict[str, Path]:
 def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     """Yield one finding per package of `roots`: compare a checkout with its pin, an installed package with its RECORD.
 
-    Its name is that of the pin file. It is a problem where files differ (all are in `details`), where commit or version
-    differs, and where there is nothing to compare with.
+    A finding is named as in the pin file. It is a problem where files differ (all are in `details`), where commit or
+    version differs, and where there is nothing to compare with.
     """
     pins = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
@@ -123,7 +123,7 @@ def _has_prelude_alone(folder: Path) -> bool:
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
     place, pin = str(root / package), line.repositories.get(name)
     record = _find_record(package, root)
-    if record is None and pin is None:  # a copy of the package has the installed one's files
+    if record is None and pin is None:  # a copy of the package: compare with the installed one's RECORD
         record = _find_record(package, installed_root(package))
     if record is None:
         wanted, todo = "an installed package", SETUP_HINT

@@ -1,4 +1,4 @@
-"""Read the pins of both upstream lines from configs/upstream.yaml, the only place where they are written."""
+"""Read the pins of both lines (sets of upstream versions: pypi, a3) from configs/upstream.yaml, their only place."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Variable(_Strict):
 class Unsupported(_Strict):
     """Describe a configuration key without effect, or with a wrong one, on `lines`; only `neutral` values are accepted.
 
-    planned: no row acts on the key yet; --dry-run shows such a run, but a start is refused.
+    planned: no patch acts on the key yet; --dry-run shows such a run, but a start is refused.
     """
 
     key: str
@@ -119,7 +119,7 @@ class Line(_Strict):
 
     python: the minor versions that all of them support, the preferred one first. records: digests of the pinned wheels'
     RECORDs (upstream/modified.py, record_digest), one for each wheel of that version, for the packages that are
-    compared file by file.
+    compared file by file. use, state: what the line is for and whether it was tried. engine: that of vLLM.
     """
 
     use: Phrase
@@ -155,7 +155,7 @@ class Pins(_Strict):
     @field_validator("unsupported", mode="before")
     @classmethod
     def _expand_keys(cls, groups: Any) -> list[Any]:
-        """Return one entry per key of the file's groups, whose `keys`, {key: neutral values}, share other fields."""
+        """Return one entry per key; a group in the file has `keys`, {key: neutral values}, and the fields of all."""
         entries: list[Any] = []
         for group in map(dict, groups):
             keys = group.pop("keys")

@@ -47,7 +47,7 @@ class Machine:
 def compare_pins(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
     """Compare the pins of one line with `machine`, its environment variables and `trees`; notes list the line's limits.
 
-    The default line is that of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin
+    The default line is that of VERL_PATCHES, else a3 (production). Raises ConfigError for a line that is not in the pin
     file.
     """
     machine, pins = machine or Machine(), load_pins()
