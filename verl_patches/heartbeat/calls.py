@@ -1,7 +1,7 @@
 """Record the controller's calls to this worker: the start of each, and the one that is running now.
 
-A worker records its wall clock when a dispatched method starts, after its arguments were fetched. Between nodes
-the start skew is as exact as their clocks (NTP: milliseconds).
+A worker records its wall clock when a dispatched method starts, after its arguments were fetched. Starts on different
+nodes can be compared as exactly as the clocks of the nodes agree (NTP: milliseconds).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _is_validation(name: str, args: Sequence[Any]) -> bool:
-    """Return whether verl's _validate makes this call; it marks its prompts, which differ from the step's."""
+    """Return whether verl's _validate makes this call; it marks its prompts (meta_info), a step does not."""
     prompts = args[1] if len(args) > 1 else None
     return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
 

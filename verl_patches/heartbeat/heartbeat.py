@@ -138,7 +138,7 @@ class Heartbeat:
         self._beat.read_bytes += size
 
     def set_controller_step(self, step: int, name: str) -> None:
-        """Record that the controller begins `name` of `step`."""
+        """Record that the controller is in `step` and begins the part `name` of it (layout/phases.py)."""
         self._beat.step = step
         self._set_place(name, "")
 
@@ -246,7 +246,7 @@ def start_in_ray(name: str, rank: int | None = None) -> None:
 def heartbeat_folder() -> Path:
     """Return the folder of heartbeats of this process's Ray job on this node, inside Ray's session folder.
 
-    Its name contains the node, as several nodes may share a file system (network namespaces, raylets of one machine).
+    Its name contains the node's id, as several nodes (raylets, network namespaces of one machine) may share files.
     """
     import ray
 

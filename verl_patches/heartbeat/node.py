@@ -79,7 +79,7 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
             continue
         with suppress(OSError):
             signalled[beat.name] = file.with_suffix(STACK_SUFFIX), file.with_suffix(STACK_SUFFIX).stat().st_size
-            # signal the main thread, because another one could handle it while a continued process runs on there
+            # signal the main thread: while another handled it, the main thread of a continued process could move on
             ctypes.CDLL(None).tgkill(beat.pid, beat.pid, STACK_SIGNAL)
             if seen.state in STOPPED_STATES:
                 os.kill(beat.pid, signal.SIGCONT)
