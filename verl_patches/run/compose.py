@@ -36,7 +36,7 @@ from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import key_refusal
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
-RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows on a platform (catalog.py)
+RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows (patches) on a platform (catalog.py)
 HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA_NAME = "recipe_schema"
 _EXPORT_HINT = "remove it, and export the secret as a variable of the shell, which the run inherits"
@@ -56,10 +56,10 @@ def compose(
 ) -> RunSpec:
     """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
 
-    platform_rows: returns the catalogue's rows on a platform; `RunSpec.rows` are those on. trees: checkouts
-    that the run imports; verl's config is that of `trees.verl`, or of the installed verl, which is located but not
-    imported. Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that
-    contradicts itself, and LayoutError where a layout cannot be built.
+    platform_rows: returns the catalogue's rows (patches) on a platform; `RunSpec.rows` has the ids of those that the
+    run switches on. trees: checkouts that the run imports; verl's config is that of `trees.verl`, or of the installed
+    verl, which is located but not imported. Raises ConfigError for an unknown config, key or override, a value of the
+    wrong kind, or a recipe that contradicts itself, and LayoutError where a layout cannot be built.
     """
     config = compose_config(config_name, overrides, verl_path=trees.verl)
     platform = config.recipe.platform
@@ -142,7 +142,7 @@ def _is_run_config(path: Path) -> bool:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides that are not key=value, that no file can hold, or that hold a secret."""
+    """Refuse overrides that are not key=value, are unprintable, choose an unknown file of a group or hold a secret."""
     for override in overrides:
         if not re.match(r"[~+]*[^=~+@\s]", override):
             raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")

@@ -41,7 +41,7 @@ def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None
 
 
 def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
-    """Refuse options of ASCEND_KEY that are also set in `overrides` (command line) or in engine_kwargs of `given`."""
+    """Refuse keys in `overrides`, and options in engine_kwargs of `given` (still as given), that ASCEND_KEY decides."""
     if not as_npu(config.recipe.platform):
         return
     for name in _GRAPH_DECIDED_KEYS:

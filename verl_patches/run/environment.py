@@ -1,7 +1,6 @@
 """Derive the environment variables of a run from its configuration, each with its reason and its reader.
 
-`environment:` in configs/upstream.yaml names the source line that reads each variable at the pins. A variable that is
-not listed there raises KeyError.
+The reader is that of `environment:` in configs/upstream.yaml; a variable that is not listed there raises KeyError.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _row_count(file: str, run: RunSpec) -> int:
     except (ArrowException, OSError) as error:
         fault = file_fault(Path(file)) or f"is not a complete parquet file ({error}); write it again"
         raise ConfigError(f"{file} {fault}") from error
-    if not run.samples:  # step/objectives/dataset.py reads the values
+    if not run.samples:  # fixed data, whose values step/objectives/dataset.py checks at the start
         columns = dict.fromkeys(file_columns(run.recipe.objective.name, schema.names), lambda kind: True)
     faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
     if faults:
@@ -210,7 +210,7 @@ def _row_count(file: str, run: RunSpec) -> int:
 
 # the user's code must parse, and define what the configuration names
 
-_FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of files that have a path
+_FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of hooks that are files, not modules
 
 
 class Hook(NamedTuple):

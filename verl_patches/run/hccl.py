@@ -120,8 +120,8 @@ def check_buffer(run: RunSpec) -> Check:
 class Group(NamedTuple):
     """Describe an HCCL group that holds rank 0.
 
-    side: train or rollout; name: upstream's; small: buffers of recipe.hccl.small_groups_mib; communicates: whether
-    a step of DeepSeek-V3 runs a collective on it, at which HCCL makes its communicator.
+    side: train or rollout; name: upstream's; small: whether recipe.hccl.small_groups_mib is the size of its buffers;
+    communicates: whether a step of DeepSeek-V3 runs a collective on it, at which HCCL makes its communicator.
     """
 
     side: str

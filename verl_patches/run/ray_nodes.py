@@ -191,7 +191,7 @@ def _node_class() -> Any:
         def hold_port(self) -> int:
             import socket
 
-            self._bound = socket.socket()  # bound without listen: kept from others, open to the probe's store
+            self._bound = socket.socket()  # not listening: others do not get the port, the probe's store can bind it
             self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._bound.bind(("", 0))
             return self._bound.getsockname()[1]
@@ -232,9 +232,9 @@ def answering_address(given: str, limit_s: float = HEAD_S) -> str:
 def _find_address(given: str) -> tuple[str, str, str]:
     """Return (HOST:PORT of a Ray, where it was found, what to do where it does not answer).
 
-    "auto" is the Ray of RAY_ADDRESS, or one on this machine that others may join. Ray itself would also take the Ray
-    that a run has started for itself alone, which listens only on the loopback, look for it at this machine's other
-    address, and wait for ever.
+    "auto" is the Ray of RAY_ADDRESS, or one on this machine that others may join. Ray itself would also choose a Ray
+    that a run has started for itself alone. Such a Ray listens only on the loopback; Ray would ask at this machine's
+    other address, and wait for ever.
     """
     from ray._private import services
     from ray._private.utils import get_ray_address_file
@@ -357,7 +357,7 @@ def _clock_offset(actor: Any) -> dict[str, float] | None:
 
 
 def _run_probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Run an all-reduce of settings["local"] ranks on each node that answered, over the interface of its report."""
+    """Run an all-reduce of settings["local"] ranks on each node that answered, over the interface that it reported."""
     import ray
 
     first, limit_s = answered[0], settings["limit_s"]

@@ -111,7 +111,7 @@ def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
 
 
 def _start_homes(run: RunSpec) -> list[Path]:
-    """Return the folders of the run's name: one more for checkpoints elsewhere, unless verl itself saves them."""
+    """Return the run's folder, and that of its checkpoints if it is another one and verl itself does not save them."""
     return run_homes(run) if recipe_saves_checkpoints(run) else [run.home]
 
 

@@ -212,7 +212,7 @@ def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Refuse a configuration that lacks keys of `base`, verl's own file, or has values of a wrong type or size.
 
-    A configuration without such faults is refused where a key lacks another key that it needs.
+    If it has no such faults, it is refused where a key needs another key that is not set.
     """
     if not (faults := _deleted_key_faults(config, base)):
         types = verl_types(base)
@@ -228,7 +228,7 @@ _NULLABLE_SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # a section 
 
 
 def _deleted_key_faults(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """Return the keys of verl's config that an override has removed, by ~key or by another value of a section."""
+    """Return the keys of verl's config that an override has removed: by ~key, or by a value in place of a section."""
     left, required = dict(leaves(config)), [key for key, _ in leaves(base)]
     if left.get(_NULLABLE_SECTION, {}) is None:
         required = [key for key in required if not key.startswith(f"{_NULLABLE_SECTION}.")]

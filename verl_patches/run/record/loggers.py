@@ -21,7 +21,7 @@ class Logger(NamedTuple):
     """Describe a logger: the package that verl imports, and what says where it writes and with which key.
 
     folder: (variable, its value, with {} for the run's folder). key: the variable with the key; mode: the variable
-    whose _KEYLESS_MODES need none; login: the file of the home folder that may have one.
+    that, at one of _KEYLESS_MODES, makes a key unnecessary; login: the file of the home folder that may have one.
     """
 
     package: str

@@ -141,7 +141,10 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
 def _draw_moments(
     axes: Axes, edges: Sequence[float], moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], scale: float
 ) -> None:
-    """Draw stacked areas of the groups' bytes, with peaks and measured lines over them; a moment of None is a gap."""
+    """Draw stacked areas of the groups' bytes, with peaks and measured lines over them.
+
+    A moment is a phase's record in a step's `memory` (memory/ledger.py); None is a gap.
+    """
 
     def sizes(measure: Callable[..., float]) -> list[float]:
         return [NAN if moment is None else measure(moment) / scale for moment in moments]
