@@ -19,7 +19,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
 
 DIGITS = 200  # significant digits in which two irrational numbers must agree
-POINTS, FEWEST_POINTS = 24, 4  # random points of functions; variables are positive at the second half
+POINTS, FEWEST_POINTS = 24, 4  # points to compare functions at, the second half positive; how many must be usable
 
 _HAN = "\u4e00-\u9fff"  # Chinese characters
 _FUNCTIONS = "arcsin|arccos|arctan|arccot|arcsec|arccsc|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp"
@@ -37,7 +37,7 @@ _SYNONYM_TABLE = r"""
 """
 _SPELLINGS = dict.fromkeys(map("\\{}".format, "left right big bigl bigr Big Bigl Bigr displaystyle limits".split()), "")
 for _first, *_others in map(str.split, re.split(" {3}|\n", _SYNONYM_TABLE.strip())):
-    _end = " " if _first[-1].isalpha() else ""  # the next character is no part of a command
+    _end = " " if _first[-1].isalpha() else ""  # a letter that follows is no part of the command
     _SPELLINGS |= dict.fromkeys(_others, _first.replace("_", " ") + _end)
 _MONEY_AMOUNT = r"(\.?[0-9](?:[0-9.,]*[0-9])?)"
 _REWRITE_RULES = (  # (pattern, replacement), applied in this order: later rules read what earlier ones wrote
@@ -142,7 +142,8 @@ def _equal_lists(gold: str, answer: str) -> bool:
         return gold == answer
     if len(golds) == 1:
         return _equal_named(golds[0], answers[0])
-    if re.search(r"[<>]|\\[lg]e(?![A-Za-z])", gold + answer):  # "and" is not "or"; unions have one variable
+    # inequalities: "x > 1 and x < 2" is not "x > 1 or x < 2"; with several variables only equal texts are equal
+    if re.search(r"[<>]|\\[lg]e(?![A-Za-z])", gold + answer):
         if (r"\cup" in gold) != (r"\cup" in answer) or len(set(re.findall(r"\b[A-Za-z]\b", gold + answer))) > 1:
             return False
     if ("=" in golds[0]) != ("=" in answers[0]):
@@ -210,7 +211,7 @@ _UNIT_PART = re.compile(rf"({'|'.join(_UNIT_POWERS)}|)(\\?[A-Za-z$]+|[£€¥]|[
 
 
 def _split_quantity(text: str) -> tuple[str, Any]:
-    """Return (value, unit) of an item, % and scale words in the value; (text, None) if it does not end in a unit."""
+    """Return (value, unit) of an item, with % and scale words as factors of the value; (text, None) if without unit."""
     match = _QUANTITY.fullmatch(text)
     if not match:
         return text, None
@@ -285,7 +286,7 @@ _EXACT_VALUE_RULES = (  # decimals become fractions, products get their sign
 )
 
 
-@functools.lru_cache(maxsize=1024)  # a prompt's gold answer is parsed once per response
+@functools.lru_cache(maxsize=1024)  # the same gold answer comes with each response to a prompt
 def _parse_value(text: str) -> Any:
     """Return the sympy object of the whole text, with i as the imaginary unit; None if math-verify misreads it."""
     text = re.sub(r"([0-9.]+)\^\{\\circ\}", r"(\\frac{\1\\pi}{180})", text)

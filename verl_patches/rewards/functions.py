@@ -31,7 +31,8 @@ class ResultError(Exception):
 def score_response(path: str, name: str, kwargs: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> Any:
     """Return (score, other values) that function `name` of the file gives for verl's keywords of one response.
 
-    Without keywords the function is loaded and its signature checked, and the result is True, as of a helper's trial.
+    Without keywords the function is only loaded and its signature checked; the result is then True, which a
+    HelperProcess expects of its trial.
     """
     function, where = _load_function(path, name)
     if keywords is not None:

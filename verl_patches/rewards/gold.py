@@ -26,7 +26,8 @@ _REMEDY = (
     "make the data with `data build` (docs/data.md): handler gsm8k reads `####` lines, maths a list of one answer, and "
     "map_keys={response: COLUMN} names the column of the answer alone"
 )
-# names of verl.utils.reward_score that compare maths answers; others may run code, and are not called with answers
+# data sources whose answers verl.utils.reward_score compares as maths; for others it may run the answer as code, so
+# they are only tried with an empty answer
 _VERLS_MATHS = re.compile(r"openai/gsm8k|(lighteval|DigitalLearningGmbH)/MATH.*|math_dapo|aime.*|numina_.*")
 
 
@@ -49,7 +50,7 @@ class GoldCheck:
     def __init__(self, parts: Sequence[Part], verls_score: Callable[..., Any]):
         self.skipped = [part for part in parts if part.entry.name == "python"]
         self._parts = [part for part in parts if part.entry.name in ("maths", "by_source", "learnable", "data_source")]
-        self._verls_score, self._sources = verls_score, set[str]()
+        self._verls_score, self._sources = verls_score, set[str]()  # sources that verl has a score for
 
     def row_fault(self, source: str, prompt: str, gold: Any, extra_info: Mapping[str, Any] | None) -> str | None:
         """Return why a right answer to `prompt` would not score 1, and what to do; None if it would."""

@@ -40,8 +40,8 @@ class HelperProcess:
     """Run calls of `function`, "module:name", in a process, one at a time; any thread may call.
 
     Arguments and results are pickled. `trial`: arguments of a first call, which has no memory limit and whose result
-    must be true. `memory_bytes`: limit of the process's memory beyond that after the trial, 0 for none. The process and
-    those that it started end at a limit, and it ends with its parent, as its standard input then closes.
+    must be true. `memory_bytes`: how much more memory than after the trial the process may have, 0 for no limit. At a
+    limit the process and those that it started end; it also ends with its parent, as its standard input then closes.
     """
 
     def __init__(self, function: str, trial: tuple[Any, ...], memory_bytes: int = MEMORY_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""Add up the parts of recipe.rewards for a batch, in place of verl's reward managers (row reward.parts).
+"""Add up the parts of recipe.rewards for a batch, in place of verl's reward managers (patch row reward.parts).
 
 verl's managers call one function, and a reward model's scores replace its result. Functions run in the controller,
 one response after the other, as in verl's `naive` manager; a `python` entry with timeout_s in a helper process.
@@ -69,7 +69,7 @@ class RewardManager:
         """Return rewards [B, S_response] fp32, on the last token of each response; zeros without parts.
 
         With `return_dict` also, as reward_extra_info, columns of B values: reward/LABEL, each part's score without its
-        weight, and other values that functions return beside `score`; the earlier part wins for equal names. But in
+        weight, and other values that functions return beside `score`; the earlier part wins for equal names. Except in
         validation also reward/LABEL/KEY, every part's values that are numbers, and SECONDS, the time of each sample.
 
         Raises RewardError, and again at every later call: verl's compute_reward prints the error of a first call and
@@ -180,7 +180,7 @@ class RewardManager:
 
 
 def part_error(part: Part, error: Exception, place: str) -> RewardError:
-    """Return a part's error, with the last line of the user's file that led to it, in another process too."""
+    """Return a part's error, with the last line of the user's file that led to it, here or in a helper process."""
     line = traceback_location("".join(traceback.format_exception(error)), part.entry.path)
     kind = "" if isinstance(error, ConfigError | ResultError | CallError) else f"{type(error).__name__}: "
     more = f"; {part.where}.timeout_s is its limit" if isinstance(error, LimitError) else ""
@@ -190,8 +190,8 @@ def part_error(part: Part, error: Exception, place: str) -> RewardError:
 def load_parts(original: Callable) -> Callable:
     """Wrap verl's load_reward_manager: return a RewardManager with the parts of the configuration.
 
-    The parts do not come from `run_from_config`: without the launcher its facts are written when the trainer is made
-    (import_alone.py), and verl 0.4.0's main loads rewards before that.
+    The parts are read here, not from the facts that `run_from_config` returns: without the launcher these are written
+    only when the trainer is made (import_alone.py), and verl 0.4.0's main loads rewards before that.
     """
 
     @functools.wraps(original)

@@ -17,7 +17,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.recipe import REWARD_KEYS, Part, Reward
 from verl_patches.values import field_types, unknown_key, value_faults
 
-SHORT_FORM = "custom_reward_function"
+SHORT_FORM = "custom_reward_function"  # verl's section: short for one entry of name python in recipe.rewards
 # REWARD_PREFIX + a part's label names its scores in verl's reward_extra_info, and their mean in metrics
 REWARD_PREFIX = "reward/"
 SECONDS = "reward_seconds"  # column of a batch: seconds that all parts took for each sample
