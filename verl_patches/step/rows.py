@@ -1,4 +1,4 @@
-"""Check all rows of a run's data files before workers start, and read those that are left (row data.checked_rows).
+"""Check all rows of a run's data files before workers start, and read those left (patch row data.checked_rows).
 
 A bad row, which would end the run later or could never score, is refused by file and row (counted from 0), or dropped
 with recipe.data.skip_bad_rows. Prompts over data.max_prompt_length are left out as data.filter_overlong_prompts says.
@@ -29,7 +29,7 @@ def check_rl_rows(read: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(read)
     def checked(self: Any) -> None:
-        from verl.utils.dataset.rl_dataset import RLHFDataset  # not at the top: these imports apply our rows
+        from verl.utils.dataset.rl_dataset import RLHFDataset  # not at the top: these imports apply our patches
         from verl.workers.reward_manager import NaiveRewardManager
 
         if type(self) is not RLHFDataset:
@@ -46,7 +46,7 @@ def check_rl_rows(read: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def render_chat(tokenizer: Any, messages: Any) -> str:
-    """Return messages as the chat template writes them for an answer, as in verl's RLHFDataset, or raise ValueError."""
+    """Return the template's text of messages and generation prompt, as verl's RLHFDataset does, or raise ValueError."""
     if not isinstance(messages, list) or not messages:
         found = "none" if messages is None else type(messages).__name__
         raise ValueError(f"expected text or a list of messages, found {found}")
@@ -61,8 +61,8 @@ def render_chat(tokenizer: Any, messages: Any) -> str:
 class RowCheck:
     """Check the rows of `dataset`, verl's RLHFDataset.
 
-    check_rows: yields (what is wrong or None, tokens of the prompt) of some rows. columns: those that it reads; None:
-    all. unchecked: what could not be checked, for the report.
+    check_rows: yields (what is wrong or None, number of the prompt's tokens) of some rows. columns: those that it
+    reads; None: all. unchecked: what could not be checked, for the report.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ A plan is plain data, equal on every rank that has the same lengths. A sample is
 generated (the responses of one prompt are adjacent). After rollout, ranks hold contiguous shares in rank order. A GRPO
 group may be split over replicas, as the trainer computes advantages by sample.
 
-Replicas that share an expert group exchange tokens in every layer, so each of them needs as long for its n-th micro
-batch as the one whose n-th is the longest. The cost of a group's update is therefore the sum, over n, of the most
+Replicas that share an expert group exchange tokens in every layer, so all of them wait in their n-th micro batch for
+the one whose n-th micro batch is the longest. The cost of a group's update is therefore the sum, over n, of the most
 tokens on any of its replicas; the cost of an update is the highest of all groups. Samples are sorted by length and cut
 into slots, which have one sample for each replica of a group and are as long as their longest. For one group and micro
 batches of one sample this is optimal, for any cost that rises with length: over D replicas the k*D+1 longest samples
@@ -119,7 +119,7 @@ def _slots(mini_batch: Sequence[Samples], lengths: Sequence[int], group_replicas
     """Return [expert group] -> its slots of `group_replicas` samples; slots, and samples in each, longest first."""
     order = sorted((sample for samples in mini_batch for sample in samples), key=lambda sample: -lengths[sample])
     slots = _chunks(order, group_replicas)
-    # expert groups get the slots of a round as replicas get the samples of a slot
+    # a round has a slot for each expert group; they are dealt as the samples of a slot are to its replicas
     rounds = _chunks(range(len(slots)), len(mini_batch) // group_replicas)
     dealt = _assign_samples([rounds], [lengths[slot[0]] for slot in slots])
     return [[slots[place] for place in places] for (places,) in dealt]
@@ -256,6 +256,6 @@ def train_replicas(train: ParallelLayout) -> list[int]:
 
 
 def expert_group_replicas(train: ParallelLayout) -> int:
-    """Return how many adjacent train replicas share an expert group; replicas and groups are counted from rank 0."""
+    """Return how many adjacent train replicas share an expert group; both are blocks of ranks, from rank 0 on."""
     replica = train.tp * train.cp
     return math.lcm(replica, train.etp * train.ep) // replica

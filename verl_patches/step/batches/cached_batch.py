@@ -113,7 +113,7 @@ class CachedBatch:
         packs = budget is not None and placement.balance_batch
         size = None if packs else actor.ppo_micro_batch_size_per_gpu
         if budget and not packs:
-            size = 1  # verl packs them later
+            size = 1  # for the order alone: verl packs them later
         self.placement, self.tokens, group_replicas = placement, tokens, expert_group_replicas(train)
         self.plan = plan_batch(
             train_replicas(train),

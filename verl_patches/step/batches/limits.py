@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-DYNAMIC_BATCH_KEYS = {  # stage -> its section, switch and budget keys of verl 0.4.0; at 54c9b736 our rows read them
+DYNAMIC_BATCH_KEYS = {  # stage -> its section, switch and budget keys of verl 0.4.0; at 54c9b736 our patches read them
     "update": ("actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
     "log_prob": ("rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
     "ref": ("ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),

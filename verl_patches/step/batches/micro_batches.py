@@ -1,7 +1,7 @@
 """Make micro batches of a token budget: by verl's packing on line a3; with the tensor cache, by the plan on both lines.
 
-verl's Megatron actor of 54c9b736 takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor read
-budget keys, which line a3 uses too: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
+verl's Megatron actor of 54c9b736, line a3, takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor
+read budget keys, which line a3 uses too: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
 `log_prob_use_dynamic_bsz` and `log_prob_max_token_len_per_gpu` of rollout and ref. verl's own `rearrange_micro_batches`
 packs: all ranks of the run agree on the largest number of micro batches that one of them needs, as they exchange
 tokens with each other's experts. With the tensor cache the plan decides for all replicas (step/batches/batch_plan.py).
@@ -9,7 +9,7 @@ tokens with each other's experts. With the tensor cache the plan decides for all
 The gradient of a mini batch does not depend on its micro batches, nor on the number of data-parallel ranks. With
 loss_agg_mode=token-mean it is the gradient of the sum over response tokens, divided by the response tokens of the mini
 batch on all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl
-averages each micro batch by itself and gives all of them equal weight, at both pins (core_algos.agg_loss).
+averages each micro batch by itself and gives all of them equal weight, in both versions (core_algos.agg_loss).
 
     pack_micro_batches        wraps the actor's pass over a batch: puts its log-probs back into the order of the batch
     split_by_tokens           wraps the split into micro batches: splits by tokens inside `pack_micro_batches`
@@ -136,7 +136,7 @@ LOSS_METRICS = "actor/pg_loss", "actor/kl_loss", "critic/vf_loss"  # verl's metr
 
 
 class MiniBatchCounts:
-    """Divide the loss of each micro batch in one update of actor or critic by samples or tokens of its mini batch.
+    """Count samples and tokens of the mini batches in one update of actor or critic; the losses are divided by them.
 
     micro_batches: number in each mini batch so far; samples: of the last mini batch on this rank; tokens: its response
     tokens, as the mean over data-parallel ranks.
@@ -254,9 +254,9 @@ def plan_stage_splits(
 def split_as_planned(rearrange_micro_batches: Callable) -> Callable:
     """Wrap verl's rearrange_micro_batches: return (micro batches, rows) by the plan of the stage.
 
-    verl packs the samples of each rank separately, all ranks into ceil(tokens / budget) micro batches of the rank with
-    the most tokens (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
-    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    verl packs each rank's samples by themselves (verl/utils/seqlen_balancing.py, 0.4.0), on all ranks into as many
+    micro batches as the rank with the most tokens needs, ceil(tokens / budget): some exceed the budget, and the n-th
+    ones of two replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
     """
 
     @functools.wraps(rearrange_micro_batches)

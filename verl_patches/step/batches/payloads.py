@@ -42,8 +42,8 @@ class ResponseIds:
 class Placement:
     """Hold the facts from which every rank computes the plan of the batch (batch_plan.py).
 
-    prompt_lengths, response_lengths: int32 [B], by sample; widths: of padded prompts and responses; balance: whether
-    replicas get equally long micro batches (trainer.balance_batch).
+    prompt_lengths, response_lengths: int32 [B], by sample; widths: of padded prompts and responses; balance_batch:
+    whether replicas get equally long micro batches (trainer.balance_batch).
     """
 
     prompt_lengths: np.ndarray

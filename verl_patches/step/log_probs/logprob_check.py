@@ -33,7 +33,7 @@ class WeightSyncError(RuntimeError):
 
 
 def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the entries of IN_SUMMARY that a step's metrics have; None if they have none."""
+    """Return the entries of SUMMARY_METRICS that a step's metrics have; None if they have none."""
     return {name: metrics[key] for name, key in SUMMARY_METRICS.items() if key in metrics} or None
 
 

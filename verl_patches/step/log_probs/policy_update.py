@@ -4,9 +4,9 @@ Three settings use it: recipe.train.skip_old_log_prob leaves out the separate pa
 recipe.rollout_correction weights advantages, and recipe.train.importance_ratio=sequence is GSPO.
 
 With skip_old_log_prob trainer/worker_group.py skips compute_log_prob, and the trainer's batch has no such column.
-`PolicyUpdate` passes vLLM's log-probs as old ones, or weights the advantages. `replace_old_log_probs` replaces old
-log-probs by those that the update computes, so the ratio is exactly 1. For GSPO it shifts them so that each token's
-ratio is that of its sequence.
+`PolicyUpdate` passes vLLM's log-probs to the loss in the place of old ones, or weights the advantages.
+`replace_old_log_probs` keeps them for comparison and replaces them by those that the update computes, so the ratio is
+exactly 1. For GSPO it shifts old log-probs so that each token's ratio is that of its sequence.
 
 With one mini batch and one epoch the update's forward pass has the same weights as verl's separate pass, so both give
 the same log-probs; step/log_probs/ratio_settings.py refuses other configurations. Imports torch, not verl.
@@ -49,7 +49,7 @@ class PolicyUpdate:
     def __init__(self, skip: bool, correction: Correction | None, by_sequence: bool = False):
         self.skip, self.correction, self.has_rollout, self.loss_called = skip, correction, False, False
         self.by_sequence = by_sequence
-        self.compared: list[tuple[torch.Tensor, ...]] = []
+        self.compared: list[tuple[torch.Tensor, ...]] = []  # (vLLM's log-probs, the actor's, mask)
         self.sums: dict[str, float] = {}  # sum and number of the update's log-probs, if vLLM has none
 
     @classmethod

@@ -3,7 +3,7 @@
 Names and definitions are those of later verl (trainer/ppo/rollout_corr_helper.py as of b178a3cd5, "decoupled mode"): a
 token's ratio is pi_actor / pi_rollout, before the update; k1, the quantity for rejection, is -log ratio, so bounds are
 of pi_rollout / pi_actor. Unlike there, a rejected sequence still counts in the loss's mean and in the KL loss, and adds
-nothing to the policy gradient: in both pins the actor's mask comes from the attention mask alone.
+nothing to the policy gradient: in verl 0.4.0 and 54c9b736 the actor's mask comes from the attention mask alone.
 
 A weight w >= 0 multiplies the advantage. PPO's loss of a token, max(-r A, -clip(r) A) and for A < 0 at most -c A,
 is linear in a positive factor of A, so w A gives exactly w times the loss.
@@ -23,7 +23,7 @@ from verl_patches.step.log_probs.ratio_settings import Correction, parse_correct
 
 MAX_LOG_RATIO = 20.0  # bound of |log ratio| before exp
 _CORRECTION_PREFIX = "rollout_corr"  # verl's name
-MEAN_LOG_PROB = "actor/log_prob_mean"  # mean over the responses' tokens, reported without rollout log-probs
+MEAN_LOG_PROB = "actor/log_prob_mean"  # mean over the responses' tokens, reported where vLLM gives no log-probs
 _CHUNK_ROWS = 1024  # sequences computed at a time
 LogProbSums = dict[str, dict[str, float]]
 

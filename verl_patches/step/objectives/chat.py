@@ -41,7 +41,7 @@ def read_conversation(row: Mapping[str, Any]) -> tuple[list[Message], Any]:
 
 
 def parse_json(value: Any, name: str) -> Any:
-    """Return a value, of a text the value whose JSON it is."""
+    """Return a value; a text is read as JSON. `name` names it in errors."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -49,7 +49,7 @@ def parse_json(value: Any, name: str) -> Any:
 
 
 def parse_functions(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return tools or calls, each as {type, function}; they are a list or one of them, or its JSON text."""
+    """Return a list of tools or calls, each as {type, function}; given are a list or a single one, or JSON text."""
     found = parse_json(value, name)
     found = found if isinstance(found, list) else [found]
     if not all(isinstance(one, dict) for one in found):
@@ -58,7 +58,7 @@ def parse_functions(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def parse_calls(value: Any) -> list[dict[str, Any]]:
-    """Return tool calls as parse_functions does, with arguments as values."""
+    """Return tool calls as parse_functions does, with their arguments read from JSON text."""
     calls = []
     for call in parse_functions(value, "tool_calls"):
         if not isinstance(function := call.get("function"), dict) or not function.get("name"):
@@ -69,7 +69,7 @@ def parse_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def render(tokenizer: Any, messages: list[Message], tools: Any = None, for_answer: bool = True) -> str:
-    """Return messages as the chat template writes them."""
+    """Return messages as the chat template writes them; `for_answer`: with the generation prompt at the end."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=for_answer, tokenize=False)
     except Exception as error:  # a template may raise anything
@@ -88,7 +88,7 @@ def split_text(tokenizer: Any, messages: list[Message], tools: Any = None) -> tu
         same = len(commonprefix((whole, head)))
         places = f"{head[same:]!r:.60} at the end of the prompt, found {whole[same:]!r:.60} in the whole conversation"
         raise ValueError(f"the chat template writes {places}; expected the same text: {_REMEDY}")
-    if head == bare:  # without a header, as in [INST] templates, or with one that would be trained
+    if head == bare:  # answers have no header ([INST] templates), or one that would be trained with them
         probed = render(tokenizer, [*prompt, {"role": "assistant", "content": _PROBE}], tools, for_answer=False)
         if header := probed[len(commonprefix((head, probed))) :].partition(_PROBE)[0].strip():
             text = f"the chat template ignores add_generation_prompt: {header!r:.60} would be trained as a response"
@@ -105,7 +105,8 @@ def _squeezed(text: str) -> str:
 def _parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str, answer: str) -> Iterator[str]:
     """Yield what the text of a conversation lacks; `answer` is the part of its last message.
 
-    Reasoning and blanks of earlier answers may be left out, and fields of results that repeat the calls in their order.
+    Reasoning and blanks of earlier answers may be left out, and so may tool_call_id and name of tool results that only
+    repeat those of the calls, in the same order.
     """
 
     def matters(messages: list[Message], tools: Any) -> bool:

@@ -84,7 +84,7 @@ class FixedDataset(RLHFDataset):
                 yield str(error), 0
 
     def _prompt_size(self, row: dict[str, Any]) -> int:
-        """Return the tokens of a row's prompt; raise ValueError for a row that cannot be trained."""
+        """Return the number of a prompt's tokens; raise ValueError for a row that cannot be trained."""
         given = self._row_tokens(row)
         longest = max(map(len, given["responses"]))
         if self.truncation == "error" and longest > self.most_tokens:

@@ -81,7 +81,7 @@ def _count_routed(load: ExpertLoad, router: Any, inputs: Any, output: tuple) -> 
 
 
 def count_rollout_load(model: torch.nn.Module) -> ExpertLoad | None:
-    """Return a load of what vllm-ascend's `model` sends to experts (rows rollout.count_*); None without experts."""
+    """Return a load of what vllm-ascend's `model` sends to experts (patches rollout.count_*); None without experts."""
     layers = [module for module in model.modules() if hasattr(module, "w13_weight")]
     if not layers:
         return None

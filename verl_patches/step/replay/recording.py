@@ -1,4 +1,4 @@
-"""Write and read recorded rollouts: rollouts/ of each start, for a replay by another run, or to make data.
+"""Write and read recorded rollouts (folder rollouts/ of each start of a run), for a replay or to make data.
 
 step_N.safetensors holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, if vLLM gave them
 to the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be compared.

@@ -22,10 +22,10 @@ class SampleSeeds:
     """Draw the seeds of a run with actor_rollout_ref.rollout.seed=`seed`."""
 
     def __init__(self, seed: int):
-        self._seed, self._drawn = seed, (-1, False, 0)
+        self._seed, self._drawn = seed, (-1, False, 0)  # last: step, whether it validates, number of the batch
 
     def seeded(self, prompts: DataProto, step: int) -> DataProto:
-        """Return `prompts`, the next batch of `step`, with SEEDS; recipe.keep_groups and a validation have several."""
+        """Return `prompts`, the next batch of `step`, with SEEDS; filter_groups and validations have several."""
         validates, (last_step, last_validates, number) = bool(prompts.meta_info.get("validate")), self._drawn
         self._drawn = step, validates, number + 1 if (step, validates) == (last_step, last_validates) else 0
         drawn = np.random.SeedSequence(self._seed, spawn_key=self._drawn).generate_state(len(prompts), np.uint64)
