@@ -94,7 +94,7 @@ def _run_start(
     dirty: Mapping[str, Sequence[str]],
     run_began: float,
 ) -> tuple[Outcome, NextStart | None]:
-    """Run the driver of a new start to its end; return (outcome, where the next start goes on, None without one)."""
+    """Run the driver of a new start to its end; return (outcome, the next start or None if there is none)."""
     run = driver_run(restarts.run(), start, make_start_folder(restarts.base_run, start))
     folder, watch, began = run.folder, MemoryWatch(), time.monotonic()
     head = _summary_head(run) | ({"dirty": dict(dirty)} if dirty else {})

@@ -1,7 +1,7 @@
 """Restart a run after a failure that another start may survive (recipe.restart).
 
 Each start resumes from the newest checkpoint, in its own folder (run/run_start.py). This file decides which failures
-are worth another start and which nodes it leaves out, and records the reason and culprits of each.
+are worth another start and which nodes that start leaves out, and records the reason and culprits of each failure.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Restarts:
             return [], None
 
     def _faulty_culprits(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
-        """Return the culprits whose node is at fault; of a failed collective only one that the last start named too."""
+        """Return the culprits on faulty nodes; of a failed collective those whose node the start before named too."""
         if raised != COLLECTIVE_FAULT:
             return culprits
         before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
 PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
-LEARN_TASK = [str(REPOSITORY / "data" / "make_learnable.py"), "768"]
+LEARN_TASK = [str(REPOSITORY / "data" / "make_learnable.py"), "768"]  # script, number of rows
 _MAKE_MODEL = """
 import json
 import sys

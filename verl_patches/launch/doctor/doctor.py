@@ -1,4 +1,4 @@
-"""Run `doctor`: the checks of this node, or of all nodes of a running Ray with those that need several nodes.
+"""Run `doctor`: the checks of this node; or those of each node of a running Ray, and those that need several nodes.
 
 All nodes are examined in the same way: ray_nodes.py runs `doctor --this-node --json` on each. Equal findings of several
 nodes become one row, so that a node that differs has its own row.

@@ -183,7 +183,7 @@ def _versions(node: Node) -> Iterator[Result]:
             todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else f"run {our_command('setup.sh')}"
             yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"keep them; {todo}")
             return
-        own = load_pins().line(line).repositories  # from --upstream, on a CPU
+        own = load_pins().line(line).repositories  # on a CPU only the checkouts of --upstream are of this line
         findings = tuple(one for one in findings if one.name in own)
     for one in findings:
         if one.state != "fine" and one.name != "not supported" and one.where != "config":

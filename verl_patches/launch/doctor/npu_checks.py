@@ -22,7 +22,7 @@ from verl_patches.platform.npu.npu_tools import (
     parse_npu_smi,
 )
 
-MIB = 1 << 20
+MIB = 1 << 20  # bytes; all_reduce_probe.MIB is the size of its tensor in MiB
 _BOARD_FIELDS = ("Compatibility", "Software Version", "Firmware Version")
 
 

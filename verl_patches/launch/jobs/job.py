@@ -39,7 +39,7 @@ PlainText = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
 Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
 SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o LogLevel=ERROR".split()
-# {variable that the scripts of public samples export: field}
+# {environment variable: field of the job that it gives}; scripts of public samples export these names
 ENVIRONMENT_FIELDS = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
 # fields in which ${NAME} is replaced by the value of a variable
 EXPANDED_FIELDS = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
@@ -52,7 +52,7 @@ class _Strict(BaseModel):
 
 
 class Ports(_Strict):
-    """Hold the ports of the job's Ray, as RayPorts does; `workers` is [first, last]."""
+    """Hold the ports of the job's Ray, as RayPorts does: `first` of its services, `workers` from first to last."""
 
     gcs: Port = HEAD_PORT
     first: Port = HEAD_PORT + 1
@@ -191,7 +191,7 @@ class Job(_Strict):
 
     @property
     def written_folders(self) -> list[str]:
-        """Return the folders that the job's runs write to, relative to the checkout, without any that holds $."""
+        """Return the folders that the job's runs write to, relative to the checkout; a path with $ is left out."""
         given = [match[1] for word in self.command for match in _OUTPUT_ROOT.finditer(word)]
         return [folder for folder in given or ["outputs"] if "$" not in folder]
 
@@ -222,7 +222,7 @@ def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str,
     A variable of `environ` takes precedence over env_file. Raise ConfigError where one is unset or a secret.
     """
     if "nodes" not in given and "replica_count" in given:
-        given["nodes"] = given.pop("replica_count")  # otherwise it is refused as an unknown key
+        given["nodes"] = given.pop("replica_count")  # another name of nodes; beside nodes it is an unknown key
     listed = given.get("secrets")
     secrets = listed if isinstance(listed, list) else []
 

@@ -2,10 +2,10 @@
 
     place RANK NODES HEAD INTERFACE PORT HOST...  print the addresses by which others reach this node and Ray's head
     ports ADDRESS PORT=SERVICE...                 check that all are free; a taken one is named with its process
-    preload                                       print LD_PRELOAD of Ray, and notes of what would stop or slow it
+    preload                                       print Ray's LD_PRELOAD, and on stderr what would stop or slow Ray
     wait HEAD:PORT JOB NODES LIMIT_S PORT HOST... wait until all nodes of the job are in Ray; the missing ones are named
 
-Answers are on standard output. Where there is none, a sentence is on stderr, and the exit code is 2 for wrong use or an
+Answers are on standard output. After a failure a sentence is on stderr, and the exit code is 2 for wrong use or an
 obstacle, else 1.
 """
 

@@ -36,7 +36,7 @@ from verl_patches.values import size_text
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer notice first
 SILENT_S = 20.0
-# {rank: {rank that waits for it: (group, its number, the other's number)}}; ranks are those of a Beat
+# {rank: {rank that waits for it: (group, operations that `rank` has begun, most of any member)}}; ranks as in a Beat
 AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
 # Calls and phases that wait for the slowest disk or analyse a trace: as earlier times predict nothing, they have at
 # least Bounds.load_s and first_s.
@@ -75,7 +75,7 @@ class Bounds:
         return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
 
     def wait_bound(self, seen: SeenProcess) -> float:
-        """Return the bound of a wait for another rank; as long as `of` where it may wait for that rank's disk."""
+        """Return the bound of a wait for another rank: collective_s, or a longer one in a slow call or phase."""
         return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
 
     def __str__(self) -> str:

@@ -22,8 +22,8 @@ set -euo pipefail
 say() { echo "${prefix:-}$*" >&2; }
 fail() { say "$2"; exit "$1"; } # CODE TEXT
 
-# All that is started here has a variable with a value of its own in its environment. Ray's workers overwrite theirs
-# with their titles: they are found by the session that they share with Ray's other processes.
+# All that is started here has CLUSTER_NODE_MARK in its environment, with a value that no other start has. Ray's workers
+# overwrite their environment with their titles: they are found by the session that they share with Ray's processes.
 with_mark() { grep -lszxF "CLUSTER_NODE_MARK=$mark" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
 sessions_of() { # PID...; fields of /proc/PID/stat: pid (name) state parent group session
     for pid in "$@"; do
@@ -205,7 +205,7 @@ end() {
         done
     done
     [ -z "$living" ] || fail 1 "$(names_of $living | xargs) (pid $(xargs <<< "$living")) could not be killed; do they wait for a device?"
-    rm -f $shared # of killed processes of Python; a file that a process of the job mapped is the job's own
+    rm -f $shared # shared memory that killed Python processes left; processes of the job mapped it, so it is the job's
 }
 
 logs() {

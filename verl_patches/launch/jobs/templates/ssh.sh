@@ -62,8 +62,8 @@ print_secrets() { # for a node's standard input, by bash's own printf: no proces
     for name in "${secrets[@]}"; do printf 'export %s=%q\n' "$name" "${!name}"; done
 }
 
-# FUNCTION RANK ARGUMENT... for all ranks at once, each fault named; 1 where one fails. What is called so returns its
-# faults itself (|| return): bash ignores -e below `at_once ... ||`.
+# Call FUNCTION RANK ARGUMENT... for all RANKS at once and name each fault; sets good, the ranks that succeeded. 1 where
+# one failed. FUNCTION returns its faults itself (|| return), as bash ignores -e below `at_once ... ||`.
 at_once() { # RANKS FUNCTION [ARGUMENT...]
     local ranks=$1 rank code failed=0
     shift
@@ -98,7 +98,7 @@ interrupted() { # CODE
     for call in "${calls[@]}"; do end_tree "$call"; done
     fail "$1" "interrupted; $goes_on"
 }
-calls=() goes_on='' # printed when a signal ends the script
+calls=() goes_on='' # calls: pids of running calls; goes_on: printed when a signal ends the script
 trap 'interrupted 130' INT
 trap 'interrupted 143' TERM HUP
 

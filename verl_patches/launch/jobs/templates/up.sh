@@ -25,14 +25,14 @@ start_container() { # RANK: the job's container, by start_container.sh on the no
             done
             labels="--label verl_patches.job=$job --label verl_patches.digest=$digest"
             line+="export NAME=$job IMAGE=${image@Q} VOLUMES='${volumes[*]}'; bash -s -- $labels ${container_options[*]@Q} > /dev/null"
-            line+=" || { code=\$?; docker rm $job > /dev/null 2>&1; exit \$code; }" # of a running one that is refused
+            line+=" || { code=\$?; docker rm $job > /dev/null 2>&1; exit \$code; }" # docker rm refuses a running one
             remote "$1" "echo '$begins'; $line" < "$here/start_container.sh" || return
             echo new
             ;;
     esac
 }
 
-nothing_was_started() { # but containers, of which those of this call go
+nothing_was_started() { # except containers: those that this call has started are removed
     local rank
     for rank in $new; do host "$rank" "docker rm --force $job > /dev/null" || true; done
     fail 2 "nothing was started"
