@@ -1,7 +1,7 @@
 """Save, complete, remove and resume the checkpoints of a run; this is the trainer process's part.
 
 verl's trainer calls `_save_checkpoint` after the update of each trainer.save_freq-th step and of the last, and
-`_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load replace them:
+`_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load of the patch table replace them:
 
     save    makes global_step_N; workers copy their parts to the host and return; a thread waits until the files of
             every rank are recorded, writes manifest.json, which completes the checkpoint, and removes the chain's
@@ -75,7 +75,7 @@ from verl_patches.weights.writer import complete_folder, write_bytes
 log = logging.getLogger(__name__)
 
 STATE_FILE, TENSORS_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
-_POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # between looks for all ranks' files (from, to), and at whether they still grow
+_POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # seconds between looks for all ranks' files (from, to); at whether they grow
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
 _UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
@@ -424,7 +424,7 @@ class RandomSampler(torch.utils.data.RandomSampler):
         """Let the next pass continue where `state_dict` was taken; if that pass was complete, begin a new one."""
         self.generator.set_state(state["generator"])
         self._start_state, self._drawn_samples = None, state["drawn"]
-        if self._drawn_samples == len(self):  # that pass was complete: draw it, for the generator
+        if self._drawn_samples == len(self):  # drawing the complete pass again brings the generator to its end
             collections.deque(super().__iter__(), 0)
             self._drawn_samples = 0
 

@@ -28,9 +28,9 @@ sent_counts: Current[Counter[str]] = Current(Counter())  # counters of this proc
 
 
 def take_calls() -> dict[str, int]:
-    """Return and reset {calls to all workers, puts: their objects in Ray's store, put_bytes: size of these}.
+    """Return {calls: calls to all workers, puts: objects of Ray's store that they passed, put_bytes: size of these}.
 
-    They count this process's calls since the last take_calls().
+    They count this process's calls since the last take_calls(), which set them to 0.
     """
     counted, sent_counts.value = sent_counts.value, Counter()
     return {name: counted[name] for name in COUNTERS}

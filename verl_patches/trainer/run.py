@@ -71,7 +71,7 @@ class TrainerRun:
         self.current_call: dict[str, Any] = {}
         self.emulated: dict[str, Any] | None = None  # calls of an emulated device
         self.worker_places: dict[int, str] = {}  # rank -> pid and node, as the worker reported them in prove_patches
-        dirty = getattr(trainer, "modified_sources", None)  # set by import_alone.py; the launcher adds its own
+        dirty = getattr(trainer, "modified_sources", None)  # set by import_alone.py, without the launcher
         self.summary = Summary(
             self.folder,
             {
@@ -321,7 +321,7 @@ def exit_reason(error: BaseException, raised_by: str = "") -> str:
 
 
 def fit_as_run(original: Callable) -> Callable:
-    """Wrap RayPPOTrainer.fit in a Run."""
+    """Wrap RayPPOTrainer.fit in a TrainerRun."""
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:

@@ -206,7 +206,7 @@ def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def skipped_totals(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the optimizer steps that the ranks' guards skipped in one training step; None without guards.
+    """Return the optimizer steps that the ranks' guards (worker/step_guard.py) skipped in a step; None without guards.
 
     steps: optimizer steps skipped; in_a_row: longest series of them; ranks: those whose own gradients are not finite;
     nearest: rank, stage and parameter nearest to the loss, where NaN appears first, or None if all ranks' own gradients

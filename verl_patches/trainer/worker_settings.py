@@ -6,7 +6,7 @@ Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before th
 first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
 loads the actor's class, which imports verl. `import verl` queries the device runtime, which fixes the visible
 devices (verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch
-nor verl, and imports of torch_npu (MindSpeed) wait for `import verl`.
+nor verl, and MindSpeed, which imports torch_npu, is imported only at `import verl`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _submitted_variables() -> Mapping[str, str]:
 
 
 def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
-    """Store, in the controller, the settings that `prepare_from_controller` reads in the workers; None for unused ones.
+    """Store in Ray, from the controller, what `prepare_from_controller` reads in the workers; None for what is unused.
 
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     network: arguments of platform/npu/__init__.py's set_interface.
