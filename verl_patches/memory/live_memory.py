@@ -35,7 +35,10 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def restore_memory(
     model: torch.nn.Module, before: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor], rank: int
 ) -> None:
-    """Point tensors back to their memory where load_weights changed it, and raise RecipeError if it changed any."""
+    """Point tensors back to their memory where load_weights changed it, and raise RecipeError if it changed any.
+
+    `before`: {name: tensor} as before load_weights; `data`: {name: its `.data` at that time}.
+    """
     after = named_tensors(model)
     moved = [name for name in {**before, **after} if after.get(name) is not before.get(name)]
     for name, tensor in before.items():

@@ -5,7 +5,7 @@ resizes storages to 0 and back, without a copy to the host; tensors stay views o
 after wake-up. Graphs then read addresses at each call (row memory.graph_addresses).
 - weights: parameters and MLA's absorbed projections. After wake-up their contents are undefined, and requests are
   refused until a weight sync has written them. They stay on the device if no sync replaces them: weights that the
-  engine loaded itself until the first sync (load_format=dummy loads none), those of the last sync
+  engine loaded itself until the first sync (load_format=dummy loads none), those of the only sync
   (recipe.weight_sync.enabled=false), and on verl's own sync path (row reshard.direct off), which does not prove that it
   writes every weight.
 - kv_cache: comes back with as many blocks of the same size, set to zero.
