@@ -1,6 +1,6 @@
 """Write and read a training checkpoint: every rank writes its own part, and any layout can read the whole.
 
-    global_step_N/manifest.json       format of weights/manifest.py; facts: step, run, start, line, data, recipe
+    global_step_N/manifest.json       format: weights/manifest.py; facts: step, run, start, line of pins, data, settings
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (TrainState)
                   rank_R.json         states of random generators, step counts, learning-rate schedule of rank R
                   trainer.json        position in the data, sampler, the trainer's generators, adaptive KL coefficient
@@ -122,7 +122,7 @@ class Walk(NamedTuple):
         return min(self.size, line * self.width + min(place, self.width))
 
     def places(self, start: int, stop: int, first: int) -> tuple[Place, ...]:
-        """Return places of the region's elements [start, stop) in a tensor of the parameter's elements from `first`."""
+        """Return places of the region's elements [start, stop) in a tensor from the parameter's element `first` on."""
         if self.step == self.width:
             return (Place((stop - start,), (1,), self.offset + start - first),)
         begin = min(stop, -(-start // self.width) * self.width)  # begin and end of the whole lines
@@ -138,7 +138,7 @@ class Walk(NamedTuple):
 
 def region_walk(held: TrainTensor) -> Walk:
     """Return the walk of a held tensor through its native parameter."""
-    view, offset = held.tensor, held.tensor.storage_offset()  # `native` begins at 0: see TrainState
+    view, offset = held.tensor, held.tensor.storage_offset()  # the parameter begins at 0, as _meta_tensors makes it
     if view.dim() == 1:
         return Walk(offset, view.numel(), view.numel(), view.numel(), False)
     rows, columns = view.shape
@@ -323,7 +323,7 @@ def write_rank(
 
 
 def share_problems(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Compare this rank's share of the files without tensors, which `load_state` does not read; return the faults."""
+    """Compare this rank's share of files without tensors (`load_state` reads others) to the manifest; return faults."""
     files = [file for file in read_manifest(folder).files if not file.tensors]
     return [problem for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
 

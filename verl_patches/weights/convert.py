@@ -102,7 +102,7 @@ def _prepare_folder(plan: ConversionPlan, folder: Path) -> set[str]:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Return whether a file or folder is not one that a conversion makes before its first file is complete."""
+    """Return False for what a conversion makes before its first file is whole: partial files, an iteration's folder."""
     return path.name != ITERATION_FOLDER and path.suffix != PARTIAL
 
 

@@ -193,7 +193,7 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 
 
 class Checkpoint(NamedTuple):
-    """Hold the contents of a Megatron folder: `parts` for open_source; `identity`: records and their CRCs."""
+    """Hold the contents of a Megatron folder: `parts`, zip records with CRCs (`identity`), MTP's names (`left_out`)."""
 
     layout: ParallelLayout
     parts: list[TensorPart]

@@ -37,7 +37,7 @@ from verl_patches.weights.source import (
 )
 
 DTYPE_OPTIONS = ("bf16", "fp8", "keep")
-LIBRARY_BY_LINE = {"a3": "mindspeed", "pypi": "megatron-local"}  # line -> key of layout.sharding.LIBRARIES
+LIBRARY_BY_LINE = {"a3": "mindspeed", "pypi": "megatron-local"}  # line (set of pins) -> key of sharding.LIBRARIES
 FILE_BYTES = 4_300_000_000  # most bytes of a file of a HF folder, about those of DeepSeek's own files
 MAX_PROCESSES = 8  # most processes that write files at the same time, on as many cores
 # modelled: bytes read + written a second by a node, with a slow shared file system and with a local NVMe disk
@@ -48,8 +48,9 @@ _PROCESS_BYTES = 500_000_000  # memory of a process with torch and the buffers o
 class OutFile(NamedTuple):
     """Describe a file to write.
 
-    `read_bytes`: bytes of the source, with scales. `size_bytes`: bytes of the file, without a few of its header or zip.
-    `tensors`: those of a HF file, in the order of their bytes. `rank`: the rank whose parameters a Megatron file holds.
+    `read_bytes`: bytes of the source, with scales. `size_bytes`: bytes of the file, in a HF folder without the
+    conversion's identity in its header, in Megatron's of tensors alone. `tensors`: those of a HF file, in their order.
+    `rank`: the rank whose parameters a Megatron file holds.
     """
 
     name: str
@@ -188,7 +189,7 @@ def _megatron_files(source: Source, inventory: Inventory, layout: ParallelLayout
 
 
 def _written_config(source: Source, dtype: str) -> dict[str, Any]:
-    """Return config.json of the written folder: with FP8 as stored, and without the MTP layers, which are left out."""
+    """Return config.json of the written folder: with FP8 if FP8 is written, without MTP layers, which are left out."""
     config = {key: value for key, value in source.config.items() if key != QUANTIZATION}
     if config.get(MTP_LAYERS):
         config[MTP_LAYERS] = 0

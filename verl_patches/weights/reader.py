@@ -100,7 +100,7 @@ class WeightReader:
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._data_offset = functools.lru_cache(maxsize=None)(self._record_data_offset)
-        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the last tensor
+        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # `_lines` of the last tensor
         self._state_region = functools.lru_cache(maxsize=_CACHED_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:
@@ -165,7 +165,7 @@ class WeightReader:
             whole = self.read_whole or (len(rows), len(columns)) == (len(held[0]), width)
             digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
             read_rows = range(len(held[0])) if digest else rows
-            before = columns.start % self._block[1] if tensor.scale else 0  # columns of the first FP8 block before them
+            before = columns.start % self._block[1] if tensor.scale else 0  # columns before them in the first FP8 block
             read = range(columns.start - before, columns.stop)
             if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_ROW_BYTES:
                 read = range(width)
@@ -233,7 +233,7 @@ class WeightReader:
             window.digest.update(view)
 
     def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
-        """Return lines `wanted` of a stack of experts [lines, line]; gate and up share them and read them once."""
+        """Return stored columns `wanted` of a stack of experts, each as a row; gate and up share one read."""
         place = part.file, part.offset + (part.header or 0)
         read, lines = self._stacks.get(place, (None, torch.empty(0)))
         if read != wanted:

@@ -71,7 +71,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Link:
-    """Name a folder of a chain (a start's or its checkpoints') and its last step in the chain, None without an end."""
+    """Name a folder of a chain (a start's or its checkpoints') and its last step in the chain (None: no limit)."""
 
     folder: Path
     last_step: int | None = None
@@ -86,7 +86,7 @@ class Link:
 
 
 def checkpoints_home(home: Path, default_local_dir: str) -> Path:
-    """Return the folder whose starts hold the checkpoints: the run's home, or its name in an explicit DIR."""
+    """Return the folder whose starts hold the checkpoints: the run's home, or DIR/NAME for a DIR outside of it."""
     saved = Path(default_local_dir).absolute()
     return home if saved.resolve().is_relative_to(home.resolve()) else saved / home.name
 
@@ -229,7 +229,7 @@ class CheckpointChain:
     """Hold the checkpoints that belong to a run.
 
     links: folders that hold checkpoints, oldest first; under the launcher those of a start's chain, otherwise
-    trainer.default_local_dir alone. others: starts of the same run outside of the chain.
+    trainer.default_local_dir alone. other_starts: starts of the same run outside of the chain.
     """
 
     links: tuple[Link, ...]
@@ -269,7 +269,7 @@ class CheckpointChain:
         return "  This run has no undamaged older checkpoint; to begin at step 1: trainer.resume_mode=disable"
 
     def remove_oldest(self, keep: int | None, written: Path) -> None:
-        """Remove what killed saves left, and all but the newest `keep` checkpoints; `written` is always kept.
+        """Remove what killed saves left, and all but the newest `keep` checkpoints (None: keep all), never `written`.
 
         Checkpoints from which a start outside of the chain began are kept too.
         """
