@@ -13,7 +13,7 @@ Layouts that an engine gives its parameters after loading:
   views follow strides.
 - Last two axes swapped: load_weights raises for such parameters. At our pins vllm-ascend transposes expert weights in
   its forward only (vllm_ascend.ops.fused_moe.apply_mlp).
-- A private NPU format (NZ): it is refused, as elements are not where strides say. At our pins vllm-ascend casts
+- A private NPU format (NZ): it is refused, as elements are not where strides say. At our pins vllm-ascend casts to it
   quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). The query of the format through
   torch_npu cannot be tried without an NPU.
 
@@ -145,7 +145,7 @@ class Trace(TorchDispatchMode):
         if origin is not None:  # the loader's own memory depends on a weight from now on
             for tensor in written:
                 self._track(tensor, origin.name, origin.reason or f"{func} changes it or copies it elsewhere")
-            if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+            if any(tensor.is_meta for tensor in _tensors((args, kwargs))):  # it has no data to write
                 return _in_place_result(func, written)
         return func(*args, **kwargs)
 

@@ -131,7 +131,7 @@ CUT_DIVISOR = 16  # a region is cut only for room of at least 1/CUT_DIVISOR of a
 
 
 class Piece(NamedTuple):
-    """Describe what one rank sends another of a block in one bucket: rows [start, stop) through all its regions.
+    """Describe what one rank sends another of a block in one bucket: rows [start, stop), counted through its regions.
 
     `size_bytes`: bytes in the bucket, with alignment.
     """

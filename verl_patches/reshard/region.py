@@ -37,7 +37,7 @@ class Region(NamedTuple):
         return tuple(self.rows if i == self.axis else n for i, n in enumerate(whole))
 
     def along_axis(self, axis: int, shape: Sequence[int]) -> Region:
-        """Return a region that is the complete HF tensor of `shape` as rows along `axis`, any other one unchanged."""
+        """Return this region as rows along `axis` if it is the complete HF tensor of `shape`, otherwise unchanged."""
         if (self.start, self.stop) == (0, shape[self.axis]):
             return Region(self.name, axis, 0, shape[axis])
         return self

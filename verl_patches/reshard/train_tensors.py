@@ -12,7 +12,7 @@ F this rank's part of an expert's intermediate size, e local experts.
     ...experts.linear_fc1.weight{expert}       the same by Transformer Engine     as HF, [2F, H]              megatron-*
     ...experts.weight1   shape [H, e * 2F]     routed gate, up of all local ones  view(e, H, 2F), each .t()   all
     ...experts.weight2   shape [e * F, H]      routed down of all local ones      view(e, F, H), each .t()    all
-    ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)   as HF                       mindspeed
+    ...self_attention.linear_qkv               q_a, kv_a (whole under TP)         as HF                       mindspeed
     every other one                            one kind, or gate and up           as HF                       all
 
 Names are tabulated in layout/sharding.py and reshard/parameters.py. megatron-core 0.12.2 views weight1 and weight2 so
@@ -55,7 +55,7 @@ class ParameterContents(NamedTuple):
     stacking: str
 
     def shape(self, hf_shape: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return the parameter's shape; `hf_shape`: of its joined HF tensors, if stacked of one of `count` experts."""
+        """Return the parameter's shape; `hf_shape`: that of its joined HF tensors, in a stack those of one expert."""
         if self.stacking == UNSTACKED:
             return tuple(hf_shape)
         rows, columns = hf_shape

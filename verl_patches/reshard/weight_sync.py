@@ -25,7 +25,7 @@ from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_librar
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
-CHECK_ALL_REDUCES = 2  # number before the executor's: the engine is ready (worker/sharding.py), the maps are valid
+CHECK_ALL_REDUCES = 2  # all-reduces before the executor's: is the engine ready (worker/sharding.py), are the maps valid
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WorkerReshard:
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
         elements = verifier.check()
-        if not self.verified:  # a map that was learnt is checked once
+        if not self.verified:  # not since the map was learnt
             shapes = {p.name: p.shape for p in self.inventory.parameters}
             problems = catch_errors(lambda: check_map(model, self.destinations.tensors, shapes, self.rank))
             raise_on_any_rank(problems, None, self.device, "vLLM's load_weights writes to other places")
