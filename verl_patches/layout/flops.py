@@ -2,9 +2,9 @@
 
 plan/step_model.py uses these formulas for seconds, trainer/step_record.py for MFU.
 
-        forward of a token    2 FLOPs for each parameter that it passes (top-k of the routed experts, the head, but not
-    the embedding), and 2 for each product of causal attention: a sequence of L tokens has L^2/2
-                              pairs, each with qk + v products a head and layer
+    forward of a token    2 FLOPs for each parameter that it passes (top-k of the routed experts, the head, but not
+                          the embedding), and 2 for each product of causal attention: a sequence of L tokens has
+                          L^2/2 pairs, each with qk + v products a head and layer
     backward              2 x forward
     model FLOPs of a step (passes) x forward of all tokens of all sequences, prompts and responses, without padding
 
@@ -55,7 +55,7 @@ def layer_sizes(model: ModelShape, moe: bool, library: str) -> LayerSizes:
     first = 0 if moe else 1
     one = replace(model, num_hidden_layers=1, first_k_dense_replace=first, n_routed_experts=1, num_experts_per_tok=1)
     inventory, rule = build_inventory(one), LIBRARIES[library]
-    router = {"router": model.n_routed_experts}
+    router = {"router": model.n_routed_experts}  # the model has a row of it for each expert, `one` a single row
 
     def count(parameters: tuple[Parameter, ...]) -> int:
         return sum(p.count * router.get(p.kind, 1) for p in parameters)
@@ -125,7 +125,7 @@ def passes(
 
     `rollout`: responses are sampled, not replayed; `ref`: there is a reference; `old_log_prob`: the update cannot take
     its own log-probs as old ones; `critic_epochs`: epochs of a critic's update, 0 without one; `scores`: number of
-    reward models. A value model's head counts as the vocabulary's.
+    reward models. A value model's head counts as if it were the vocabulary's.
     """
     counts = {
         "rollout": int(rollout),

@@ -3,7 +3,7 @@
 The router's correction bias is a tensor too (fp32, adjusted by load and not by the optimizer, so not trainable) and IS
 in the totals: the published 671,026,419,200 includes its 58 x 256 values. Multi-token prediction layers are not
 counted, as no recipe here trains or serves them. Weights count in `torch_dtype`; an fp8 checkpoint's block scales
-belong to conversion. Names and shapes follow `transformers.models.deepseek_v3.modeling_deepseek_v3`.
+are not counted. Names and shapes follow `transformers.models.deepseek_v3.modeling_deepseek_v3`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.values import Count, Natural, field_types, value_faults
 
-SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's; HF's ...ForSequenceClassification has the first
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's head; HF's ...ForSequenceClassification has no bias
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # dtypes of a model; single tensors of it may be fp8
 _NAMING_KEYS = ("model_type", "tie_word_embeddings", "attention_bias")  # keys on which the names of tensors depend

@@ -15,8 +15,8 @@ made in memory, in each process, because the run's folder need not be shared bet
 A folder that transformers 5 saved has its positions in `rope_parameters` and its dtype in `dtype`. The pinned
 transformers (4.51, 4.52) read neither, and would compute with plain rope: both get their names of transformers 4.
 
-The key is deleted, not set to None: transformers 4.51 to 4.52 call `.to_dict()` on it when a configuration is printed
-(transformers.configuration_utils.PretrainedConfig.to_diff_dict), which verl does on rank 0. No torch here.
+`quantization_config` is deleted, not set to None: transformers 4.51 to 4.52 call its `.to_dict()` when a configuration
+is printed (transformers.configuration_utils.PretrainedConfig.to_diff_dict), which verl does on rank 0. No torch here.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class StaticBytes(NamedTuple):
 
 
 def static_bytes(inventory: Inventory, layout: ParallelLayout, rank: int, library: str = "mindspeed") -> StaticBytes:
-    """Return the static bytes of `rank` (formula at the head); optimizer shards are rounded up to whole elements.
+    """Return the static bytes of `rank` (formula: module docstring); optimizer shards are rounded up to whole elements.
 
     Raises ConfigError as `local_parameters` does.
     """
