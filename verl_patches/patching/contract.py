@@ -50,9 +50,9 @@ class Sources:
     """Describe where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
-    interpreter, and rows that name a package of the line which `roots` lacks are not checked. `installed`: the roots
-    are this interpreter's too. `versions`: {distribution: pinned version}. `verified`: {top-level package: its source
-    and version} of the packages whose files are all as pinned.
+    interpreter, and rows that name a package of the line which `roots` lacks are not checked. `installed`: this
+    interpreter imports from the roots. `versions`: {distribution: pinned version}. `verified`: {top-level package: its
+    source and version} of the packages whose files are all as pinned.
     """
 
     roots: Mapping[str, Path]

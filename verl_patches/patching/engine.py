@@ -183,7 +183,7 @@ class Engine:
             row.uninstall()
 
     def _bind(self, row: Row, binding: str) -> None:
-        """Set a binding that holds the target's original object, or that of a row on it, to the uppermost row's."""
+        """Set a binding to the uppermost row's object, if it holds the original object or that of a lower row."""
         found = read_place(binding)
         uppermost = self._uppermost(row.spec.target, found)
         if uppermost is not found:

@@ -227,14 +227,14 @@ def _read_table(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dic
     return json.loads(Path(path).read_text())
 
 
-@functools.lru_cache(maxsize=2)  # rows of one file are mostly neighbours; many live trees slow down garbage collection
+@functools.lru_cache(maxsize=2)  # enough, as rows of a file are mostly neighbours; more trees slow garbage collection
 def _parse_file(path: str, _version: tuple[int, int]) -> ast.Module:
     return ast.parse(Path(path).read_bytes(), filename=path)
 
 
 @functools.lru_cache(maxsize=512)
 def _binding_paths(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
-    """Return (its classes ..., statement) of each binding of a qualname, or of the from-import of its first name."""
+    """Return (its classes ..., statement) of each binding of a qualname; a from-import of its class is one too."""
     first, *rest = qualname.split(".")
     paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _statements_binding(_parse_file(path, version), first)]
     for step in rest:

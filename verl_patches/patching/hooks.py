@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
-from importlib._bootstrap import _lock_unlock_module  # type: ignore[attr-defined]  # `import` waits by it
+from importlib._bootstrap import _lock_unlock_module  # type: ignore[attr-defined]  # waits for a running import
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any

@@ -166,7 +166,7 @@ class Row:
     reason: str = ""
     apply_count: int = 0  # counts apply() after revert(), so that a hook of an earlier apply() has no effect
     hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
-    module: ModuleType | None = None  # the module where it was applied, or left out by policy
+    module: ModuleType | None = None  # the module that was handled: patched, or left as it is (drift=warn)
     place: Slot | None = None
     installed: Any = MISSING
     registry: Any = None

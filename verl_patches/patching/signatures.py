@@ -12,10 +12,10 @@ _VARIADIC = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 def refused_calls(upstream: Any, new: Any, package: str, bound: bool = False) -> list[str]:
     """Return the calls that `upstream` accepts and `new` refuses or takes in another order, with Python's reason.
 
-    Three cases are not compared: one of them has no signature (compiled, or not callable); upstream's is a decorator's
-    (*args, **kwargs), which does not say how it is called; upstream is not defined in the top-level `package`, so
-    another library put it there. `bound`: callers never name the first parameter (self, cls). Annotations are not
-    evaluated.
+    Three cases are not compared: one of them has no signature (compiled, or not callable); upstream's signature is
+    (*args, **kwargs), that of a decorator's wrapper, which does not say how it is called; upstream is not defined in
+    the top-level `package`, so another library put it there. `bound`: callers never name the first parameter (self,
+    cls). Annotations are not evaluated.
     """
     target, replacement = _signature(inspect.unwrap(upstream)), _signature(new, follow_wrapped=False)
     is_own = str(getattr(inspect.unwrap(upstream), "__module__", "")).partition(".")[0] == package

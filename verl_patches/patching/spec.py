@@ -32,16 +32,16 @@ class PatchSpec:
     An entry of `bindings` for one line only ends with "@line". `needs` names rows that must be on, and are applied
     first. `exit` says when the row can be deleted. `provider` is "module:qualname" of ours and is imported only after
     the target's module. Its type depends on `kind`: subclass: a class whose methods override those of the class
-    `target` and call them by `super()`; override: one of these methods, with a row of its own so that it can be
-    switched off alone; the method itself asks `engine.is_on`; wrap:
+    `target` and call them by `super()`; override: one method of such a class, which the subclass row puts in place; its
+    own row lets it be switched off alone, as the method asks `engine.is_on` whether to do its work; wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.
     `role`: correctness (without the row the run is wrong or does not start), feature (an addition of the recipe),
-    speed, or observe. `feature` names the run's feature that needs the row (features.py): a run without it does not
-    apply the row, or, without the launcher, applies it without effect; an empty name: every run has the row.
-    `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
-    it. A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
+    speed, or observe. `feature` names the run's feature that needs the row (run/features.py): the launcher leaves the
+    row out of a run without it; without the launcher it is applied, but must do nothing. Empty: every run has the row.
+    `under` names modules of other libraries that may wrap our object: the row stays active under their wrappers.
+    A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
     `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap
     that needs the lower one; of a row on m:C and one on m:C.x, one must need the other.
     """

@@ -81,7 +81,7 @@ def remove_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResu
 
 
 def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
-    """Insert LINE before the first import of verl's Megatron worker module. Idempotent.
+    """Insert PRELUDE_LINE before the first import of verl's Megatron worker module. Idempotent.
 
     verl_path: a verl checkout, or its package folder; None: the installed verl, which is not imported. Raises
     ConfigError where the file is missing, is another module or has another prelude.
@@ -95,7 +95,7 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
 
 
 def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
-    """Remove LINE, with the arguments and errors of `insert_line`. Idempotent."""
+    """Remove PRELUDE_LINE, with the arguments and errors of `insert_line`. Idempotent."""
     file, lines = _worker_file(verl_path)
     if PRELUDE_LINE not in lines:
         return PreludeResult(file, None, "not installed")
