@@ -1,11 +1,11 @@
 """Model the bytes of activations on line a3: what a layer saves for backward, and what a pass holds at once; no torch.
 
 They are counted as in "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022, arXiv
-2205.05198), for MLA and routed experts: every tensor that an op saves for its backward, once. These were read from
-the pins, and tests/plan/test_activations.py measures them with a real layer: MindSpeed-LLM's
-multi_head_latent_attention.py, router.py, token_dispatcher.py, experts.py; what a compiled op saves from its C++
-(mindspeed/ops/csrc/cann) or torch_npu's derivatives (npu_fusion_attention: query, key, value, output, maximum and sum;
-npu_rms_norm: input and rstd; npu_swiglu: input).
+2205.05198), for MLA and routed experts: every tensor that an op saves for its backward, once. They were read from the
+pins: in MindSpeed-LLM's multi_head_latent_attention.py, router.py, token_dispatcher.py, experts.py, and for
+compiled ops in their C++ (mindspeed/ops/csrc/cann) or in torch_npu's derivatives (npu_fusion_attention: query, key,
+value, output, maximum and sum; npu_rms_norm: input and rstd; npu_swiglu: input). tests/plan/test_activations.py
+measures them with a real layer.
 
 Letters: b bytes of a value, T tokens of a micro batch, s = T / tp of a rank outside attention and MLP (sequence
 parallelism), n heads of a rank, k experts of a token, R = s * k * etp rows that a rank's experts get at balanced
@@ -153,7 +153,7 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, routed: 
 def forward_bytes(
     model: ModelShape, layout: ParallelLayout, stage: int, tokens: int, passes: Passes, entropy: bool
 ) -> dict[str, int]:
-    """Return {working_activations, logits} bytes of a forward pass alone: half a layer (upper bound)."""
+    """Return {working_activations, logits} of a forward pass; working: half a layer, experts' buffers (upper bound)."""
     layers = layout.stage_layers(stage, model.num_hidden_layers)
     terms = _stage_terms(model, layers, tokens, layout, passes)
     working = max((_half_bytes(layer) for layer in terms), default=0)

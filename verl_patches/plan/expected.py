@@ -160,7 +160,7 @@ def _gathered_bytes(inventory: Inventory, train: ParallelLayout) -> int:
 
 
 def process_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
-    """Return {term: bytes} that a rank has beside its groups in a whole phase, fewer with the KV cache (see above)."""
+    """Return {term: bytes} beside a rank's groups throughout a phase; with `kv_cache` some are in vLLM's share."""
     if setting.hccl is None:
         return {}
     if kv_cache:
@@ -175,7 +175,7 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     if passes is None or phase not in ("update", "old_log_prob", "ref", *_VALUE_PHASES):
         return {}
     if phase in _VALUE_PHASES:
-        if stage:  # the first stage's weight gradient is that of the embedding
+        if stage:  # a value head has one output; stage 0 keeps the embedding's weight gradient
             model = replace(model, vocab_size=1)
         passes = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
     if phase in ("update", "update_critic"):

@@ -245,7 +245,7 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
 def run_passes(run: RunSpec, replicas: int) -> Passes:
     """Return the passes whose activations a plan counts, at the longest samples.
 
-    At this line verl sizes micro batches in samples.
+    On line a3, which alone counts them, verl sizes micro batches in samples.
     """
     data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
     longest, actor = run.longest_tokens, section.actor
@@ -326,7 +326,7 @@ def _host_group_bytes(setting: Setting, rank: int) -> dict[str, int]:
 
 
 def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
-    """Return the plan of the node whose workers pin most; the parts of a host copy are equal within a stage."""
+    """Return the plan of the node whose workers pin most; ranks of one stage pin equally much."""
     whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
     saves = run.verl.trainer.save_freq > 0
 

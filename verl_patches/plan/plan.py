@@ -51,8 +51,8 @@ def build_plan(
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
     checks: results of the table of rules for this run. Keys: config, ok, checks, train, rollout, those of
-    `plan_figures`, inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. Ranks
-    and groups are whole lists.
+    `plan_figures`, inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. All
+    ranks and groups are listed.
     """
     checks, figures = plan_figures(run, checks, workload)
     ok = {check.name: check.ok for check in checks}

@@ -32,7 +32,8 @@ MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
 GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
 _TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
 PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
-_MOST_PLANS, _FEWEST_RESULTS = 60, 12  # pairs that are planned, and that must pass, as the costs are not exact
+# a search ends when so many pairs were planned, or passed; a smaller `top` ends none earlier, as costs are not exact
+_MOST_PLANS, _FEWEST_RESULTS = 60, 12
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
@@ -106,7 +107,7 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
     (setting, schedule, unmoved_groups), model = memory_plan.run_memory(run), step.model
     room = run.hardware.seen_bytes - memory_plan.MARGIN_BYTES
     most = max(splits, default=1)
-    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # any: an update ignores it
+    setting = replace(setting, rollout=rollout_layout(run.world_size // most, most, 1))  # any: updates do not read it
     given = setting.passes
     assert given is not None  # line a3 counts activations
     update = "update" if run.trains_actor else "update_critic"

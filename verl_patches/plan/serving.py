@@ -24,7 +24,7 @@ _TRAIN_SIZES = [
 def instance_config(config: DictConfig) -> DictConfig:
     """Return a composed configuration changed to one rollout instance on as many nodes as that needs.
 
-    What it trained on how many nodes does not matter, so the layout of the training need not fit its number of ranks.
+    The layout of the training and the number of nodes are replaced, so they need not fit the instance's ranks.
     Raise ConfigError where an instance does not fill its nodes.
     """
     tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.data_parallel_size

@@ -56,7 +56,7 @@ from verl_patches.step.batches.batch_plan import expert_group_replicas
 FLOPS_PER_S, MEMORY_BYTES_PER_S = PEAK_FLOPS_PER_S["npu"], 1.6 * 2**40
 NETWORK_BYTES_PER_S, HOST_LINK_BYTES_PER_S = 196e9, 25e9
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
-# Dies of a node share its host memory: four Kunpeng CPUs (arXiv 2506.12708), the slowest kind: 8 channels of DDR4-2933.
+# A node's dies share its memory: four Kunpeng CPUs (arXiv 2506.12708), taken as the slowest, 8 channels DDR4-2933 each.
 NODE_MEMORY_BYTES_PER_S, NODE_DIES = 4 * 8 * 2.933e9 * 8, 16
 HOST_BYTES_PER_S = min(HOST_LINK_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY / NODE_DIES)
 DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # seconds of one call, quoted
@@ -141,7 +141,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class StepInput:
-    """Hold all that the model reads of a run; sizes count ranks, responses or tokens, and bytes are named so.
+    """Hold all that the model reads of a run; sizes are of ranks, responses or tokens, or their names say bytes.
 
     `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
@@ -409,7 +409,7 @@ def driver_bytes(run: StepInput, float_columns: int) -> float:
 
 
 def decode_s(run: StepInput, running: float, context: float, tier: float, constants: Constants) -> float:
-    """Return the seconds of the model in a decode step that computes `tier` rows and reads the KV of `running`."""
+    """Return the model's seconds in a decode step of `tier` tokens, padded, that reads the KV of `running` requests."""
     model, layout = run.model, run.rollout
     size, layers = DTYPE_BYTES[model.torch_dtype], model.num_hidden_layers
     dense, routed = stage_elements(model, layout, 0, run.rollout_library)

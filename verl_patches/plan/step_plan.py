@@ -44,7 +44,7 @@ DISK_GB_S = 10.0  # rate of a shared file system; assumed
 # (tests/benchmarks/decode_step.py); assumed to hold for all of engine_step_s, which has launches and copies too
 ENGINE_RATIO = 0.6
 COLLECTOR_AND_CORES_SHARE = (
-    0.136  # of rollout, saved by rows rollout.no_collector, update.bind_cores; quoted, another model
+    0.136  # part of rollout's seconds that rows rollout.no_collector, update.bind_cores save; quoted for another model
 )
 DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
@@ -56,9 +56,10 @@ class Workload:
 
     prompt_tokens: None is the published run's mean. response_tokens: mean of responses that end by themselves, None is
     RESPONSE_TOKENS; it is not read where all have full length.
-    lengths, expert_load: runs that recorded theirs; recorded: tokens of their prompts and responses; loads: of the
-    busiest rank in training and rollout over the mean, not read where routing is balanced. disk_gb_s: rate of the file
-    system with weights and checkpoints, to or from all nodes together.
+    lengths, expert_load: the runs, if any, that `recorded` and `loads` were read from. recorded: tokens of each prompt,
+    and of each response. loads: tokens of the busiest rank's experts over the mean, in training and in rollout, not
+    read where routing is balanced. disk_gb_s: rate of the file system with weights and checkpoints, to or from all
+    nodes together.
     """
 
     prompt_tokens: float | None = None
@@ -212,7 +213,7 @@ def sent_bytes(run: StepInput) -> dict[str, int]:
 
 
 def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
-    """Return `trainer_bytes` of the run's stages; empty without the tensor cache. `send_back`: KL in the reward."""
+    """Return `trainer_bytes` of the run's stages, {} without a cache; `send_back`: log-probs, for KL in the reward."""
     if not run.tensor_cache:
         return {}
     tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
@@ -224,7 +225,7 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
-    """Return seconds by phase, their sum, tokens/s of a die, the assumptions, and the model's error on each row."""
+    """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row."""
     seconds = step_time(run, CONSTANTS)
     total = sum(seconds.values())
     absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
@@ -277,11 +278,12 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
     """Return {gb_s, parts: [{part, bytes, seconds}]} of a start's reads and a save's writes, at `gb_s` of all nodes.
 
     A first start reads the weights that each rank holds, half the bytes where the model's config.json is here and says
-    FP8. A resumed start reads them and the optimizer's states from a checkpoint, which has each of both once.
+    FP8. A save writes weights and optimizer's states once. A resumed start reads the weights that each rank holds, and
+    the states once.
     """
     train, library, parts = run.train, run.train_library, []
     size = DTYPE_BYTES[run.torch_dtype]
-    beside = 0 if size == 4 else size  # fp32 weights are the optimizer's own
+    beside = 0 if size == 4 else size  # bytes of a weight beside the optimizer's states, which hold fp32 ones
     elements = sum(sum(stage_elements(run.model, train, stage, library)) for stage in range(train.pp))
     total = elements * train.world_size / train.pp
     if run.reads_weights:
