@@ -39,7 +39,7 @@ def defer_outputs(update_from_output: Callable) -> Callable:
                     left.append(request)
                     continue
                 request.append_output_token_ids(token)
-                alone = ids is None or request.sampling_params.logprobs is None  # ids: if any request wants them
+                alone = ids is None or request.sampling_params.logprobs is None  # a step has ids if any wants them
                 held.append((token,) if alone else (token, ids[index], log_probs[index], ranks[index]))
             self.running = left
         else:

@@ -35,7 +35,7 @@ def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
     (None for text) and disable_mm_preprocessor_cache; vLLM 0.9.1 wants a dict for the first and refuses the second for
     text-only models (vllm.config.ModelConfig._init_multimodal_config). Unless `quantization` is set, the model's
     configuration goes through layout/model_folder.py before vLLM looks for a quantization method
-    (vllm.config.ModelConfig.__post_init__); the caller's own hf_overrides come after it. That class of verl 54c9b736
+    (vllm.config.ModelConfig.__post_init__); the caller's own hf_overrides come after it. vLLMRollout of verl 54c9b736
     writes enable_prefix_caching=True and passes engine_kwargs as further keywords, so the value of
     recipe.rollout.ascend.prefix_caching comes in additional_config.
     """
@@ -89,7 +89,7 @@ def refresh_absorbed_mla(load_weights: Callable) -> Callable:
     vLLM derives W_UV and W_UK_T from kv_b_proj once, after it has built the engine
     (Attention.process_weights_after_loading). They follow later weights only where they are views of it; vllm-ascend
     copies them (vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading), and MindSpeed makes
-    torch.Tensor.view copy. The first load is left to vLLM.
+    torch.Tensor.view copy. The first load comes before vLLM derives them, and recomputes nothing.
     """
 
     @functools.wraps(load_weights)

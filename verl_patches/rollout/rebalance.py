@@ -35,7 +35,8 @@ LINK_BYTES_S = 0.7 * 196e9  # from one die to another, at an assumed efficiency 
 class InstanceState:
     """Hold the gathered numbers of all ranks of an instance.
 
-    lengths: int [R, S], tokens in KV of each unfinished request; NONE or FIXED elsewhere. free_blocks: int [R].
+    lengths: int [R, S], tokens in KV of each unfinished request; NO_REQUEST or FIXED_REQUEST elsewhere. free_blocks:
+    int [R].
     """
 
     lengths: np.ndarray
