@@ -114,7 +114,7 @@ def versions_command(line: LineOption = None, upstream: Upstream = None, as_json
 
 
 def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ()) -> Report:
-    """Return the report on one line, of the repositories `only` of it; ConfigError where there is no such folder."""
+    """Return the report on a line, or on its repositories `only`; ConfigError where their sources are not found."""
     name = line or switches_from_environment().line
     pins, packages, rows = load_pins().line(name), PACKAGES[name], catalog.all_rows()
     if only:

@@ -254,7 +254,7 @@ def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[A
 
 
 def _response(completion: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return one of vLLM's CompletionOutputs, decoded again, as its own text lacks half a character at its end.
+    """Return one of vLLM's CompletionOutputs, its text decoded anew: vLLM's leaves out an incomplete last character.
 
     finish: stop or length.
     """

@@ -71,10 +71,10 @@ def live_facts(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Return plain data about a run at `now` (seconds since the epoch); values that the run lacks so far are None.
 
     step, steps: the step in progress, or the last one, and their total. resumed: after which steps, as text. off: rows
-    that the user switched off, once they are proven. phase, phase_s, phase_last_s: the call in progress, its seconds so
-    far, and those of the last step. eta_s: until the run's end, by the median of `step s`. figures: {name: {last step,
-    median}} as in run/record/report.py. quiet_s: since the last write. Between nodes seconds are as exact as their
-    clocks. Raise ConfigError for a damaged file (record.py).
+    that the user switched off, once the record has rows. phase, phase_s, phase_last_s: the call in progress, its
+    seconds so far, and those of the last step. eta_s: until the run's end, by the median of `step s`. figures: {name:
+    {last step, median}} as in run/record/report.py. quiet_s: since the last write. Between nodes seconds are as exact
+    as their clocks. Raise ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
     summary, doing = read_summary(folder), read_object(folder / NOW_FILE)

@@ -160,9 +160,9 @@ def train_command(
 
 
 def _require_startable(run: RunSpec) -> str:
-    """Refuse a run that cannot start, by ConfigError and before anything is written; return a sentence about rows.
+    """Refuse a run that cannot start, by ConfigError and before anything is written.
 
-    The sentence names those that are switched off.
+    Return a sentence that names the rows that the user has switched off.
     """
     require_trees(run)
     require_loggers(run.verl.trainer.logger, None if run.recipe.ray_address else os.environ)
@@ -213,7 +213,7 @@ def plan_command(
 def compose_run(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
     """Return the facts of a run, ready for plan and start: automatic recomputation has its number of layers.
 
-    Raise ConfigError for a switch of a row that another row needs, or for other switches in the shell.
+    Raise ConfigError where `check_switches` refuses the run's switches.
     """
     run = compose(config_name, overrides, platform_rows, trees)
     check_switches(run)
@@ -221,10 +221,10 @@ def compose_run(config_name: str, overrides: Sequence[str], trees: Trees) -> Run
 
 
 def check_switches(run: RunSpec) -> None:
-    """Refuse a switch that switches off a row that another row needs, and other switches in the shell."""
+    """Refuse to switch off a row that another row needs, and a VERL_PATCHES in the shell that differs from the run."""
     in_shell = os.environ.get(PATCHES_VAR)
     Engine(platform_rows(run.platform), run.process_switches)
-    # a command that restarted itself has rows in the variable
+    # `restart_in_environment` has added rows to the variable
     if in_shell and replace(parse_switches(in_shell), rows=None) != run.switches:
         raise ConfigError(
             f"{PATCHES_VAR} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which "
