@@ -1,7 +1,7 @@
 """Measure an all-reduce over gloo or HCCL: `python -m verl_patches.platform.all_reduce_probe JSON`.
 
 JSON: {backend: gloo | hccl, first: first rank of this node, local: ranks of this node, world: ranks of all nodes,
-address: HOST:PORT of rank 0, interface: where the node's own variables name none, mib: size of the tensor, repeat}.
+address: HOST:PORT of rank 0, interface: where a node's variables set none, mib: size of the tensor, repeat}.
 Each rank is a process of its own. The node's first rank prints {seconds, bus_bytes_per_s} of one all-reduce; the
 program exits with 1 where a rank fails or the sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds,
 the figure of nccl-tests. HCCL was not tried. `measure_node` runs the program on one node.

@@ -1,7 +1,7 @@
 """Let the store of torch.distributed listen on the loopback alone, where all ranks are on one machine.
 
 torch's rank 0 makes a store that listens on all interfaces (torch.distributed.rendezvous._create_c10d_store), to which
-any machine could write. With a variable of torchrun's, all ranks only connect to a store that is there.
+any machine could write. With a variable of torchrun's set, rank 0 makes none: all ranks connect to ours.
 """
 
 from __future__ import annotations

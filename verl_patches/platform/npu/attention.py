@@ -1,8 +1,8 @@
 """Compute fused causal attention on an NPU, by the only call to torch_npu that this project makes itself.
 
 MindSpeed calls torch_npu for norms and SwiGLU, and its op builders for the rest. torch_npu is imported on first use:
-the image's on a device, the plain-torch references on platform cpu. The call uses only arguments that the pinned
-2.5.1.post1 has.
+on a device it is that of the image, without one a stand-in in plain torch (emulation/). The call uses only arguments
+that the pinned 2.5.1.post1 has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from verl_patches.errors import ConfigError
 
-_MASK_SIDE = 2048  # the same for all lengths
+_MASK_SIDE = 2048  # of the causal mask, the same for all lengths
 _RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
 
 

@@ -1,6 +1,6 @@
 """Set up HCCL's groups: a separate communicator for MC2, and small buffers for groups that need no HCCL_BUFFSIZE.
 
-HCCL_BUFFSIZE applies to groups over which training and MC2 exchange experts, and to groups that are made without
+HCCL_BUFFSIZE applies to groups over which training and MC2 send tokens to experts, and to groups that are made without
 options: the group of all ranks, verl's mesh and vLLM's count of unfinished requests. Other groups of Megatron and vLLM
 get recipe.hccl.small_groups_mib.
 
@@ -28,7 +28,7 @@ small_groups_mib: Current[int | None] = Current(None)
 
 
 def training_group_options(get_nccl_options_wrapper: Callable) -> Callable:
-    """Wrap MindSpeed-LLM's wrapper of Megatron's get_nccl_options, whose options have only the name, to add buffers."""
+    """Wrap MindSpeed-LLM's wrapper of Megatron's get_nccl_options, whose options hold a name only: add buffer sizes."""
 
     @functools.wraps(get_nccl_options_wrapper)
     def wrapper(get_nccl_options: Callable) -> Callable:

@@ -20,7 +20,7 @@ _GIB = 1 << 30
 class Hardware:
     """Describe one kind of machine.
 
-    node_dies: devices of a node; module_dies: devices of each half, of which a run on one node uses equally many.
+    node_dies: devices of a node; module_dies: of each of its modules: a run on more than one uses the whole node.
     seen_bytes: bytes that a process sees of a die's 64 GiB. mc2_ranks, mc2_tokens, mc2_experts: the sizes of a group,
     and the most tokens and experts of a rank, that npu_moe_distribute_dispatch accepts (op-plugin 7.1.0).
     expansion_modes: values of HCCL_OP_EXPANSION_MODE that training may use (CANN 8.2.RC1, envref_07_0096). timed:
@@ -38,13 +38,13 @@ class Hardware:
     timed: bool
 
     def usable_dies(self, dies: int) -> int:
-        """Return `dies` of a node where a run may use so many, else all of the node's."""
+        """Return `dies` if one module has so many, else all dies of a node; a run may use no other number of a node."""
         return dies if dies <= self.module_dies else self.node_dies
 
 
 _A3_RANKS, _A2_RANKS = (8, 16, 32, 64, 128, 144, 256, 288), (16, 32, 64)
 # sources of seen_bytes: sgl-project/sglang issue 29838 (A3), vllm-project/vllm-ascend issue 5020 (A2). AIV on A2 is
-# for inference alone, and for one communicator; the modules of a Box16 are HCCL_INTRA_PCIE_ENABLE's (envref_07_0081)
+# for inference alone, and for one communicator; HCCL_INTRA_PCIE_ENABLE describes a Box16's modules (envref_07_0081)
 HARDWARE = {
     "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_RANKS, 512, 512, ("AIV", "AI_CPU"), True),
     "800t_a2": Hardware("Atlas 800T A2", 8, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
