@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingWorker(Upstream):
-    """Define what our workers of actor and critic have in common. A feature that is off in a worker is None."""
+    """Define what our workers of actor and critic have in common. The attribute of a feature that is off is None."""
 
     checkpoint: WorkerCheckpoint | None = None
     trained: TrainedModel | None = None
@@ -187,7 +187,7 @@ class WorkerCheckpoint:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Inside the context have parameters on the device that verl itself offloads (with row memory.order off)."""
+        """Bring parameters that verl itself offloads (row memory.order off) to the device inside the context."""
         if self.worker.memory.scheduled or not self.worker._is_offload_param:
             yield
             return

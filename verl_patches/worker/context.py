@@ -36,7 +36,7 @@ class WorkerContext:
     step_guards: list[StepGuard] = field(default_factory=list)
 
     def begin(self, phase: str, vllm_moves: Callable[[], Any] | None = None) -> None:
-        """Begin `phase` of memory/schedule.py and end the previous one; `vllm_moves` makes vLLM's moves."""
+        """Begin `phase` of memory/schedule.py and end the previous one; `vllm_moves` makes vLLM sleep or wake."""
         self.trace(phase)
         heartbeat.current_heartbeat().begin_phase(phase)
         if self.scheduler is not None:

@@ -162,7 +162,7 @@ class WorkerMemory:
                 handler.offload()
             group = groups.optimizer
             scheduled = scheduler is not None and scheduler.has_handler(group) and not scheduler.is_resident(group)
-            if writes and scheduled:  # states that load_checkpoint made; else verl's call offloads them
+            if writes and scheduled:  # states that load_checkpoint made; without our schedule verl offloads them
                 Optimizer(optimizer, group).offload()
 
 

@@ -67,7 +67,7 @@ def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
 
 
 def _layout_with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:
-    """Return the layout with the number of layers of each chunk."""
+    """Return the layout with layers_per_stage as a list, also where null splits `num_layers` evenly."""
     return dataclasses.replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(num_layers))))
 
 
@@ -79,7 +79,7 @@ def load_model(
     layout: ParallelLayout | None = None,
     is_value: bool = False,
 ) -> int:
-    """Fill `chunks` from a model of this process that has read `folder` into equal parameters, or else from the folder.
+    """Fill `chunks` from a like model of this process that has read `folder` (`copy_source`), or else from the folder.
 
     Returns the bytes read.
 

@@ -34,7 +34,7 @@ HISTORY_ENTRIES = 100_000  # the allocator's last calls, each with its stack
 
 
 class PhaseProfiler:
-    """Profile phases of `step` into `folder`; worker/context.py calls `snapshot` and `begin`, the worker `take`."""
+    """Profile phases of `step` into `folder`; worker/context.py calls `snapshot`, `begin`, the worker `take_files`."""
 
     def __init__(self, recipe: Any, step: int, rank: int, folder: Path, ledger: Ledger | None):
         self.phases, self.stacks, self.ledger = recipe.profile.phases, recipe.profile.stacks, ledger
@@ -109,7 +109,7 @@ class _Trace:
 
 
 class _NpuTrace:
-    """Trace with torch_npu's profiler and allocator; they print errors and do not raise, so look for the files."""
+    """Trace with torch_npu's profiler and allocator; they print errors, so `stop` looks for the files."""
 
     def __init__(self, path: Path, stacks: bool, ledger: Ledger | None):
         import torch_npu

@@ -5,7 +5,7 @@
                               rollout_engine.py: vLLM generates and sleeps    rollout, sleep
     compute_log_prob          verl's own                                      old_log_prob
     compute_ref_log_prob      verl's own                                      ref
-    update_actor              PolicyUpdate around verl's own                update
+    update_actor              PolicyUpdate around verl's own                  update
     save_checkpoint           checkpoint.py: a part of a checkpoint
     begin_profile             traces of the step, where recipe.profile names it
     take_report               counters of the step
@@ -68,7 +68,7 @@ _ENGINE_PACKAGES = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers
 
 
 class RecipeWorker(TrainingWorker):
-    """Override methods of ActorRolloutRefWorker. A feature that is off in this worker is None."""
+    """Override methods of ActorRolloutRefWorker. The attribute of a feature that is off is None."""
 
     log_prob_sums: Mapping[str, Any] | None = None
     rebalancer: Rebalancer | None = None
@@ -298,8 +298,8 @@ class RecipeWorker(TrainingWorker):
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
         started, None on a real one; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance,
-        routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take; None
-        where the feature is off.
+        routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take_files;
+        None where the feature is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.raise_write_error()

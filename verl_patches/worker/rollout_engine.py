@@ -33,7 +33,7 @@ class RolloutEngine(Upstream):
 
     Phases begin here, and not in verl's worker, because verl 0.4.0 and 54c9b736 wake and sleep the engine at different
     places (0.4.0: megatron_workers.py, generate_sequences; 54c9b736: megatron_vllm.py, __enter__). The next call of
-    `generate` takes `sample_seeds`, one of each prompt.
+    `generate` uses up `sample_seeds`, a seed for each prompt.
     """
 
     sample_seeds: Sequence[int] | None = None

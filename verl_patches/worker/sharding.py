@@ -23,7 +23,7 @@ class RecipeShardingManager(Upstream):
 
     The worker sets `settings` and `sync_enabled` (recipe.weight_sync.enabled) in `_build_rollout`; without settings the
     sync is verl's own. If `sync_enabled` is false only the first entry syncs: a control run, whose rollout stays old.
-    Between `keep_awake` and `end_rollout` the engine does not sleep; `awake`: it has the weights of the step.
+    Between `keep_awake` and `end_rollout` the engine does not sleep; `awake`: it was kept so, with the step's weights.
     """
 
     settings: Settings | None = None

@@ -27,8 +27,8 @@ _LAYER = re.compile(r"(.*decoder\.layers\.)(\d+)")
 class StepGuard:
     """Guard one Megatron optimizer, or a chain of them, and the DDP `chunks` that it updates.
 
-    It replaces methods of these objects. `skipped`: steps skipped since `take`; `in_a_row`: the longest series of them
-    without a step between, including skipped steps before `take`; `norms`: gradient norms of all steps since `take`.
+    It replaces methods of these objects. Since `take_skips`: `skipped`: skipped steps; `norms`: gradient norms of all
+    steps; `in_a_row`: the longest series of skipped steps, which may begin before that call.
     `prefix`: begins the reported names of parameters, and distinguishes the models of a process.
     """
 

@@ -44,7 +44,7 @@ def _set_stage_recompute(config: Any) -> None:
 
 
 class RecipeCriticWorker(TrainingWorker):
-    """Override methods of CriticWorker. A feature that is off in this worker is None."""
+    """Override methods of CriticWorker. The attribute of a feature that is off is None."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -153,7 +153,8 @@ class RecipeRewardModelWorker(Upstream):
             self.rm = model
             if (scheduler := context().scheduler) is not None:
                 scheduler.add({"reward_params": Params(model.reward_model_module)})
-            read = data.select(["input_ids", "attention_mask", "position_ids", "responses"])  # verl replaces its mask
+            # verl replaces the attention mask in the batch that it gets, so each model gets a batch of its own
+            read = data.select(["input_ids", "attention_mask", "position_ids", "responses"])
             with context().phase("rm_scores"):
                 scores.append(super().compute_rm_score(read).batch["rm_scores"].sum(-1))
         return DataProto.from_dict({RM_SCORES: torch.stack(scores, -1)})
