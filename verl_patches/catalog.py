@@ -1,9 +1,9 @@
-"""List everything that is replaced upstream in one table, in the order in which a GRPO step meets it.
+"""List everything that is replaced upstream in one table: rows of the start, then of a GRPO step in its order.
 
-    rollout -> reward -> ref log-prob -> advantage -> update -> reshard
+    controller, dispatch, model -> reshard -> rollout -> reward -> log-probs -> advantage -> update, memory, checkpoint
 
 Last come stand-ins for packages that have no build for NPUs. A platform without a device also has the rows of
-platform.load_emulation(). The fields of a row are id, kind, target, provider, why, exit.
+platform.load_emulation(). A row's fields, which patching/spec.py explains, are id, kind, target, provider, why, exit.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Current(Generic[T]):
-    """Hold a value that all threads share: autograd recomputes layers on its own, where a ContextVar would be empty."""
+    """Hold a value that all threads share: autograd recomputes layers in its own threads, with empty ContextVars."""
 
     def __init__(self, value: T):
         self.value = value

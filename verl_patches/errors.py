@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_TEMPLATE_NAMES = "<template>", "<unknown>"  # jinja2's names of a template without a file, when it runs and is compiled
+_TEMPLATE_NAMES = "<template>", "<unknown>"  # jinja2's file of a chat template: in run-time and in syntax errors
 _MODEL_CODE = "/transformers_modules/"  # transformers imports a model folder's own code from copies in this folder
 INTERRUPTION_PREFIX = "interrupted by "  # begins the recorded reason of a run that a user or a scheduler ended
 
@@ -72,7 +72,7 @@ def config_error_text(function: Callable, *arguments: Any) -> str | None:
 def our_command(*words: str) -> str:
     """Return a command of this repository as a user types it: NAME.sh of scripts/, or a subcommand with its words.
 
-    Errors and plans print no other. Words in capitals, such as DIR and CONFIG, stand for a user's own.
+    All commands in errors and plans are made here. Words in capitals, such as DIR and CONFIG, stand for a user's own.
     """
     if words[0].endswith(".sh"):
         return shlex.join(["bash", f"scripts/{words[0]}", *words[1:]])
@@ -99,13 +99,13 @@ def traceback_location(text: str, *places: str | None) -> str:
 
 
 def locate_error(message: str, text: str, places: Iterable[str]) -> str:
-    """Return an error's message behind its location in the tracebacks in `text`, unless the message names that."""
+    """Return an error's message after its location in the tracebacks in `text`, unless the message has that already."""
     location = traceback_location(text, *places)
     return message if location in message else location + message
 
 
 def _user_file(path: str, place: str) -> str | None:
-    """Return the name that a user knows of a traceback's file, if it is the file `place` or of the folder `place`."""
+    """Return a traceback's file as the user names it, where it is the file `place` or belongs to the folder `place`."""
     if not os.path.isdir(place):
         return place if _is_same_file(path, place) else None
     if path in _TEMPLATE_NAMES:

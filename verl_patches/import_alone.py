@@ -148,7 +148,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
 
 
 def _npu_faults(run: RunSpec) -> list[str]:
-    """Return faults in settings for NPUs, which the launcher makes and a user of verl's own entry point must make."""
+    """Return faults in settings of NPUs that the launcher makes, and that users of verl's own entry point must make."""
     if run.platform != "npu":
         return []
     faults = []

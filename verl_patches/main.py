@@ -30,7 +30,7 @@ from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
 
 ENDED_LINE = "the controller has ended"
-_FORWARD_LIMIT_S = 5
+_FORWARD_LIMIT_S = 5  # wait for Ray to forward the controller's last line
 
 
 def main(arguments: list[str]) -> int:

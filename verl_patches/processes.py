@@ -51,7 +51,7 @@ def die_with_parent() -> None:
 def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
     """Call `act(number)` at SIGINT, SIGTERM and SIGHUP from now on; return the previous handlers.
 
-    Main thread only. SIGHUP stays ignored where it was ignored, as by nohup; after it, output goes to files alone.
+    Main thread only. SIGHUP stays ignored where it was, as by nohup. After a SIGHUP only output to files goes on.
     """
 
     def received(number: int, _frame: object) -> None:
@@ -124,9 +124,9 @@ def end_processes(
 
 
 class SharedMemory:
-    """Record and remove the shared memory files of a run; a killed process leaves its own behind (vLLM's TP).
+    """Record and remove the shared memory files of a run; a killed process, as of vLLM's TP, leaves its files behind.
 
-    Python's multiprocessing names them psm_* at random, so a file that a process of the run maps is the run's own.
+    Python's multiprocessing names them psm_* at random, so those that a process of the run maps count as the run's.
     """
 
     FOLDER = Path("/dev/shm")

@@ -55,8 +55,9 @@ class Train:
     """Set the training layout and engine, beyond verl's megatron section.
 
     layers_per_stage: number of layers of each pipeline stage in model order; null splits them evenly.
-    expert_split: how verl's expert sizes are read. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
-    whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
+    expert_split: how verl's expert sizes are read. etp cuts each expert over expert_tensor_parallel_size ranks.
+    tp_extend_ep cuts none: expert_model_parallel_size then counts the TP x EP ranks over which whole experts are spread
+    (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (step/log_probs/ratio_settings.py).
     importance_ratio: the ratio that the update clips: token is the ratio of each token's new and old probability,
@@ -204,9 +205,10 @@ class Reshard:
 
     bucket_bytes: the most bytes that a rank sends, and receives, in one exchange. A sync uses four such buffers.
     verify: the syncs that are verified. A verified sync fills vLLM's weights with NaN first and afterwards compares
-    checksums of every region over all ranks that hold it. The first one after tensors were mapped (at the start, and
-    when they have moved) also checks the map, by vLLM's load_weights. This takes some passes over the weights and
-    memory that the step table does not count. recipe.logprob_check compares log-probs instead.
+    checksums of every region over all ranks that hold it. The first one after the sync has looked up where the tensors
+    lie (at the start, and when they have moved) also checks these places, by vLLM's load_weights. This takes some
+    passes over the weights and memory that the step table does not count. recipe.logprob_check compares log-probs
+    instead.
     """
 
     bucket_bytes: Count = 512 << 20
@@ -236,7 +238,7 @@ class RolloutCorrection:
 class FilterGroups:
     """Train only on prompts whose responses have different rewards (dynamic sampling of DAPO).
 
-    metric: the value that must differ: score, the reward, or a key of the reward function's dict, such as acc; null
+    metric: the value that must differ: score (the reward) or a key of the reward function's dict, such as acc; null
     trains on all prompts. With a metric each step draws batches, after one weight sync, until it has found
     data.train_batch_size prompts, drops further ones, and the run ends by trainer.total_training_steps, not by epochs.
     max_num_gen_batches: end the run where a step finds too few prompts in this many batches.
@@ -298,8 +300,8 @@ class Hccl:
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
     buffer_mib: HCCL_BUFFSIZE in MiB; null: the size that the layout needs.
-    small_groups_mib: buffer in MiB for groups of Megatron and vLLM over which neither training nor MC2 exchanges
-        experts; null: HCCL_BUFFSIZE.
+    small_groups_mib: buffer in MiB for groups of Megatron and vLLM over which neither training nor MC2 sends
+        tokens to experts; null: HCCL_BUFFSIZE.
     expansion_mode: the unit that runs collectives: the device's vector cores (AIV), its AI CPU (AI_CPU), or the host
     (HOST), which is for A2 alone.
     base_port: first of the 144 ports that HCCL listens on, on every node.
@@ -450,13 +452,13 @@ class Recipe:
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
-    all. The model's folder is not changed, with random init or weights. A layers_per_stage that is given for all layers
-    is replaced by a balanced one.
+    all. The model's folder is not changed, whether its weights are read or random ones made. A layers_per_stage that is
+    given for all layers is replaced by a balanced one.
     added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
     resume_other_data: resume from a checkpoint of a run with other data (number of rows, bytes of the files).
     rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null takes
-    custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
-    data source.
+    the function of custom_reward_function, as one entry of name python would, or where that has no path verl's own
+    scores by data source.
     """
 
     run: Name | None = "run"

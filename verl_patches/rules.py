@@ -30,7 +30,7 @@ from verl_patches.trainer.checks import checkpoint_checks, profile_checks, resta
 from verl_patches.upstream.checkouts import verl_checks
 from verl_patches.upstream.support import support_checks
 
-# checks of files: those that the command line names must be on this machine, and all of them where a run starts
+# checks of files: a file that the command line names must be on this machine; where a run starts, every file must
 FILE_RULES: tuple[Rule, ...] = (folder_checks, data_checks, reward_folder_checks, hook_checks, recording_checks)
 SIZE_RULES: tuple[Rule, ...] = (
     model_checks,
@@ -66,8 +66,8 @@ SIZE_RULES: tuple[Rule, ...] = (
     support_checks,
     hccl_checks,
 )
-# the rules of SIZES that are checked for a run without the launcher too: upstream would compute wrong results where
-# they fail. Impossible sizes, batches, lengths and memory end such a run by themselves.
+# the rules of SIZE_RULES that are checked for a run without the launcher too: upstream would compute wrong results
+# where they fail. Impossible sizes, batches, lengths and memory end such a run by themselves.
 LAUNCHERLESS_RULES: frozenset[Rule] = frozenset(
     {
         *(expert_checks, recomputation_checks, filter_groups_checks, reward_checks, reward_model_checks),

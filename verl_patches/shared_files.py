@@ -26,9 +26,9 @@ _LAST_BYTES = {".parquet": (b"PAR1",), ".json": (b"}", b"]")}  # what the last b
 
 
 def file_fault(path: Path) -> str:
-    """Return what a file of data, weights or a tokenizer is in place of its content, and what to do; empty if nothing.
+    """Return what is wrong with a file of data, weights or a tokenizer, and what to do; empty where no fault is found.
 
-    It is a link to nothing, unreadable, empty, a Git LFS pointer, a web page, or cut off. At most 1 KiB is read, so a
+    Faults: a link to nothing, unreadable, empty, a Git LFS pointer, a web page, cut off. At most 1 KiB is read, so a
     file without a fault here may still be damaged.
     """
     if path.is_symlink() and not path.exists():
@@ -80,7 +80,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
 
 @contextmanager
 def disk_errors(path: Path, todo: str) -> Iterator[None]:
-    """Raise RecipeError in place of an OSError of code that writes `path`; a full disk adds its space and `todo`."""
+    """Raise RecipeError for an OSError of code that writes `path`, with free space and `todo` if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -105,7 +105,7 @@ def absolute_path(given: str) -> str:
 
 
 def can_write_below(path: str) -> bool:
-    """Return whether this user could write in a folder, which is not made; false for a home that is not known."""
+    """Return whether this user could write in a folder, or make it; nothing is made. False for an unknown home."""
     folder = Path(os.path.expanduser(path))
     place = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     return str(folder)[:1] != "~" and place.is_dir() and os.access(place, os.W_OK)

@@ -53,7 +53,7 @@ class NextStart:
     resumed, step: the checkpoint that it starts from, and the step after which that was written. parent: the start of
     this run that it continues, and the step; None where it begins a chain. held: number of checkpoints of the chain.
     others: a sentence about the bytes of checkpoints outside the chain, "" without any. name: its folder, such as 0001;
-    None before it is made. by_launcher: whether the launcher made it, so that checkpoints lie in that folder too.
+    None before it is made. by_launcher: whether the launcher made it; checkpoints then lie in that folder too.
     """
 
     resumed: Path | None = None

@@ -189,7 +189,7 @@ _SECRET_NAME = re.compile(  # matches a name's words in lower case, "_" before e
     r"_?(?:keys?|token)(?:_|$)"
     r"|_(?:pass|o?auth|[a-z]*token)$|[a-z]_(?:pwd|pat)$"
 )
-_NO_SECRET_NAME = re.compile(  # places of secrets, switches, tokens of text, and words that end like a key
+_NO_SECRET_NAME = re.compile(  # a secret's file or path, a switch of logins, tokens of text, and words such as monkey
     r"_(?:file|path|dir|sock|authentication)$|_(?:mon|tur|don|hot)key$"
     r"|_(?:eos|bos|pad|unk|sep|cls|mask|image|video|special|start|end|stop|max|min|num|n|new|per)_?token$"
 )
@@ -221,7 +221,7 @@ def is_secret_value(text: str) -> bool:
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return whether a key of a configuration, or an option, has a secret as its value; $NAME refers to one."""
+    """Return whether a key of a configuration, or an option, has a secret as its value; $NAME only refers to one."""
     if not isinstance(value, str) or not value.strip():
         return False
     return is_secret_value(value) or (is_secret_variable(key) and not _HARMLESS.fullmatch(f"{key}={value}"))
