@@ -1,7 +1,7 @@
 """Build data (`data build`): read, make rows, leave out, shuffle, split, write. Equal input and keys give equal bytes.
 
-Records and the rows made of them, as JSON, are files of `datasets` in a scratch folder beside the output, in the order
-of the input; memory holds the place and the digests of each row.
+The records, and the rows made of them (as JSON), are Arrow files of package `datasets`, in the order of the input, in a
+scratch folder beside the output; memory holds only the number and the digests of each row.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _WORD_PATTERN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
 _BATCHES_OF_A_WORKER = 4  # batches that each worker makes between two writes
 _UNRECORDED_KEYS = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
-# the result of a record: the row as JSON unless it is left out, and why it is left out or doubted; digests of its
-# prompt and of all that two repeated rows share; tokens of its prompt and of its longest response
+# the result of a record: the row as JSON unless it is left out; a reason of REASON_LIMITS and its sentence; digests of
+# its prompt, and of all by which rows are compared; numbers of tokens of its prompt and of its longest response
 RESULT_COLUMNS = {"origin": "string", "text": "string", "reason": "string", "sentence": "string"}
 RESULT_COLUMNS |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_tokens"), "int64")
 RESULT_COLUMNS |= {"conversation": "bool"}  # whether the row has CONVERSATION_COLUMNS
@@ -76,7 +76,7 @@ def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]
     except (ValueError, RecursionError) as error:
         return {**made, "reason": "bad", "sentence": printable(str(error))}
     prompt_size, *sizes = map(len, tokens.values())
-    response_size = max(sizes) + len(sizes) - 1 if sizes else 0  # a reward model adds an end token to those of a pair
+    response_size = max(sizes) + len(sizes) - 1 if sizes else 0  # algo=rm adds an end token to both of a pair
     if settings.seq_length and prompt_size + response_size > settings.seq_length:
         return {**made, "reason": "too_long", "sentence": f"more than {settings.seq_length} tokens"}
     if handler.ability == "math" and len(_WORD_PATTERN.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
@@ -164,7 +164,7 @@ def _deferred_end_signals() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    """Prepare a worker, which is forked with end signals held back, as the command's handlers are not its own.
+    """Prepare a worker. The fork gave it the handlers that hold end signals back; it gets the default ones.
 
     In its own session it gets no signal of a terminal: only the command does, which ends its workers. A kill -9 of the
     command ends it too.
@@ -258,7 +258,7 @@ def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping
 
 
 def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
-    """Write the folder of output_prefix and return (0, report), or (1, report) without writing (refuse_above).
+    """Write the folder of output_prefix and return (0, report); above a limit of refuse_above return (1, report) only.
 
     Raise ConfigError for wrong use. Progress bars go to stderr.
     """

@@ -6,8 +6,8 @@ conditional  conditional SFT: prompts tagged with the reward of their response (
 pairs        preference pairs: the best response of each prompt as `chosen`, the worst as `rejected`
 
 Prompts are those of the run's data: a recorded prompt is found there by its tokens, made as verl's dataset makes them.
-Only responses of one step belong to the same prompt (verl's uid). Rows are in the order of steps, prompts and rewards,
-and depend only on the recording, the data and the options.
+Responses are compared within a step alone, where verl's uid groups those of a prompt. Rows are in the order of steps,
+prompts and rewards, and depend only on the recording, the data and the options.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_rollout_data(
 ) -> dict[str, Any]:
     """Write the folder `target`, train.parquet and manifest.json, from a start of a run; return the report's counts.
 
-    Steps of the starts that it resumes count too.
+    Steps of the starts that this start resumes count too.
 
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.

@@ -29,7 +29,7 @@ EXTRA_INFO_KEYS = ("index", "split", "answer", "solution", "origin")  # keys of 
 RESPONSE_KEYS = ("response", "chosen", "rejected", "steps")
 TEMPLATES_FILE = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
 MODEL_TEMPLATE = "model"  # prompt_type that leaves messages as they are
-CONVERSATION_COLUMNS = ("messages", "tools")  # of sft data, where a row is more than texts
+CONVERSATION_COLUMNS = ("messages", "tools")  # of sft data with tools, tool messages or further fields
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # of ShareGPT
 
@@ -209,7 +209,10 @@ def _read_gsm8k(record: Record) -> Row:
 
 
 def _read_answers(record: Record, *fields: str) -> Row:
-    """Return the prompt, and the last message of each field; its earlier ones are the prompt, or go on from it."""
+    """Return the prompt, and the last message of each field.
+
+    Earlier messages of a field, which must begin with field prompt if there is one, are the prompt.
+    """
     messages = {field: record.messages(field, "assistant") for field in fields}
     before = {field: found[:-1] for field, found in messages.items() if len(found) > 1}
     prompt = [] if before and record.get("prompt", needed=False) is None else record.messages("prompt", "user")
@@ -313,7 +316,7 @@ def make_row(
 
 
 def _responses(handler: Handler, row: Row, tools: list[dict[str, Any]]) -> Row:
-    """Return the responses of a row as texts; as a message, with `tools`, where the row is more than texts."""
+    """Return the responses of a row as texts, or as messages, with `tools`, where texts alone cannot hold the row."""
     responses = {name: row[name] for name in RESPONSE_KEYS if isinstance(row.get(name), dict)}
     messages = [*row["prompt"], *responses.values()]
     more = {name for one in messages for name in one} - {"role", "content"}

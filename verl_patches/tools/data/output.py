@@ -25,8 +25,8 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a scratch folder, whose `out` takes the name `target` if the block ends well and it holds files.
 
     It is `.NAME.partial/scratch` beside `target`, locked while it is used; leftovers of a killed call are removed
-    first, and all of it in the end. Raise ConfigError where `target` exists (with `overwrite`: has files of other names
-    than these), cannot be written, or is being written.
+    first, and all of it in the end. Raise ConfigError where `target` exists (with `overwrite`: unless all its files are
+    TRAIN, TEST and MANIFEST), cannot be written, or is being written.
     """
 
     def output_error(text: object) -> ConfigError:

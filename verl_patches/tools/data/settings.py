@@ -15,7 +15,7 @@ from verl_patches.shared_files import expand_home
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, HANDLERS, MODEL_TEMPLATE, Handler, read_template
 from verl_patches.values import Count, Seed, Share, Text, field_types, parse_yaml, read_yaml, unknown_key, value_faults
 
-# reason to leave out a record, or with `sentences` to doubt it: share of the records above which nothing is written
+# {reason to leave out a record: share of the records above which nothing is written}; `sentences` leaves none out
 REASON_LIMITS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
 PathText = Annotated[Text, AfterValidator(expand_home)]
 

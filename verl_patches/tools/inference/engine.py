@@ -1,7 +1,7 @@
 """Build vLLM's engine in this process, as a run's rollout does, with weights read from any folder of weights.
 
 A single rank has no port, as torch.distributed's store is in this process. Several ranks each have a process of their
-own (ranks.py). Import this file only after the prelude.
+own (ranks.py). Import this file only after verl_patches.prelude_patch, which patches what it imports.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from verl_patches.weights.source import Source, open_source
 
 
 class Model(NamedTuple):
-    """Hold weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
+    """Hold weights by step, oldest first, 0 if they are no checkpoint; length: most tokens of prompt and response."""
 
     run: RunSpec
     settings: str  # the config file of `run`
