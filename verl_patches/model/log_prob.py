@@ -80,7 +80,7 @@ def _run_pass(logits: torch.Tensor, with_entropy: bool) -> tuple[_PassResults, t
 
 
 class _EntropyAndLink(torch.autograd.Function):
-    """Return entropy and `link` of logits from one autograd node; `link` is zeros that take the log-probs' gradient."""
+    """Return entropy and `link` from one autograd node; `link` is zeros, added to log-probs to get their gradient."""
 
     @staticmethod
     def forward(ctx, logits, results):

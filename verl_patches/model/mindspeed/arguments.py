@@ -3,7 +3,7 @@
 MindSpeed-LLM's modules read sizes and switches by `get_args()`, not from a configuration object, so the model and the
 training engine are described by command-line arguments:
 
-    model_settings          HF keys, by SIZE_, YARN_, REQUIRED_ and MODEL_ARGUMENTS and IGNORED_KEYS
+    model_settings          HF keys, by the tables SIZE_ARGUMENTS to MODEL_ARGUMENTS below
     engine_settings         engine keys of verl and `recipe.train`, by TABLE and ENGINE_ARGUMENTS; HF keys too
     command_line_arguments  the command line that these settings give, or ConfigError
 
@@ -238,7 +238,7 @@ def _recompute_args(on: bool, get: Get) -> list[str]:
 
 
 def _linear_wgrad_args(on: bool, get: Get) -> list[str]:
-    # Megatron switches it on by default, with apex's kernel, which MindSpeed's adaptor replaces by npu_matmul_add_fp32
+    # Megatron's default is fusion by apex's kernel, which MindSpeed's adaptor replaces by npu_matmul_add_fp32
     return [] if on else ["--no-gradient-accumulation-fusion"]
 
 

@@ -120,9 +120,9 @@ def packed_rope(apply_rotary_pos_emb_thd):
 def keep_all_positions(rotary: torch.nn.Module, size: int, rank: int) -> None:
     """Make `rotary` (Megatron's RotaryEmbedding) give all positions to each of `size` context-parallel ranks.
 
-    Upstream returns the positions of this `rank`'s part (MindSpeed's get_pos_emb_on_this_cp_rank, Ulysses), as if the
-    micro batch were one sequence; `packed_rope` needs those of every sequence. The part that it cuts here is the first
-    positions, by an offset.
+    Upstream cuts the positions into `size` parts and returns this `rank`'s (MindSpeed's get_pos_emb_on_this_cp_rank,
+    Ulysses), as if the micro batch were one sequence; `packed_rope` needs those of every sequence. So this asks for
+    `size` times as many, shifted so that this rank's part is the max_seq_len positions from `offset` on.
     """
     forward = rotary.forward
 

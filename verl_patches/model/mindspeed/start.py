@@ -136,7 +136,7 @@ def _start_groups(args: Namespace) -> None:
 
 
 def set_recomputed_layers(section: Any) -> None:
-    """Set this stage's number of recomputed layers in Megatron's arguments and `section`, which may list one by stage.
+    """Set this stage's number of recomputed layers in Megatron's arguments and `section`, if that lists one a stage.
 
     verl's worker reads the number from its section
     (verl.single_controller.base.megatron.worker.MegatronWorker._init_hf_config_and_tf_config).
