@@ -26,6 +26,7 @@ _VLLM_WORKER = "verl_patches.emulation.cpu.vllm_worker"
 _PYPI, _A3, _WORKER = frozenset({"pypi"}), frozenset({"a3"}), frozenset({"worker"})
 _CPU, _NO_DEVICE = frozenset({"cpu"}), frozenset({"cpu", "npu_emulated"})
 
+# what must happen upstream before rows can be deleted (PatchSpec.exit)
 _NO_CUDA_NAMES = "upstream asks torch.accelerator, or a CPU device of its own, instead of torch.cuda"
 _NO_ASCEND = "torch_npu, apex and CANN for a machine without an NPU"
 _NO_BUILD = "MindSpeed's op builders have a version in plain torch"

@@ -1,7 +1,7 @@
 """Implement torch_npu's fused causal attention in plain torch, in the layouts of training; autograd differentiates it.
 
 Letters of shapes: B batch, S and Skv lengths, N query heads, Nkv key heads (N is a multiple of it), D head width of q
-and k, Dv of v, T packed tokens. Only context parallelism calls the backward function of the real op.
+and k, Dv of v, T packed tokens. npu_fusion_attention_grad has no reference: DeepSeek-V3's training never calls it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_on
 
 @torch_npu_op
 def npu_rms_norm(input, gamma, epsilon):
-    """Return RMS norm over gamma's dimensions, in input's dtype, and the reciprocal root in fp32, 1 wide in those."""
+    """Return RMS norm over gamma's dimensions in input's dtype, and 1 / RMS in fp32, where these have width 1."""
     dims, shape = gamma.dim(), list(input.shape)
     fits = 0 < dims <= input.dim() and input.shape[-dims:] == gamma.shape
     demand(fits, f"gamma {list(gamma.shape)} must have the last dimensions of input {shape}")
@@ -86,7 +86,7 @@ def npu_apply_adam_w(
 
 @torch.no_grad()
 def adam_w(param, exp_avg, exp_avg_sq, grad, betas, powers, lr, weight_decay, eps) -> None:
-    """Make one AdamW step in place; the bias correction uses 1 - the power of this step."""
+    """Make one AdamW step in place; `powers` are beta ** step, from which it corrects the moments' bias."""
     shapes = {tuple(x.shape) for x in (param, exp_avg, exp_avg_sq, grad)}
     demand(len(shapes) == 1, f"parameter, moments and gradient must have one shape, found {sorted(shapes)}")
     grad = grad.to(exp_avg.dtype)
@@ -104,7 +104,7 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     """Return tokens [T, H] in the order of their experts, [T * k, H], and the int32 place of each (token, choice).
 
     indices are [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
-    only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
+    only, n < 0 drops the last -n; the places, argsort(argsort(indices)) as of aclnnMoeTokenPermute, are not cut.
     """
     demand(not padded_mode, "padded_mode must be False: a device does not support it either")
     shapes = f"{list(tokens.shape)} and {list(indices.shape)}"

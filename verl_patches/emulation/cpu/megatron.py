@@ -1,6 +1,6 @@
 """Run megatron-core 0.12.2 without Transformer Engine, apex and CUDA, by completing its own local modules.
 
-This file is imported only after the megatron module that a patch names, whose original classes are the bases here.
+Each function here replaces or wraps one of Megatron or verl; this file imports neither of them.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def cuda_type_name(original):
 
 
 def type_wrapper_on_cuda(type_wrapper):
-    """Wrap MindSpeed's `type_wrapper`, which it puts over Tensor.type to turn "npu" in a type's name into "cuda"."""
+    """Wrap MindSpeed's `type_wrapper`, its wrapper of Tensor.type, to apply `cuda_type_name` below it."""
 
     @functools.wraps(type_wrapper)
     def wrap(fn):

@@ -40,6 +40,6 @@ def platform_plugins() -> dict[str, Callable[[], str]]:
 
 
 def inspect_in_process(self: Any) -> Any:
-    """Replace _LazyRegisteredModel.inspect_model_cls: need no second interpreter, which keeps CUDA uninitialised."""
+    """Replace _LazyRegisteredModel.inspect_model_cls: inspect here, as no CUDA has to stay uninitialised on a CPU."""
     registry = sys.modules[type(self).__module__]
     return registry._ModelInfo.from_model_cls(self.load_model_cls())

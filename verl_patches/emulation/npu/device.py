@@ -21,7 +21,10 @@ _FACTORIES = _device._device_constructors
 
 
 class HostTensorMode(TorchFunctionMode):
-    """Turn device arguments into the CPU, and count tensors made for the device as its memory unless they say "cpu"."""
+    """Turn device arguments into the CPU; count what is made for the device, or of its tensors, as the device's memory.
+
+    What is made with device="cpu" or in pinned memory is not counted.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:

@@ -24,7 +24,7 @@ Handle = tuple[int, int, int, int]
 
 
 class _Device:
-    """Hold the device's storages by the address of their StorageImpl, which lives as long as its reference here."""
+    """Hold the device's storages by the address of their StorageImpl, which stays taken while its reference is here."""
 
     storages: dict[int, StorageWeakRef] = {}
     reserved = 0  # bytes that torch's allocator holds, as of the last count
@@ -58,7 +58,7 @@ def count_storages(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
 
 
 def _derives_from_device(storage: torch.UntypedStorage, inputs: Iterable[Any]) -> bool:
-    """Return whether an input is on the device and none has this storage: a copy to the host returns a host tensor."""
+    """Return whether an input is the device's and none has this storage: host.copy_(device) returns a host tensor."""
     cdata = {each._cdata for each in _storages(inputs)}
     return storage._cdata not in cdata and not cdata.isdisjoint(_Device.storages)
 

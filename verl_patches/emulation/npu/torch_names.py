@@ -26,7 +26,7 @@ class DefaultDevice:
 
 
 def enter_context(enter: Callable) -> Callable:
-    """Wrap DeviceContext.__enter__ to use the CPU: it puts itself below all modes, which cannot change its device."""
+    """Wrap DeviceContext.__enter__ to use the CPU: as the lowest mode it adds its device after HostTensorMode ran."""
 
     @functools.wraps(enter)
     def __enter__(self):
