@@ -18,7 +18,7 @@ from verl_patches.values import read_yaml
 from verl_patches.weights.run_folders import LATEST_LINK
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS, STEPS, MEAN_STEPS = 768, 40, 5  # MEAN_STEPS: first, and last, steps of a mean
+ROWS, STEPS, MEAN_STEPS = 768, 40, 5  # MEAN_STEPS: number of first, and of last, steps that are averaged
 PROGRAM = ("-m", "verl_patches")
 Words = list[str]
 Figure = tuple[str, str, float, str, float]  # measured quantity; start and its value; end and its value

@@ -31,7 +31,7 @@ def canonical_name(name: str) -> str:
 
 
 def read_pins(files: list[Path]) -> dict[str, str]:
-    """Return {canonical name: "NAME==VERSION"}; ValueError for lines but hashes and exact pins, one per name."""
+    """Return {canonical name: "NAME==VERSION"}; ValueError for any other line, and for two versions of a name."""
     pins: dict[str, str] = {}
     for file in files:
         for number, line in enumerate(file.read_text().splitlines(), 1):

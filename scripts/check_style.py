@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = ("verl_patches", "scripts", "configs", "data", "tests", "docs", "README.md", "README_zh.md")
 SUFFIXES = (".py", ".sh", ".yaml", ".md")
-CITING = ("verl_patches/", "scripts/", "configs/", "docs/", "README")  # tests may print errors of other files
+CITING = ("verl_patches/", "scripts/", "configs/", "docs/", "README")  # not tests/, which quote FILE:LINE of errors
 # a capital or a quoted name at the beginning, no preposition, question word or error, and an end
 SENTENCE = re.compile(
     r"(?!(?:Of|What|Whose|Whether|Where|With|As|By|In|On|From|To|\w*Error|Row provider)\b)[A-Z`].*[.:]`?$"

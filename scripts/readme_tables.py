@@ -53,7 +53,7 @@ WORDS = {
         "cann": "CANN toolkit、kernels、NNAL",
     },
 }
-# (line, platform) of production and of the runs of tests/loop, which require that every needed row is active
+# (line, platform) of production and of tests/loop, which fails where a row that its run needs is not active
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
 RUN_WORDS = {  # {runs of RUNS that can have a row on: the word in docs/patches.md}
     tuple(RUNS): "all",
