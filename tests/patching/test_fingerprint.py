@@ -105,9 +105,12 @@ def test_a_name_imported_from_the_same_package_is_followed(tmp_path, printed):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "deep.py").write_text("def f(): return 1\n")
     (tmp_path / "pack" / "loop.py").write_text("from .loop import f\n")
-    (tmp_path / "pack" / "__init__.py").write_text("from .deep import f as g\nfrom os import path\n")
+    (tmp_path / "pack" / "__init__.py").write_text(
+        "from .deep import f as g\nfrom os import path\nclass C:\n    from .deep import f as h\n"
+    )
     assert fp.fingerprint("pack:g", tmp_path) == fp.fingerprint("pack.deep:f", tmp_path) != fp.NO_SOURCE
     assert fp.definitions("pack:g", tmp_path)[0].file.name == "deep.py"
+    assert fp.definitions("pack:C.h", tmp_path) == fp.definitions("pack.deep:f", tmp_path)  # in a class body
     assert fp.fingerprint("pack:path", tmp_path) == fp.fingerprint("pack.loop:f", tmp_path) == fp.NO_SOURCE
 
 
