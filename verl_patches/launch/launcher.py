@@ -193,7 +193,8 @@ def _supervise(
         reason, frames = error or (None, "")
         if reason is None or not _WATCH_ERROR.match(reason):  # the error of a watch counts most: it sees all nodes
             reason = _driver_reason(_driver_summary(folder)) or reason
-        reason = reason and locate_error(reason, frames, user_places(run))
+        if reason and not reason.startswith("verl_patches."):  # our own errors name the place themselves
+            reason = locate_error(reason, frames, user_places(run))
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
