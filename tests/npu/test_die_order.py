@@ -66,4 +66,4 @@ def test_a_worker_asks_with_the_import_of_verl_and_not_before(run, order, asked_
 
 def test_a_set_up_hook_that_asks_is_refused(run):
     code, _, error = run(EARLY, **VERLS)
-    assert code == 1 and "ConfigError: rank 0 (pid" in error and "before Ray sets ASCEND_RT_VISIBLE_DEVICES" in error
+    assert code == 1 and "ConfigError: rank 0 (pid" in error and "before Ray set ASCEND_RT_VISIBLE_DEVICES" in error

@@ -15,6 +15,14 @@ HASHES = 'What is 1+0? Let\'s think step by step and output the final answer aft
 FEW_SHOT = "Question: What is 0+0?\nAnswer: 0\nQuestion: What is 1+0?\nAnswer:"
 
 
+NO_REQUEST = (  # a cue to answer, and text of the task
+    "What is the slope of the line? Answer:",
+    "Tom starts with 3 apples and buys 4. How many? Answer: ",
+    "In which format is it? Answer:",
+    "Tom ends up with #### and 3 more.",
+)
+
+
 def fault(reward, source, prompt, gold):
     parts = [Part("recipe.rewards[0]", reward, Reward(reward))]
     return GoldCheck(parts, NaiveRewardManager(None, 0).compute_score).row_fault(source, prompt, gold, None)
@@ -47,7 +55,7 @@ def test_what_no_model_writes_is_refused(gold, words):
 )
 def test_what_a_model_writes_is_accepted(gold):
     assert gold_fault(gold) is None
-    for prompt in (BOXED, "What is 1+0?", FEW_SHOT):
+    for prompt in (BOXED, "What is 1+0?", FEW_SHOT, *NO_REQUEST):
         assert fault("maths", "any", prompt, gold) is None
 
 

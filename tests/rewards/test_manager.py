@@ -175,6 +175,7 @@ def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypat
             "return None": "2: compute_score returned None",
             "return solution_str.answer": "3: AttributeError",
             "time.sleep(600)": "3: TimeoutError: no result after 0.2 s; set timeout_s of the entry",
+            "try: time.sleep(600)\n    except Exception: return 0": "3: TimeoutError: no result after 0.2 s",
         }.items()
     ):
         (folder := tmp_path / str(number)).mkdir()

@@ -57,6 +57,10 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     config = compose_config(TINY, [f"recipe.line={line}", *homes])
     found = config.recipe.output_root, config.trainer.default_local_dir, config.trainer.resume_from_path
     assert found == ("/home/me/o", "/home/me/c", "/home/me/r")
+    both = ["recipe.rewards=[{name: python, path: ~/r.py, kwargs: {a: '~'}}]", "data.val_files=[~/a, '~/b', \"~/c\"]"]
+    config = compose_config(TINY, [f"recipe.line={line}", *both])
+    assert config.recipe.rewards[0].path == "/home/me/r.py" and config.recipe.rewards[0].kwargs == {"a": "~"}
+    assert config.data.val_files == ["/home/me/a", "/home/me/b", "/home/me/c"]
     with pytest.raises(ConfigError, match="~nobody-here/c: expected ~ to stand for a home folder"):
         compose_config(TINY, ["trainer.default_local_dir=~nobody-here/c"])
 

@@ -1,5 +1,6 @@
 """Test the check of all rows: what is refused by file and row, dropped and counted, and what verl then reads."""
 
+import functools
 import re
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
 from verl_patches.model.tiny import _make_tokenizer, tiny_config
+from verl_patches.step import rows as step_rows
 from verl_patches.step.rows import check_rl_rows
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
@@ -84,7 +86,8 @@ def test_good_rows_are_those_of_verl_and_need_no_report(read, tokenizer, monkeyp
     assert len(again) == 5 and again[4]["raw_prompt_ids"] == dataset[4]["raw_prompt_ids"]
 
 
-def test_prompts_over_the_limit_are_counted_and_left_out_cut_or_refused(read):
+def test_prompts_over_the_limit_are_counted_and_left_out_cut_or_refused(read, monkeypatch):
+    monkeypatch.setattr(step_rows, "tqdm", functools.partial(step_rows.tqdm, disable=True))  # as TQDM_DISABLE=1 does
     rows = [row(0), row(1, "1" * 90), row(2), row(3, "1" * 80)]
     dataset = read(rows)
     assert [dataset[n]["index"] for n in range(len(dataset))] == [0, 2]
@@ -109,6 +112,8 @@ def test_files_that_verl_cannot_join_are_refused(read):
     with pytest.raises(ConfigError, match="1.parquet: column extra_info is absent"):
         read([row()], without)
     assert len(read(without)) == 1
+    with pytest.raises(ConfigError, match="1.parquet: column reward_model is .*int64.*; expected .*string"):
+        read([row()], [row(gold=1)])
 
 
 def test_images_are_refused_for_a_model_of_text(read):

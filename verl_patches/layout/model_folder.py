@@ -83,8 +83,9 @@ def _rename_new_keys(config: dict[str, Any], where: str) -> None:
     rope = config.get("rope_scaling") or new
     if not isinstance(rope, dict):
         return
-    config["rope_theta"] = {**rope, **(new or {})}.get("rope_theta", config.get("rope_theta"))
-    kind = rope.get("type") or rope.get("rope_type")  # 4 writes the first or both, 5 the second or both
+    if theta := {**rope, **(new or {})}.get("rope_theta"):
+        config["rope_theta"] = theta
+    kind = rope.get("type") or rope.get("rope_type") or "default"  # 4 writes the first or both, 5 the second or both
     yarn = {k: v for k, v in rope.items() if v is not None and k not in ("type", "rope_type", "rope_theta")}
     if unknown := sorted(yarn.keys() - {*YARN_KEYS}):
         raise ConfigError(

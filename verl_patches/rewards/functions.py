@@ -88,6 +88,10 @@ def _plain_value(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
+class _LimitReached(BaseException):
+    """End a block at its time limit; a user's `except Exception` does not catch it."""
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError at the line that the block has reached after `seconds`; main thread only.
@@ -96,13 +100,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     """
 
     def end(*_: Any) -> None:
-        raise TimeoutError(f"no result after {seconds:g} s; set timeout_s of the entry to the seconds that it needs")
+        raise _LimitReached
 
     before = signal.signal(signal.SIGUSR1, end)
     timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGUSR1])  # the main thread gets it
     timer.start()
     try:
         yield
+    except _LimitReached as error:
+        text = f"no result after {seconds:g} s; set timeout_s of the entry to the seconds that it needs"
+        raise TimeoutError(text) from error
     finally:
         timer.cancel()
         timer.join()

@@ -14,8 +14,11 @@ from typing import Any
 from verl_patches.recipe import Part
 from verl_patches.rewards import learnable, maths
 
-_ASKS = r"(?:form|format|line|after|begins?|starts?|ends?)\b[^\n]{0,60}?" + "[\"'`*]*"
-_FORMS = {r"\\boxed": r"\boxed{{{}}}", f"{_ASKS}Answer:": "Answer: {}", f"{_ASKS}####": "#### {}"}
+_FORMS = {r"\boxed": r"\boxed{{{}}}", "Answer:": "Answer: {}", "####": "#### {}"}  # {marker: a right answer with it}
+# A prompt asks for a marker by the word form or format before it, or by quotes around it behind one of the other words;
+# a marker behind a question, or that ends the prompt, is a cue to answer.
+_REQUEST = r"\bform(?:at)?\b[^\n?]{{0,60}}?{0}(?!\s*\Z)"
+_REQUEST += r"|\b(?:after|line|with|begins?|starts?|ends?)\b[^\n?]{{0,60}}?[\"'`*]+{0}"
 _UNUSABLE = {
     "####": "a `####` line",
     r"^\[\s*\"": "a JSON list",
@@ -44,6 +47,11 @@ def gold_fault(gold: Any) -> str | None:
     return f"is {text!r:.60}, {kinds[0]}; expected the answer alone" if kinds else None
 
 
+def _asks_for(marker: str, prompt: str) -> bool:
+    """Return whether a prompt asks for the answer in the form of a marker of _FORMS."""
+    return marker in prompt and (marker == r"\boxed" or bool(re.search(_REQUEST.format(re.escape(marker)), prompt)))
+
+
 class GoldCheck:
     """Check gold answers by the parts of a run's reward; `skipped` are functions of the user, which are not called."""
 
@@ -67,7 +75,7 @@ class GoldCheck:
         if fault := gold_fault(gold):
             return f"the gold answer (reward_model.ground_truth) {fault}: {_REMEDY}"
         text = maths.last_box(str(gold)) or str(gold).strip()
-        asked = [form for pattern, form in _FORMS.items() if re.search(pattern, prompt)]
+        asked = [form for marker, form in _FORMS.items() if _asks_for(marker, prompt)]
         answers = [form.format(text) for form in asked or _FORMS.values()]
         try:
             if any(_is_right(score(source, answer, gold, extra_info)) for answer in answers):

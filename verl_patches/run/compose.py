@@ -156,7 +156,8 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 def _quote_home(override: str) -> str:
     """Return an override with quotes around values such as ~/a, which Hydra's grammar has no place for."""
-    return override if re.search("['\"]", override) else re.sub(r"(?<=[=\[,])~[^\s,\[\]{}()]*", r"'\g<0>'", override)
+    quoted, home = r"'[^']*'|\"[^\"]*\"", r"(?<=[=\[,:\s])~[^\s,\[\]{}()]*"
+    return re.sub(f"{quoted}|{home}", lambda found: f"'{found[0]}'" if found[0][0] == "~" else found[0], override)
 
 
 def check_choice(group: str, name: str, folder: Path) -> None:

@@ -86,7 +86,7 @@ class RowCheck:
         The dataset gets `row_report`, a sentence about what was left out or not checked, or "". Raises ConfigError for
         a bad row, and where fewer rows than a batch are left.
         """
-        _require_same_extra_info(self.files)
+        _require_same_columns(self.files)
         kept = np.array([keeps for file in self.files for keeps in self._check_file(file)], dtype=bool)
         config, given = self.dataset.config, self.dataset.original_data_files
         trains = given in (config.get("train_files"), [config.get("train_files")])
@@ -107,11 +107,13 @@ class RowCheck:
 
         progress = {"desc": f"check {file}", "unit": "row", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
         with parquet.ParquetFile(file) as opened, tqdm(total=opened.metadata.num_rows, **progress) as bar:
+            number = 0
             for batch in opened.iter_batches(_BATCH_ROWS, columns=self.columns):
                 for fault, tokens in self.check_rows(batch.to_pylist()):
-                    yield self._keeps(f"{file}, row {bar.n}", fault, tokens)
+                    yield self._keeps(f"{file}, row {number}", fault, tokens)
+                    number += 1
                     bar.update()
-        self.rows += bar.n
+        self.rows += number
 
     def _keeps(self, place: str, fault: str | None, tokens: int) -> bool:
         """Count a row and return whether it is kept; raise ConfigError for a bad one that is not to be dropped."""
@@ -140,16 +142,19 @@ class RowCheck:
         return "; ".join([*parts, self.unchecked] if self.unchecked else parts)
 
 
-def _require_same_extra_info(files: list[str]) -> None:
-    """Raise ConfigError where verl could not join the column extra_info of the files, or would fill it with null."""
+def _require_same_columns(files: list[str]) -> None:
+    """Raise ConfigError where verl could not join a column of the files, or would fill extra_info with null."""
     from datasets import Features
     from pyarrow import parquet
 
-    for file in files:
-        found, first = (Features.from_arrow_schema(parquet.read_schema(f)).get("extra_info") for f in (file, files[0]))
-        if found != first:
-            text = f"column extra_info is {found or 'absent'}; expected {first or 'none'}, as in {files[0]}"
-            raise ConfigError(f"{file}: {text}: write all files alike, as `data build` does (docs/data.md)")
+    first = Features.from_arrow_schema(parquet.read_schema(files[0]))
+    for file in files[1:]:
+        found = Features.from_arrow_schema(parquet.read_schema(file))
+        for name in {"extra_info", *(first.keys() & found.keys())}:
+            if found.get(name) != first.get(name):
+                text = f"column {name} is {found.get(name, 'absent')}; expected {first.get(name, 'none')}"
+                text += f", as in {files[0]}: write all files alike, as `data build` does (docs/data.md)"
+                raise ConfigError(f"{file}: {text}")
 
 
 def _check_rl_rows(dataset: Any, gold: GoldCheck, rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:

@@ -1,6 +1,7 @@
 """Test that the loggers of trainer.logger are checked before a start, and write into the run's folder."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,16 +14,18 @@ from verl_patches.run.record.loggers import LOGGERS, require_loggers
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
     """Make the packages of all loggers found, and the home folder empty; return it."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
-def test_a_logger_without_its_package_is_refused(monkeypatch):
+def test_a_logger_without_its_package_is_refused(monkeypatch, tmp_path):
     require_loggers(["console", "tensorboard"], {})
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
-    with pytest.raises(ConfigError, match=r"trainer.logger has wandb: expected the package wandb .*install it"):
-        require_loggers(["console", "wandb"], None)
+    for logger in ("wandb", "swanlab"):  # neither is among the requirements
+        (tmp_path / logger).mkdir()
+        with pytest.raises(ConfigError, match=f"trainer.logger has {logger}: expected the package {logger} .*install"):
+            require_loggers(["console", logger], None)
+        monkeypatch.syspath_prepend(tmp_path)  # the second one is found as a folder
 
 
 @pytest.mark.parametrize(("name", "given", "login"), [

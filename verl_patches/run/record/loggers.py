@@ -55,7 +55,8 @@ def require_loggers(given: str | Iterable[str], environ: Mapping[str, str] | Non
     With environ None, the variables are those of another process, and only packages are looked for.
     """
     for name, logger in chosen_loggers(given).items():
-        if importlib.util.find_spec(logger.package) is None:
+        package = importlib.util.find_spec(logger.package)
+        if package is None or package.origin is None:  # without: a folder of that name, such as wandb makes
             expected, todo = f"the package {logger.package} in this Python", "install it"
         elif environ is None or _has_key(logger, environ):
             continue
