@@ -119,7 +119,7 @@ REFUSED = [
     (rules.batch_checks, TINY, [f"{LOG_PROB}=8", f"{LOG_PROB}_per_gpu=null"], ["which plans read"]),  # verl takes it
     (rules.critic_checks, TINY, ["algo=ppo", "critic.use_dynamic_bsz=true", "critic.rollout_n=3",
                                  "critic.load_weight=false", OFF("update.recipe_critic")],
-     ["critic does not read it", "expected .*rollout.n, 2", "load_weight must be true", "verl's own critic"]),
+     ["no critic here supports it", "expected .*rollout.n, 2", "load_weight must be true", "verl's own critic"]),
     (rules.micro_batch_checks, TINY, [
         "recipe.tensor_cache.enabled=true", "data.return_raw_chat=true", "actor_rollout_ref.actor.use_dynamic_bsz=true",
         f"{PPO}_max_token_len_per_gpu=8"],

@@ -39,16 +39,16 @@ def test_a_preset_holds_over_a_base(base, algorithm):
 @pytest.mark.parametrize(("algorithm", "override", "words"), [
     ("dpo", f"{ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode is token-mean: only then each response weighs equally"),
     ("dpo", f"{ACTOR}.kl_loss_type=low_var_kl", "kl_loss_type is low_var_kl: .* overflow, .*; set kl"),
-    ("dpo", f"{ACTOR}.ppo_mini_batch_size=2", "ppo_mini_batch_size is 2: the gradient is that of the whole batch"),
+    ("dpo", f"{ACTOR}.ppo_mini_batch_size=2", "ppo_mini_batch_size is 2: the step must be one optimizer step"),
     ("dpo", "recipe.train.skip_old_log_prob=true", "skip_old_log_prob is True: the loss needs the policy's log-probs"),
     ("dpo", "actor_rollout_ref.rollout.n=1", "rollout.n is 1: a prompt has that many responses in a batch; set 2"),
     ("sft", "recipe.objective.label_smoothing=0.1", "label_smoothing is 0.1: only dpo has it; set 0"),
     ("sft", "data.custom_cls.path=null", "custom_cls.path is null: verl's own dataset gives no responses"),
     ("sft", "trainer.test_freq=1", "validation would sample; set trainer.test_freq=-1"),
     ("sft", "algorithm.adv_estimator=gae", "adv_estimator is gae: other estimators would need a critic; set grpo"),
-    ("rm", "critic.ppo_epochs=2", "critic.ppo_epochs is 2: the gradient is that of the whole batch, .*; set 1"),
+    ("rm", "critic.ppo_epochs=2", "critic.ppo_epochs is 2: the step must be one optimizer step .*; set 1"),
     ("sft", "recipe.rewards=[{name: maths}]", "recipe.rewards is .*: fixed responses have no reward"),
-    ("kto", "data.train_batch_size=1", "train_batch_size is 1: the KL pairs a prompt with another row's response"),
+    ("kto", "data.train_batch_size=1", "train_batch_size is 1: KTO's KL estimate pairs a prompt with another"),
 ])  # fmt: skip
 def test_what_contradicts_the_gradient_is_refused_with_the_reason(algorithm, override, words):
     found = list(objective_faults(composed(TINY, [f"algo={algorithm}", override])))

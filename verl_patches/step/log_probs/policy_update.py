@@ -31,7 +31,7 @@ from verl_patches.step.log_probs.ratio_settings import Correction, parse_correct
 _ROLLOUT_COLUMN, _OLD_COLUMN = "rollout_log_probs", "old_log_probs"
 _MISSING_COLUMN = (
     "recipe.rollout_correction is on, but the batch has no rollout_log_probs; expected vLLM's log-prob of each sampled "
-    "token. On line a3 row rollout.keep_log_probs adds them: look at `status --run DIR`"
+    "token. On line a3 patch row rollout.keep_log_probs must be on, which adds them: see `status --run DIR`"
 )
 _LOSS_NOT_CALLED = (
     "recipe.train.{} is set, but the update did not compute its loss by row update.loss_on_policy, so it used the old "

@@ -160,7 +160,7 @@ def split_tokens(tokenizer: Any, messages: list[Message], tools: Any = None) -> 
     prompt, whole = (tokenizer.encode(text, add_special_tokens=False) for text in (head, head + rest))
     if whole[: len(prompt)] != prompt:
         places = f"the end of the prompt, {head[-20:]!r}, and the begin of the response, {rest[:20]!r}"
-        raise ValueError(f"the tokenizer joins {places}, to one token; strip blanks at the response's begin")
+        raise ValueError(f"the tokenizer joins {places}, to one token; remove leading blanks of the response")
     return prompt, _with_end(tokenizer, whole[len(prompt) :])
 
 

@@ -22,7 +22,7 @@ def estimator_checks(run: RunSpec) -> Iterator[Check]:
     estimator, rollout = run.verl.algorithm.adv_estimator, run.verl.actor_rollout_ref.rollout
     detail = f"{estimator}, {rollout.n} response(s) a prompt"
     if estimator == "remax":
-        detail += ", and a greedy one, whose rollout and weight sync the modelled step leaves out"
+        detail += ", and a greedy one, whose rollout and weight sync `plan` does not count"
     fault = (
         f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
         "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"
@@ -62,10 +62,7 @@ def critic_checks(run: RunSpec) -> Iterator[Check]:
         return
     faults: list[str] = []
     if critic.use_dynamic_bsz:
-        faults.append(
-            "critic.use_dynamic_bsz is true: verl 54c9b736's critic does not read it, and micro batches of 0.4.0's are "
-            "not planned within the budget; set it false"
-        )
+        faults.append("critic.use_dynamic_bsz is true, but no critic here supports it; set it false")
     if critic.rollout_n != actor.rollout.n:
         faults.append(f"critic.rollout_n is {critic.rollout_n}; expected {_ROLLOUT}.n, {actor.rollout.n}")
     if critic.ppo_micro_batch_size is not None:

@@ -56,7 +56,10 @@ def objective_faults(run: RunSpec) -> Iterator[str]:
     if run.verl.data.custom_cls.path is None:
         yield f"{fact} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
     if objective.name == "kto" and run.verl.data.train_batch_size < 2:
-        yield f"{fact} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
+        yield (
+            f"{fact} data.train_batch_size is 1: KTO's KL estimate pairs a prompt with another row's response; set 2 "
+            "or more"
+        )
     for key, (expected, why) in _expected_settings(run, objective.name).items():
         if (found := OmegaConf.select(run.verl, key)) != expected:
             shown = str(expected).lower() if isinstance(expected, bool) else expected
@@ -69,7 +72,7 @@ def _expected_settings(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
     """Return {key: (expected value, reason)} for an objective."""
     trained = "critic" if name in VALUE_OBJECTIVES else _ACTOR
     term, sampled = "the loss has no other term", "no response is sampled"
-    whole = "the gradient is that of the whole batch, at weights that have not changed"
+    whole = "the step must be one optimizer step over the whole batch"
     equally = "only then each response weighs equally, whatever its length and micro batch"
     expected = {
         f"{_ROLLOUT}.n": (RESPONSES_PER_PROMPT[name], "a prompt has that many responses in a batch"),
