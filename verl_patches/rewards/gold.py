@@ -84,9 +84,10 @@ class GoldCheck:
             return f"verl's score of data_source {source!r} needs a package: {error}; install it"
         form = f"in the form that the prompt asks for, {answers[0]!r:.80}," if asked else "in each form"
         remedy = (
-            "{name: maths} reads the last \\boxed{}: build with prompt_type=boxed; {name: data_source} is verl's own"
+            "either {name: maths}, which reads the last \\boxed{} (build the data with prompt_type=boxed), "
+            "or {name: data_source}, verl's own score"
         )
-        return f"the gold answer {form} scores below 1, and so would right answers; in recipe.rewards {remedy}"
+        return f"the gold answer {form} scores below 1, and so would right answers; use in recipe.rewards {remedy}"
 
     def _source_fault(self, source: str) -> str | None:
         if source in self._sources:

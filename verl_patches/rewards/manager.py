@@ -121,7 +121,7 @@ class RewardManager:
                 continue
             elif scores is None or scores.shape[1:] != expected:
                 found = "none" if scores is None else f"{list(scores.shape)}"
-                shape = f"{[len(responses), *expected]}, found {found}; row reward.models computes them"
+                shape = f"{[len(responses), *expected]}, found {found}; patch row reward.models must be on"
                 raise RewardError(f"{part}: expected {RM_SCORES} [responses, reward models] of shape {shape}")
             else:
                 values, model_index = scores[:, model_index].tolist(), model_index + 1
