@@ -155,7 +155,7 @@ def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
     (found,) = findings(make_node(), "versions").values()
     assert (found.state, found.expected) == ("problem", "the packages of line a3")
-    assert found.found == "the packages of line pypi" and found.todo.startswith("keep them")
+    assert found.found == "the packages of line pypi" and found.todo.startswith("keep the installed packages")
     mixed = {name: A3_VERSIONS.get(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
     found = findings(make_node(distribution=mixed.get, ascend=tmp_path), "versions")
     assert found["versions: torch"].todo.startswith("install torch 2.5.1")

@@ -181,7 +181,12 @@ def _versions(node: Node) -> Iterator[Result]:
     if other not in (None, line):
         if node.npu or not trees.folders:
             todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else f"run {our_command('setup.sh')}"
-            yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"keep them; {todo}")
+            yield Result(
+                False,
+                f"the packages of line {other}",
+                f"the packages of line {line}",
+                f"keep the installed packages; {todo}",
+            )
             return
         own = load_pins().line(line).repositories  # on a CPU only the checkouts of --upstream are of this line
         findings = tuple(one for one in findings if one.name in own)
