@@ -24,7 +24,7 @@ MEMORY_GROUPS = {
     "actor_params": "parameters of the actor: Megatron's param buffers",
     "grads": "its main gradients: Megatron's grad buffers",
     "optimizer": "fp32 main parameters and Adam's moments of this rank's share, all at once",
-    "swap_window": "the piece of the optimizer that is on the device during a swapped step",
+    "swap_window": "with recipe.train.swap_optimizer the piece of the optimizer that is on the device",
     "ref_params": "parameters of the reference model",
     "rollout_weights": "parameters of vLLM's model, and the projections that it derives from them where it copies",
     "kv_cache": "vLLM's blocks",
@@ -33,7 +33,7 @@ MEMORY_GROUPS = {
     "critic_params": "parameters of the critic",
     "critic_grads": "its main gradients",
     "critic_optimizer": "fp32 main parameters and Adam's moments of the critic, of this rank's share, all at once",
-    "critic_window": "the piece of the critic's optimizer that is on the device during a swapped step",
+    "critic_window": "with recipe.train.swap_optimizer the piece of the critic's optimizer that is on the device",
     "reward_params": "parameters of the reward model that scores; each has a host copy of its own",
 }
 ROLLOUT_PHASES = ("reshard", "wake_kv", "rollout", "sleep")  # phases of runs that sample responses
