@@ -152,11 +152,11 @@ def _load_repeated(model, name, weight):
 
 @pytest.mark.parametrize(("name", "load", "reason"), [
     ("norm", lambda m, n, w: m.norm.data.copy_(w + 1), "aten.add.Tensor computes"),
-    ("norm", _load_by_staging, "aten.copy_.default changes it"),
+    ("norm", _load_by_staging, "aten.copy_.default changes this weight"),
     ("norm", _load_by_branching, "item"),
     ("norm", _load_repeated, "repeats"),
     ("norm", lambda m, n, w: m.norm.data.view(torch.uint8).copy_(w.view(torch.uint8)), "another dtype"),
-    ("norm", _load_and_double, "aten.mul_.Tensor writes it"),
+    ("norm", _load_and_double, "aten.mul_.Tensor computes in place"),
     ("bias", lambda m, n, w: m.bias.copy_(w.to(torch.float16)), "aten._to_copy.default computes"),
     ("expert up", lambda m, n, w: m.w13.data[0].copy_(w.t()), "0.up: RuntimeError"),  # axes swapped
 ])  # fmt: skip

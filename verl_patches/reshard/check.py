@@ -25,10 +25,16 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
     if sorted(rank_plans) != list(range(plan.world_size)):
-        raise RecipeError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
+        raise RecipeError(
+            f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}; "
+            "this is a fault of this repository: report it"
+        )
     for rank, rank_plan in sorted(rank_plans.items()):
         if rank_plan.rank != rank:
-            raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}")
+            raise RecipeError(
+                f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}; "
+                "this is a fault of this repository: report it"
+            )
         _check_buckets(plan, rank_plan)
         _check_sources(plan, rank_plan)
         _check_destinations(plan, rank_plan)
@@ -39,7 +45,7 @@ def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     if len(rank_plan.buckets) != plan.bucket_count:
         raise RecipeError(
             f"reshard plan: rank {rank_plan.rank} has {len(rank_plan.buckets)} buckets, expected "
-            f"{plan.bucket_count}: the exchange would hang"
+            f"{plan.bucket_count}, so that the weight sync would hang; this is a fault of this repository: report it"
         )
     by_name = plan.inventory.by_name
     for number, bucket in enumerate(rank_plan.buckets):
@@ -48,7 +54,8 @@ def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
             if size > plan.bucket_bytes:
                 raise RecipeError(
                     f"reshard plan: rank {rank_plan.rank} {verb} {size} bytes in bucket {number}, "
-                    f"expected at most bucket_bytes = {plan.bucket_bytes}"
+                    f"expected at most bucket_bytes = {plan.bucket_bytes}; "
+                    "this is a fault of this repository: report it"
                 )
 
 
@@ -61,7 +68,8 @@ def _check_sources(plan: ReshardPlan, rank_plan: RankPlan) -> None:
             if shard is None or not contains(shard_region(shard), region, shard.parameter.shape):
                 raise RecipeError(
                     f"reshard plan: rank {rank_plan.rank} {verb} {region}; expected a part of its training shard "
-                    f"({plan.train}), found {shard_region(shard) if shard else 'no shard of that tensor'}"
+                    f"({plan.train}), found {shard_region(shard) if shard else 'no shard of that tensor'}; "
+                    "this is a fault of this repository: report it"
                 )
 
 
@@ -74,7 +82,7 @@ def _check_destinations(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     for name in written.keys() - needed.keys():
         raise RecipeError(
             f"reshard plan: rank {rank_plan.rank} receives or keeps {written[name][0]}, but its rollout layout "
-            f"({plan.rollout}) holds no part of that tensor"
+            f"({plan.rollout}) holds no part of that tensor; this is a fault of this repository: report it"
         )
     for name, shard in needed.items():
         shape, regions, expected = shard.parameter.shape, written.get(name, ()), shard_region(shard)
@@ -84,7 +92,7 @@ def _check_destinations(plan: ReshardPlan, rank_plan: RankPlan) -> None:
             if faulty:
                 raise RecipeError(
                     f"reshard plan: rank {rank_plan.rank} needs {expected} written exactly once, "
-                    f"found {fault} of {_region_list(faulty)}"
+                    f"found {fault} of {_region_list(faulty)}; this is a fault of this repository: report it"
                 )
 
 
@@ -102,7 +110,7 @@ def _check_segments(rank_plans: Mapping[int, RankPlan]) -> None:
             raise RecipeError(
                 f"reshard plan: bucket {number}: rank {sender} sends {_region_list(sent) or 'no region'} to rank "
                 f"{receiver}, which expects {_region_list(expected) or 'no region'}; expected the same regions in the "
-                "same order, at least one, and two different ranks"
+                "same order, at least one, and two different ranks; this is a fault of this repository: report it"
             )
 
 

@@ -123,7 +123,7 @@ class Trace(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if storage_id(tensor) not in self._origins:  # a view is tracked already
-                self._track(tensor, origin.name, origin.reason or f"{func} computes a new tensor from it")
+                self._track(tensor, origin.name, origin.reason or f"{func} computes new values from this weight")
         return result
 
     def _cast_storage(self, source: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
@@ -144,7 +144,9 @@ class Trace(TorchDispatchMode):
         origin = self._find_origin(args, kwargs)
         if origin is not None:  # the loader's own memory depends on a weight from now on
             for tensor in written:
-                self._track(tensor, origin.name, origin.reason or f"{func} changes it or copies it elsewhere")
+                self._track(
+                    tensor, origin.name, origin.reason or f"{func} changes this weight or copies it to other memory"
+                )
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):  # it has no data to write
                 return _in_place_result(func, written)
         return func(*args, **kwargs)
@@ -157,7 +159,7 @@ class Trace(TorchDispatchMode):
             if live[0].numel():
                 self.constants.append(Constant(value, live[0]))
         elif any(tensor.numel() for tensor in live):
-            self._refuse(self._find_origin(args, kwargs), f"{func} writes it")
+            self._refuse(self._find_origin(args, kwargs), f"{func} computes in place on a tensor of vLLM's model")
 
     def _record_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if view_id(target) == view_id(source) or not target.numel():

@@ -307,7 +307,8 @@ class Executor:
         if freed:
             raise RuntimeError(
                 f"{freed[0]} and {len(freed) - 1} more have no device memory: expected training and rollout weights on "
-                "the device, found them offloaded or freed by sleep mode; load them before the sync"
+                "the device, found them offloaded or freed by sleep mode; bring them back before the sync (by "
+                "load_megatron_model_to_gpu, wake_up)"
             )
         for buffer in self._wire:
             buffer.untyped_storage().resize_(buffer.nbytes)

@@ -104,11 +104,17 @@ class Verifier:
         shape = self.parameters[region.name].shape
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
         if not parts:
-            raise ReshardError(f"{region}: expected in rollout memory of rank {self.rank}, found in no parameter")
+            raise ReshardError(
+                f"{region}: expected in rollout memory of rank {self.rank}, found in no parameter; "
+                "this is a fault of this repository: report it"
+            )
         for part in parts:
             values = region_view(part.tensor, part.region, region, shape)
             if values is None:
-                raise ReshardError(f"{region}: expected whole in {part.parameter}, found only {part.region}")
+                raise ReshardError(
+                    f"{region}: expected whole in {part.parameter}, found only {part.region}; "
+                    "this is a fault of this repository: report it"
+                )
             yield part.parameter, values
 
     def _common_dtypes(self) -> dict[str, torch.dtype]:
