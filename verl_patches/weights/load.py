@@ -163,7 +163,9 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     The values are equal on all ranks and in all runs. Raises ConfigError for another tensor.
     """
     if name not in (SCORE, SCORE_BIAS):
-        raise ConfigError(f"weights: {folder}: expected a causal LM with {name}, found a value model; give another")
+        raise ConfigError(
+            f"weights: {folder}: expected a causal LM with {name}, found a value model; give another folder"
+        )
     target.zero_()
     if name == SCORE:
         drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))

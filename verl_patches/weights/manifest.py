@@ -318,7 +318,8 @@ def build_header(tensors: Sequence[TensorEntry], where: str, **metadata: str) ->
         if offset % ITEM_BYTES[tensor.dtype]:
             raise ConfigError(
                 f"{where}: tensor {tensor.key!r} would begin at byte {offset}, expected a multiple of "
-                f"{ITEM_BYTES[tensor.dtype]}, the bytes of {tensor.dtype}; with --dtype fp8 use bf16 instead"
+                f"{ITEM_BYTES[tensor.dtype]}, the bytes of {tensor.dtype}; if you convert to FP8 (--dtype fp8 or "
+                "export --fp8), convert to bf16 instead"
             )
         stop = offset + tensor.size_bytes
         found[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}

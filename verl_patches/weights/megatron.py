@@ -184,8 +184,9 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
     needed = (tensor.offset + math.prod(tensor.shape)) * ITEM_BYTES.get(tensor.dtype, 0)
     if list(tensor.stride) != contiguous or not 0 < needed <= there:
         raise ConfigError(
-            f"{path}: {name}: expected a contiguous {tensor.dtype} {tensor.shape} of {needed} bytes, found strides "
-            f"{tensor.stride} and {there} bytes; save the file again with contiguous tensors"
+            f"{path}: {name}: expected a contiguous {tensor.dtype} {tensor.shape} in the first {needed} bytes of its "
+            f"record, found strides {tensor.stride} and a record of {there} bytes; save the file again with contiguous "
+            "tensors, or copy it again if the record is too short"
         )
 
 

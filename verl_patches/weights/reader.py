@@ -297,7 +297,10 @@ class WeightReader:
             out[_relative_slice(shared[0], wanted[0]), _relative_slice(shared[1], wanted[1])] = part
             left -= part.numel()
         if left:
-            raise ConfigError(f"{self.source.folder}: {role} of {region}: {left} elements are in no file")
+            raise ConfigError(
+                f"{self.source.folder}: {role} of {region}: {left} elements are in no file: the folder is incomplete; "
+                "copy it again, or take an older checkpoint; `weights verify FOLDER` lists every fault"
+            )
         return out.view(region.shape_in(whole))
 
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
@@ -314,7 +317,9 @@ class WeightReader:
         if reached < stop:
             entry = states[0].entry
             raise ConfigError(
-                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file"
+                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file: "
+                "the folder is incomplete; copy it again, or take an older checkpoint; `weights verify FOLDER` lists "
+                "every fault"
             )
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
