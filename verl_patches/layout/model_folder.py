@@ -90,7 +90,8 @@ def _rename_new_keys(config: dict[str, Any], where: str) -> None:
     if unknown := sorted(yarn.keys() - {*YARN_KEYS}):
         raise ConfigError(
             f"{where}: the settings of rope have {', '.join(unknown)}; expected {', '.join(YARN_KEYS)} alone, as "
-            "Megatron and vLLM do not both read others: remove the key if it does not change this model"
+            "Megatron and vLLM do not both read others: remove a key if transformers computes the same without it; "
+            "else this model is not supported"
         )
     config["rope_scaling"] = {**yarn, "type": kind} if yarn or kind != "default" else None
 
