@@ -299,14 +299,14 @@ def _none_as_null(value: Any) -> Any:
 _UNMAPPED_REMEDY = "remove it, or map it in model/mindspeed/arguments.py"
 _PHASES_REASON = "verl moves it between phases (verl/workers/megatron_workers.py)"
 _FUSED_REASON = "MindSpeed's fused kernel; null means on"
-_DCP_REASON = "Megatron 0.8.0's distributed checkpoint does not support MindSpeed's stacked experts"
-_RECIPE_REASON = "MindSpeed-LLM does not read this key; use recipe.train and gradient_checkpointing_kwargs"
+_DCP_REASON = "must be off, as Megatron 0.8.0's distributed checkpoint does not support MindSpeed's stacked experts"
+_RECIPE_REASON = "must be empty, as MindSpeed-LLM does not read it; use recipe.train and gradient_checkpointing_kwargs"
 
 TABLE: tuple[Key, ...] = (
     Key(_A + "tensor_model_parallel_size", "value", "--tensor-model-parallel-size", "TP"),
     Key(_A + "pipeline_model_parallel_size", "value", "--pipeline-model-parallel-size", "PP"),
     Key(_A + "virtual_pipeline_model_parallel_size", "only", (None, 1),
-        "virtual stages are not supported: MindSpeed-LLM takes no layer list with them, and weight names lack them"),
+        "must be null or 1, as MindSpeed-LLM takes no layer list with virtual stages, and weight names lack the stage"),
     Key(_A + "context_parallel_size", "convert", _context_parallel_args,
         "Ulysses: ranks exchange parts of tokens for parts of heads around attention. Each micro batch has a length of "
         "its own; start.py sets that after the validators, which forbid it "
@@ -364,7 +364,8 @@ TABLE: tuple[Key, ...] = (
         False),
     Key(_R + "overlap_grad_reduce", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)",
         False),
-    Key(_R + "ddp_bucket_size", "convert", _bucket_args, "in one reduction; null: 40e6, or 1e6 x DP if more"),
+    Key(_R + "ddp_bucket_size", "convert", _bucket_args,
+        "parameters in one reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "distributed_timeout_minutes", "value", "--distributed-timeout-minutes",
         "timeout of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key(_R + "moe_router_bias_update_rate", "value", "--moe-router-bias-update-rate",
@@ -429,7 +430,7 @@ def _engine_setting(row: Key, get: Get) -> Setting:
             return setting(f"with {row.target}")
         return setting("refused", why=f"must equal {row.target}, {actors!r}: {row.why}")
     if row.how == "only":
-        return setting("mapped", why=f"a supported value: {row.why}") if value in row.target else setting("refused")
+        return setting("mapped", why=f"a supported value ({row.why})") if value in row.target else setting("refused")
     if row.how == "convert":
         try:
             return setting("mapped", *row.target(value, get))
