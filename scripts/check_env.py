@@ -4,7 +4,8 @@
 
 Prints one line per finding and exits 1 where something must be repaired:
     missing NAME==VERSION      not installed, or another version is
-    damaged NAME==VERSION      installed, but files of it are gone or empty; as pinned, but with a local version part
+    damaged NAME==VERSION      installed, but files of it are gone or empty; VERSION is what must be installed again:
+                               the pin's, or the installed one where that has a local part, such as 2.13.0+cpu
     stamp REASON               the last set-up did not finish, or was made from other pins or another Python
     project REASON             the project itself is not installed from ROOT, or was before pyproject.toml changed
     cuda NAME                  a CUDA package came along (reported, not an error)
