@@ -160,7 +160,7 @@ SYSTEM = {"role": "system", "content": "a"}
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
     ("instruction", {"messages": [HI]}, "the last message of messages to have role assistant, found user"),
     ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
-    ("preference", {"chosen": [say(1), HELLO], "rejected": [say(2), NO]}, "chosen and rejected to answer the same"),
+    ("preference", {"chosen": [say(1), HELLO], "rejected": [say(2), NO]}, "expected the same prompt before"),
     ("preference", {"prompt": "Say 2.", "chosen": [say(1), HELLO], "rejected": "a"}, "of chosen to begin with prompt"),
     ("preference", {"prompt": "p", "tools": TOOLS, "chosen": "a", "rejected": "b"}, "texts alone, found tools"),
     ("labelled", {"prompt": "p", "response": [{**NO, "reasoning_content": "r"}], "label": 1}, "reasoning_content"),

@@ -222,7 +222,7 @@ def _read_answers(record: Record, *fields: str) -> Row:
             raise ValueError(f"expected the messages of {field} to begin with prompt, found others")
         if found != next(iter(before.values())):
             raise ValueError(
-                f"expected {' and '.join(fields)} to answer the same messages, found others before the last"
+                f"expected the same prompt before the last message of {' and '.join(fields)}, found different ones"
             )
     return {"prompt": next(iter(before.values()), prompt), **{field: found[-1] for field, found in messages.items()}}
 
