@@ -302,7 +302,7 @@ def _npu_paged_attention_mla(
     query is [B, N, L + R], key_cache [blocks, size, 1, L + R].
     """
     found = query.shape[1], num_kv_heads
-    demand(found == (num_heads, 1), f"query and key must have {num_heads, 1} heads, found {found}")
+    demand(found == (num_heads, 1), f"(query heads, key heads) must be {num_heads, 1}, found {found}")
     demand_one_dtype(query=query, key_cache=key_cache, out=out)
     demand_int32(block_table=block_table, context_lens=context_lens)
     demand_sequences(len(query), block_table=block_table, context_lens=context_lens, out=out)
@@ -320,7 +320,7 @@ def npu_multi_head_latent_attention(
     demand_int32(context_lens=context_lens if isinstance(context_lens, torch.Tensor) else None)
     demand_sequences(len(q_nope), q_rope=q_rope, block_tables=block_tables, context_lens=context_lens)
     found = q_nope.shape[1], kv_headnum
-    demand(found == (q_headnum, 1), f"query and key must have {q_headnum, 1} heads, found {found}")
+    demand(found == (q_headnum, 1), f"(query heads, key heads) must be {q_headnum, 1}, found {found}")
     out = torch.empty_like(q_nope)
     for at, length in enumerate(map(int, context_lens)):
         keys = torch.cat([read_cache(cache, block_tables[at], length) for cache in (ctkv, k_rope)], -1)

@@ -236,7 +236,10 @@ def npu_moe_distribute_combine(
     """
     demand_defaults("npu_moe_distribute_combine", unused)
     demand(tp_world_size in (0, 1), f"tp_world_size must be 0 or 1 (group_tp is not supported), found {tp_world_size}")
-    demand(tp_send_counts is None or not bool(tp_send_counts.any()), "tp_send_counts must be 0, as dispatched")
+    demand(
+        tp_send_counts is None or not bool(tp_send_counts.any()),
+        "tp_send_counts must be 0, as npu_moe_distribute_dispatch gave",
+    )
     demand(expert_scales.dtype == torch.float32, f"expert_scales must be float32, found {expert_scales.dtype}")
     shapes = f"expert_scales {list(expert_scales.shape)} and expert_ids {list(expert_ids.shape)}"
     demand(expert_scales.shape == expert_ids.shape, f"{shapes} must be of one shape")
