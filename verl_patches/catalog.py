@@ -99,14 +99,14 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     _ascend("rollout.ascend_decode_kv", "wrap", "vllm_ascend.attention.mla_v1:AscendMLAImpl.forward",
             "verl_patches.rollout.ascend:write_decode_kv",
             "With torchair a batch of decodes and prefills, which V1's own scheduler makes, never writes the decode "
-            "tokens' KV: later tokens are silently wrong (|dlogp| 2.2 on a tiny model). And a prompt of one token "
-            "among fresh prompts ends in more slots than keys.",
+            "tokens' KV: later tokens are silently wrong (|dlogp| 2.2, a tiny model). A prompt of one token counts as "
+            "a decode: among new prompts, the keys of the others alone are written to the slots of all tokens.",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
     _ascend("rollout.ascend_multistream_mla", "wrap",
             "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MLAAttention.__init__",
             "verl_patches.rollout.ascend:pass_multistream_mla",
-            "The class's forward computes enable_multistream_mla and drops it where torchair is enabled: the KV "
-            "cache's write and the query's rotary embedding stay on the first stream.",
+            "The class's forward computes enable_multistream_mla, but does not pass it on where torchair is enabled: "
+            "the KV cache's write and the query's rotary embedding stay on the first stream.",
             exit="the pin's forward keeps its forward_kwargs with torchair too", feature="multistream_mla"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
@@ -137,8 +137,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             bindings=_GROUP_INIT_HOLDERS),
     _ascend("rollout.ascend_mc2_name", "wrap", "vllm_ascend.ops.fused_moe:AscendUnquantizedFusedMoEMethod.__init__",
             "verl_patches.platform.npu.groups:use_mc2_group",
-            "The only place from which MC2's ops get the name of their communicator, in graphs too; the methods of "
-            "quantised experts have their own, which no weight sync of ours writes into.",
+            "The method gives MC2's ops, in graphs too, the communicator of vLLM's EP group, on which prefills run. "
+            "Methods of quantised experts do so too, but are not covered: weights are not synced to such experts.",
             exit="as rollout.ascend_mc2_groups", needs=("rollout.ascend_mc2_groups",)),
     _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
             "verl_patches.platform.npu.groups:rollout_group_options",
@@ -149,8 +149,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.step.replay.expert_load:count_experts",
-            "Balanced routing takes the place of the router's choice inside of AscendUnquantizedFusedMoEMethod.apply, "
-            "so expert ids are seen where it hands them on: recipe.expert_load records max / mean tokens of experts.",
+            "For recipe.expert_load (max / mean tokens of experts), ids are counted at the call that takes them: "
+            "before it, in AscendUnquantizedFusedMoEMethod.apply, balanced routing replaces the router's choice.",
             exit="vllm-ascend reports the load of its experts", role="observe", feature="expert_load"),
     _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
             "verl_patches.step.replay.expert_load:count_experts",
@@ -171,7 +171,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="as rollout.rebalance", feature="rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:share_dp_metadata",
-            "A decode step has two all-reduces of DP ranks, 3 ms each (quoted): whether any has requests "
+            "DP ranks all-reduce twice in a decode step, 3 ms each in the published run: whether any has requests "
             "(vllm_ascend.patch.platform.patch_common.patch_distributed.ascend_has_unfinished_dp), and their most "
             "tokens (target of rollout.ascend_dp_metadata), 0 where none has.",
             exit="vllm-ascend's metadata says whether a rank has requests", needs=("rollout.ascend_dp_metadata",),
@@ -179,7 +179,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     _ascend("rollout.ascend_dp_metadata", "wrap",
             "vllm_ascend.worker.model_runner_v1:NPUModelRunner._get_forward_metadata_across_dp",
             "verl_patches.rollout.ascend:reuse_dp_metadata",
-            "A rank without requests has taken part before its dummy batch, which would start another all-reduce.",
+            "share_dp_metadata did the all-reduce of a rank without requests; its dummy batch would start another.",
             exit="as rollout.ascend_dp_sync", role="speed"),
     _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
             "verl_patches.rollout.decode_host:defer_outputs",
@@ -188,7 +188,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
     _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
             "verl_patches.rollout.decode_host:add_log_probs",
-            "verl asks for sampled tokens alone (logprobs=0); vLLM's _make_logprob_dict chains iterators of top ones.",
+            "vLLM builds a dict as for top-k log-probs (_make_logprob_dict) although k is 0: verl sets logprobs=0.",
             exit="vLLM has a short way for logprobs=0", role="speed"),
     _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
             "verl_patches.rollout.decode_host:reuse_schedule",
@@ -262,8 +262,8 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl builds Megatron's attention; MLA is in mindspeed_llm.tasks.models.spec.deepseek_spec", exit=_VERL_HAS_IT),
     _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
         "verl_patches.step.batches.packed_forward:forward_registry",
-        "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
-        "(verl.models.mcore.util.preprocess_packed_seqs), and gathers log-probs without their gradient's factor.",
+        "verl.models.mcore.util.preprocess_packed_seqs cuts sequences for ring attention, which MindSpeed-LLM's MLA "
+        "does not have; and verl's gather of log-probs over CP ranks lacks the factor CP in backward.",
         exit="verl cuts for Ulysses"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
@@ -364,8 +364,8 @@ RESHARD: tuple[PatchSpec, ...] = (
 LOG_PROB: tuple[PatchSpec, ...] = (
     _row("logprob.in_chunks", "replace", f"{_VOCAB_PARALLEL}:vocab_parallel_log_probs_from_logits",
          "verl_patches.model.log_prob:vocab_parallel_log_probs_from_logits",
-         "megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy turns fp32 logits into their softmax "
-         "in forward, where verl's entropy has saved them: a loss with entropy fails in backward. MindSpeed's copies "
+         "megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy overwrites in place, by their softmax, "
+         "the fp32 logits that verl's entropy saved for backward: a loss with entropy fails there. MindSpeed's copies "
          "them, as Megatron's does in bf16: 0.53 GB of fp32 for 4096 tokens at TP4. Replaced, not wrapped: nothing of "
          "it is left to call.",
          exit="verl computes log-probs of vocab-parallel logits by chunks, on NPUs too",
@@ -407,7 +407,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          needs=("update.recipe_worker", "update.loss_on_policy"), feature="on_policy"),
     _row("update.loss_on_policy", "wrap", "verl.trainer.ppo.core_algos:compute_policy_loss",
          "verl_patches.step.log_probs.policy_update:replace_old_log_probs",
-         "The only place where an update's own log-probs can take the place of old ones.",
+         "verl's loss takes the batch's old log-probs, which on policy nothing computes: the update gives its own.",
          exit="as update.on_policy", bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                                                "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
@@ -458,7 +458,7 @@ UPDATE: tuple[PatchSpec, ...] = (
                   "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
     _row("update.mini_batches", "wrap", "verl.utils.megatron.pipeline_parallel:make_batch_generator",
          "verl_patches.step.batches.micro_batches:count_mini_batch",
-         "The one place where the actor's forward_backward_batch has all micro batches of a mini batch.",
+         "agg_loss sees one micro batch; update.sample_weights needs samples and tokens of all in the mini batch.",
          exit="as update.sample_weights", needs=("update.recipe_worker",),
          bindings=("verl.workers.actor.megatron_actor:make_batch_generator",
                    "verl.workers.critic.megatron_critic:make_batch_generator",
@@ -529,8 +529,8 @@ MEMORY: tuple[PatchSpec, ...] = (
          bindings=("verl.workers.actor.megatron_actor:torch", "verl.workers.critic.megatron_critic:torch")),
     _row("memory.sleep_mode", "override", "vllm.entrypoints.llm:LLM.sleep",
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
-         "vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, and "
-         "takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
+         "vLLM's sleep mode copies all weights to the host at every sleep, although the weight sync overwrites them, "
+         "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
          "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
