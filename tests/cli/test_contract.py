@@ -96,7 +96,7 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
     unseen = {name for name, row in rows.items() if "not checked: no vllm" in row["found"]}
     assert {"rollout.llm_arguments", "platform.vllm_silu"} < unseen
     row = rows["memory.empty_cache"]
-    assert row["state"] == "fine" and "identified by verl, 54c9b7364c2d" in row["found"] and "0.4.0" not in row["found"]
+    assert row["state"] == "fine" and "package: verl, 54c9b7364c2d" in row["found"] and "0.4.0" not in row["found"]
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ def test_a_changed_body_is_named_with_row_file_and_line(tree, old, text, changed
 @pytest.mark.parametrize(
     ("row", "old", "text", "words"),
     [
-        (weigh, "def weigh(", "def weigh_all(", "near: weigh_all, line 4"),
-        (read, "def read(self,", "def reads(self,", "near: reads, line 14"),
+        (weigh, "def weigh(", "def weigh_all(", "similar name: weigh_all, line 4"),
+        (read, "def read(self,", "def reads(self,", "similar name: reads, line 14"),
         (new, "        return unit\n", "        return unit\n    def new(self): pass\n", "upstream has this name now"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_module_that_is_missing_or_cannot_be_read_is_a_problem(tree):
     odd = finding(tree, dataclasses.replace(read(), target="up.odd:broken"))
     assert odd.state == "problem" and "up/odd.py:1" in odd.found
     (tree / "up" / "tools.py").rename(tree / "up" / "tool.py")
-    assert "near: up.tool" in finding(tree, read()).details
+    assert "similar name: up.tool" in finding(tree, read()).details
 
 
 @pytest.mark.parametrize(

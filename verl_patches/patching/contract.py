@@ -163,7 +163,7 @@ class RowCheck:
             return
         if self.file is None:
             near = difflib.get_close_matches(spec.target_module, self.tree, n=3)
-            details = tuple(f"near: {module}" for module in near)
+            details = tuple(f"similar name: {module}" for module in near)
             yield Part("problem", f"there is no module {spec.target_module}", _RETARGET_TODO, details)
             return
         try:
@@ -224,18 +224,18 @@ class RowCheck:
         tree = ast.parse(file.read_bytes())
         lines = {node.name: node.lineno for node in ast.walk(tree) if isinstance(node, fp.DEFINITIONS)}
         near = difflib.get_close_matches(qualname.rpartition(".")[2], lines, n=3, cutoff=0.5)
-        details = tuple(f"near: {name}, line {lines[name]}" for name in near)
+        details = tuple(f"similar name: {name}, line {lines[name]}" for name in near)
         text = f"{qualname} is not in {_relative_path(file, self.spec.target_module)}"
         return Part("problem", text, _RETARGET_TODO, details)
 
     def _compare_version(self, pinned: str | None, here: str) -> Part:
         """Compare the package's version instead, as the target has no Python source (and had none when reviewed)."""
         text = "no Python source of its own (an imported name, compiled or inherited)"
-        version = f"{text}: identified by the version of {self.top}, {here} here"
+        version = f"{text}, so its body is compared by the version of {self.top}: {here} here"
         if self.top in self.sources.verified:
-            return Part("fine", f"{text}: identified by {self.sources.verified[self.top]}")
+            return Part("fine", f"{text}, so its body is compared by its package: {self.sources.verified[self.top]}")
         if self.top in self.sources.roots and not self.sources.installed:
-            return Part("note", f"{text}, and {self.top} is not as pinned, so it cannot be identified")
+            return Part("note", f"{text}, and {self.top} is not as pinned, so its body was not compared")
         if pinned is None:
             return Part("note", f"{version}; the line pins no version of it")
         if _public_version(pinned) != _public_version(here):

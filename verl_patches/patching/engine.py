@@ -45,7 +45,8 @@ from verl_patches.patching.spec import PatchSpec, split_place, validate
 from verl_patches.patching.switches import Switches, nearest_text
 
 _ADVICE = {
-    "waiting": "waiting: the target's module was not imported here, or before the prelude; import the prelude first.",
+    "waiting": "waiting: the target's module was never imported in this process, or was imported before the prelude; "
+    "import the prelude first, then that module.",
     "reverted": "reverted: call apply() after revert().",
     "overridden": "overridden: another library replaced the target after our patch. Import it before the prelude, so "
     "that our patch wraps its change, or disable its change, or switch our row off (-row.id).",
