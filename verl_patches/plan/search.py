@@ -97,8 +97,12 @@ def _list_layouts(
         if len(listed) == wanted:
             break
     if not (listed or refused):
-        side = "training layout" if rollouts else "rollout layout, in instances that MC2 takes,"
-        refused[f"memory: no {side} fits a die"] += 1
+        side = (
+            "training layout fits a die"
+            if rollouts
+            else "rollout layout fits a die, among instances whose number of ranks the MC2 operator (if used) accepts"
+        )
+        refused[f"memory: no {side}"] += 1
     return listed, refused
 
 
