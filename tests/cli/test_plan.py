@@ -89,7 +89,7 @@ def test_a_plan_whose_start_is_refused_here_names_no_command_to_start_it():
     (note,) = [check for check in json.loads(call("plan", NODE, "--json").stdout)["checks"] if check["name"] == "verl"]
     assert note["note"] and "--upstream DIR" in note["detail"]
     assert done.stdout.splitlines()[-1].endswith("a start is refused here; next: do what the note on verl says")
-    assert "commands to run, in this order where the note on verl does not apply:" in done.stdout
+    assert "commands to run, in this order; a start is refused as long as the note on verl applies:" in done.stdout
 
 
 def test_no_layout_is_searched_where_none_would_help():

@@ -23,7 +23,7 @@ from verl_patches.upstream.checkouts import find_trees
 PRODUCTION_CONFIG = "deepseekv3_256die_true_weight"
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION_CONFIG}, or the smoke run's with platform=cpu), then overrides."
 THIS_NODE_HELP = "Check only this node, even if a Ray cluster of several nodes runs."
-HEAD_HELP = "HOST:PORT of Ray's head, given to the nodes that another one asks."
+HEAD_HELP = "HOST:PORT of Ray's head; set by doctor itself when it checks another node."
 
 
 def doctor_command(

@@ -157,7 +157,11 @@ def _print_figures(plan: dict[str, Any]) -> None:
         ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
         ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
         ("peak extra bytes (4 wire buffers), GB", f"{peak:.2f}", f"at most {bound:.2f}"),
-        ("from the same card, node, across", ", ".join(f"{100 * n / total:.1f}%" for n in near.values()), ""),
+        (
+            "received from the same card / the same node / other nodes",
+            ", ".join(f"{100 * n / total:.1f}%" for n in near.values()),
+            "",
+        ),
         ("planning, s", str(plan["planning_s"]), ""),
         ("digest", plan["digest"][:16], ""),
     ]

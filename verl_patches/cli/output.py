@@ -39,7 +39,7 @@ _FIGURE_SECTIONS = (
     ("assumptions; rollout seconds saved by no garbage collection and by bound cores are not counted (docs/profile.md)",
      "step.assumed", ()),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
-    ("step model on the published rows (docs/plan.md)", "step.calibration",
+    ("step model on the published runs (docs/plan.md)", "step.calibration",
      ("row", "quoted_s", "modelled_s", "error", "fixes")),
     ("weight sync (modelled), the busiest die", "traffic.weight_sync", ()),
     ("sent by a die to others in a step (modelled)", "traffic.sent", ()),
@@ -181,7 +181,7 @@ def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
     print_table("environment", ("variable", "set in", "reason [read by]"), rows)
     print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
-    where = f" where the note on {', '.join(refused)} does not apply" if refused else ""
+    where = f"; a start is refused as long as the note on {', '.join(refused)} applies" if refused else ""
     print_text(f"commands to run, in this order{where}:", "bold")
     if any("HEAD" in command["command"] for command in plan["commands"]):
         print_text(

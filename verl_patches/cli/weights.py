@@ -89,7 +89,11 @@ def convert_command(
     if as_json:
         print_json(result)
         return
-    left_out = f", {len(opened.left_out)} tensors of uncounted layers left out" if opened.left_out else ""
+    left_out = (
+        f"; left out: {len(opened.left_out)} tensors of layers beyond num_hidden_layers (multi-token prediction)"
+        if opened.left_out
+        else ""
+    )
     typer.echo(
         f"{destination}: {done.written} files written, {done.kept} kept; {done.read_bytes / GB:.3f} GB read, "
         f"{done.write_bytes / GB:.3f} GB written in {result['seconds']} s{left_out}"
