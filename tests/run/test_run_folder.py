@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_run_begins_a_chain_that_auto_does_not_begin_ane
     other = make_start(tmp_path / "other", (5,)) / "checkpoints/global_step_5"
     start, record = take_next_start(make_run(**resume_settings(other)))
     assert (start.step, record.parent, record.source) == (5, None, str(other))
-    with pytest.raises(ConfigError, match=f"it was resumed from {other}; nothing was started"):
+    with pytest.raises(ConfigError, match=f"that start was resumed from {other}; nothing was started"):
         require_next_start(make_run())
 
 

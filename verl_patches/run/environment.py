@@ -141,7 +141,8 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "VLLM_ENABLE_FIX_ROUTE": (route, "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError"),
         "VLLM_ASCEND_MLA_PA": (
             "1",
-            "eager decode reads the two KV caches; 0 joins a layer's whole cache in every step",
+            "eager decode reads the caches of compressed KV and of rotary keys in place; 0 copies a layer's whole "
+            "cache at every step",
         ),
         "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
         "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1" if recipe.rollout.ascend.top_k_optimize else "0", top_k),
@@ -152,7 +153,11 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **_socket_variables(run),
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "CPU_AFFINITY_CONF": ("0", "it counts one die a process with Ray; patch update.bind_cores binds instead"),
+        "CPU_AFFINITY_CONF": (
+            "0",
+            "it counts the dies that a process sees, and each of Ray's workers sees one; patch update.bind_cores binds "
+            "workers to cores instead",
+        ),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 

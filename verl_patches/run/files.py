@@ -55,9 +55,9 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
     path = run.model_folder / "config.json"
     if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
         text = (
-            f"actor_rollout_ref.model.override_config.model_config: expected no {QUANTIZATION}, found one; remove it: "
-            "that of config.json is ignored, and null makes rank 0 fail when verl prints the configuration "
-            "(transformers.configuration_utils.PretrainedConfig.to_diff_dict)"
+            f"actor_rollout_ref.model.override_config.model_config: expected no {QUANTIZATION}, found one; remove this "
+            "override, also where it is null, with which rank 0 fails when verl prints the configuration "
+            "(transformers.configuration_utils.PretrainedConfig.to_diff_dict). The one in config.json is ignored anyway"
         )
         yield Check("model folder", False, text)
     if fault := config_error_text(require_whole_folder, path.parent):

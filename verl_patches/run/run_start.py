@@ -119,7 +119,7 @@ def _refuse_to_begin(run: RunSpec, chains: dict[str, CheckpointChain], source: s
     other = saved[-1] if saved else source
     if other is None:
         return
-    owner = "another start of this name has" if saved else "it was resumed from"
+    owner = "another start of this name has" if saved else "that start was resumed from"
     raise ConfigError(
         f"trainer.resume_mode=auto: expected a complete checkpoint of {[*chains][-1]}, the newest start of "
         f"{run.recipe.run}, or of the starts that it resumed, found none, but {owner} {other}; nothing was started. To "

@@ -237,7 +237,10 @@ def _deleted_key_faults(config: Mapping[str, Any], base: Mapping[str, Any]) -> l
         return [f"{key} is {'null' if left[key] is None else left[key]}; expected a section" for key in values]
     if gone := [key for key in required if not any(f"{each}.".startswith(f"{key}.") for each in left)]:
         keys = ", ".join(gone[:3])
-        return [f"{keys} is missing; expected all keys of verl's config: remove the override ~KEY or of its section"]
+        return [
+            f"{keys} is missing; expected all keys of verl's config: remove the override ~KEY, or the one that "
+            "replaces its section"
+        ]
     return []
 
 
