@@ -132,7 +132,10 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
         if user_values.get(key, value) != value:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
             faults.append(f"recipe.{key} is {user_values[key]!r}; expected {value!r}, the value in {where}")
-    acts = f"only the launcher ({_LAUNCHER}) reads it; remove the key, or start with the launcher"
+    acts = (
+        f"verl's own entry point ignores it, as only the launcher ({_LAUNCHER}) reads it; remove the key, or start "
+        "with the launcher"
+    )
     selected = {key: OmegaConf.select(OmegaConf.create(user_values), key) for key in _LAUNCHER_KEYS}
     faults += [f"recipe.{key} is set, but {acts}" for key, value in selected.items() if value is not None]
     if faults:

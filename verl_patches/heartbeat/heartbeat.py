@@ -91,7 +91,8 @@ class Heartbeat:
             self._stack = path.with_suffix(STACK_SUFFIX).open("w")
         except OSError as error:
             text = (
-                "watch: %s has no heartbeat, so its stalls are not detected: %s cannot be written: %s; free space there"
+                "watch: %s has no heartbeat, so its stalls are not detected: %s cannot be written: %s; free space "
+                "there, or make it writable"
             )
             log.warning(text, name, folder, error.strerror)
             if file >= 0:

@@ -54,7 +54,7 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     given = machine.environ.get(PATCHES_VAR, "")
     name, why = (
         line or parse_switches(given).line,
-        PATCHES_VAR if "line=" in given else f"{PATCHES_VAR} names no line: production",
+        PATCHES_VAR if "line=" in given else f"{PATCHES_VAR} names no line, so line a3 (production)",
     )
     pinned = pins.line(name)
     sources = [*_source_findings(name, pinned, package_roots(name, trees or Trees()))]
