@@ -103,14 +103,15 @@ def test_every_statement_that_binds_the_name_counts(printed, text, changed):
 def test_a_name_imported_from_the_same_package_is_followed(tmp_path, printed):
     assert printed(BODY, "g") == fp.NO_SOURCE and fp.fingerprint("no_such_module_here:f") == fp.NO_SOURCE
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "deep.py").write_text("def f(): return 1\n")
+    (tmp_path / "pack" / "deep.py").write_text("def f(): return 1\nclass K:\n    def m(self): return 2\n")
     (tmp_path / "pack" / "loop.py").write_text("from .loop import f\n")
     (tmp_path / "pack" / "__init__.py").write_text(
-        "from .deep import f as g\nfrom os import path\nclass C:\n    from .deep import f as h\n"
+        "from .deep import f as g\nfrom os import path\nclass C:\n    from .deep import f as h\nfrom .deep import K\n"
     )
     assert fp.fingerprint("pack:g", tmp_path) == fp.fingerprint("pack.deep:f", tmp_path) != fp.NO_SOURCE
     assert fp.definitions("pack:g", tmp_path)[0].file.name == "deep.py"
     assert fp.definitions("pack:C.h", tmp_path) == fp.definitions("pack.deep:f", tmp_path)  # in a class body
+    assert fp.definitions("pack:K.m", tmp_path) == fp.definitions("pack.deep:K.m", tmp_path) != []
     assert fp.fingerprint("pack:path", tmp_path) == fp.fingerprint("pack.loop:f", tmp_path) == fp.NO_SOURCE
 
 

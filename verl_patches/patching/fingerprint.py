@@ -99,7 +99,8 @@ def definitions(
             continue
         origin = import_origin(node, module, path.name == "__init__.py")
         if origin.split(".")[0] == module.split(".")[0]:
-            name, *rest = qualname.split(".")[len(classes) :]
+            depth = sum(isinstance(holder, ast.ClassDef) for holder in classes)  # an imported holder is followed here
+            name, *rest = qualname.split(".")[depth:]
             real = next(a.name for a in node.names if (a.asname or a.name) == name)
             found += definitions(f"{origin}:{'.'.join((real, *rest))}", root, seen | {place}, read)
     return found
