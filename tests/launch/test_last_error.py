@@ -57,6 +57,15 @@ def error_in(tmp_path):
     return find
 
 
+def test_the_error_in_an_exception_group_is_found(error_in):
+    """Check what asyncio.TaskGroup raises in a reward function."""
+    raised = "import asyncio\nasync def fail():\n    raise KeyError('x')\nasync def main():\n"
+    raised += "    async with asyncio.TaskGroup() as group:\n        group.create_task(fail())\nasyncio.run(main())\n"
+    done = subprocess.run([sys.executable, "-c", raised], capture_output=True, text=True)
+    assert "ExceptionGroup: unhandled errors" in done.stderr
+    assert error_in(f"before\n{done.stderr}") == "KeyError: 'x'"
+
+
 @pytest.mark.parametrize("line", ERRORS)
 def test_an_exception_is_known_by_its_place_after_the_frames(error_in, line):
     assert error_in(f"start\n{FRAMES}{line}\nend: of the log\n") == line

@@ -49,6 +49,7 @@ _RAY_LINE_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 _WATCH_ERROR = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
+_GROUP_MARGIN = re.compile(r"^\s+[+|](?: (?:Exception Group (?=Traceback))?|$|(?=-))")  # of an ExceptionGroup's lines
 _RAY_FRAMES = re.compile(r"\bray::\S")  # in a line before the frames of a remote process
 _FRAME = re.compile(r'\s*File "')
 _ERROR_LINE = re.compile(r"[^\W\d][^\s:()]*(?:\([\w.]+\))?(?:: |:?$)")
@@ -302,10 +303,12 @@ def _last_traceback(lines: Sequence[str]) -> tuple[str, str] | None:
     """Return (exception with its message, frames) of the last traceback in the lines of one process; None without one.
 
     An exception's name is known by its place, the first line after the frames. That of Ray's RayTaskError begins the
-    frames of the remote process, whose exception follows.
+    frames of the remote process, whose exception follows. Of an ExceptionGroup it is the last of its exceptions.
     """
     found, frames = None, list[str]()
     inside = False
+    if any("Exception Group Traceback" in line for line in lines):
+        lines = [_GROUP_MARGIN.sub("", line) for line in lines]
     for number, line in enumerate(lines):
         if line == _TRACEBACK_HEADER:
             frames, inside = [], True
