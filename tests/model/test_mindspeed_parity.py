@@ -124,6 +124,7 @@ PRODUCTION = (
 )  # of both 256-die configurations
 FP32_PRODUCTION = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
 WGRAD = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "unpadded_attention")
+FUSED_KERNELS = ("rmsnorm", "swiglu", "rotary_pos_emb", "moe_token_permute_and_unpermute")
 EVERYTHING = {**FP32_PRODUCTION, "overlap_grad_reduce": True, "ddp_bucket_size": 4000}
 
 
@@ -134,7 +135,7 @@ def recomputed(layers):
 # layout, keys of recipe.train, overrides, function that must have been called
 SAME_UPDATE_CASES = [
     ("tp1", {}, ALL_LAYERS, None),
-    *(("tp1", {f"fused_{kernel}": False}, [], None) for kernel in ("rmsnorm", "swiglu", "rope", "permute")),
+    *(("tp1", {f"use_fused_{kernel}": False}, [], None) for kernel in FUSED_KERNELS),
     *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
     ("tp2_extends_ep", {"moe_alltoall_overlap_comm": True}, [], None),
     *(("tp2_extends_ep", FP32_PRODUCTION, recomputed(n), "gemm_gradient_accumulation_fusion") for n in (0, 4)),
