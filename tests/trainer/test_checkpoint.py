@@ -458,7 +458,7 @@ def kept_loader(rows):
     """Return a loader as Checkpoints makes it from verl's, which leaves out an incomplete last batch."""
     sampler = torch.utils.data.RandomSampler(range(rows), generator=torch.Generator().manual_seed(3))
     found = StatefulDataLoader(range(rows), batch_size=4, sampler=sampler, drop_last=True)
-    checkpoint._keep_generator(found)
+    checkpoint._use_resumable_sampler(found)
     return found
 
 

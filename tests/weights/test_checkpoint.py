@@ -316,7 +316,7 @@ def test_no_update_begins_while_this_ranks_part_is_being_written(ours, update):
     worker.begun, worker.step_guard, worker.config = threading.Event(), None, OmegaConf.create({"actor": {}})
     worker.run, worker.recipe = tiny(), tiny().recipe
     worker.checkpoint = WorkerCheckpoint(worker)
-    worker.checkpoint._writing = worker.checkpoint._threads.submit(
+    worker.checkpoint._write_future = worker.checkpoint._threads.submit(
         lambda: worker.begun.wait(1) or order.append("written")
     )
     getattr(worker, update)(order)
