@@ -30,7 +30,7 @@ def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4,
     ("learn", 2, "training or rollout weights cannot be mapped"),
     ("plan", 2, "no weight sync can be planned"),
     ("post_load", 1, "rollout weights are incomplete"),
-    ("wake ['weights']", 1, "the rollout engine is not ready"),
+    ("wake ['weights']", 1, "the rollout engine could not be prepared"),
     ("poison", 2, "no weights were sent"),
 ])  # fmt: skip
 def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, step, number, todo):

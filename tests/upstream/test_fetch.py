@@ -84,7 +84,7 @@ def test_a_changed_clone_another_commit_and_other_files_are_refused_and_not_touc
     assert code == 1 and small.second in out and git(small.clone, "rev-parse", "HEAD") == small.first
     (small.dest / "small/.git").rename(small.dest / "git")
     code, out = small.fetch()
-    assert code == 2 and "no git clone" in out and (small.clone / "small/a.py").exists()
+    assert code == 2 and "expected a git clone" in out and (small.clone / "small/a.py").exists()
 
 
 def test_a_mirror_is_a_folder_or_the_beginning_of_a_url_and_the_only_source(small, tmp_path):
