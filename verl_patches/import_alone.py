@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ def recipe_by_default(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
+        require_loggers(config.trainer.logger, os.environ)  # of the controller's node, also in a run of the launcher
         if config.get(RUN) is None:
-            require_loggers(config.trainer.logger, os.environ)
             self.held_locks = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
             run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.held_locks)
             write_run(config, run.text())
@@ -66,22 +66,23 @@ def recipe_by_default(original: Callable) -> Callable:
             self.init_workers = functools.partial(run_unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
         run = run_from_config(config)
-        for name in ("train_dataset", "val_dataset"):
-            if report := getattr(getattr(self, name, None), "row_report", ""):  # set by step/rows.py
-                Progress(run.folder if run.start.name else None).say(f"| {report}")
-        _try_rewards(self, run)
+        progress = Progress(run.folder if run.start.name else None)
+        for line in _input_reports(self, run):
+            progress.say(f"| {line}")
 
     return __init__
 
 
-def _try_rewards(trainer: Any, run: RunSpec) -> None:
-    """Score a made-up answer to the first prompt by the run's reward, before workers start."""
+def _input_reports(trainer: Any, run: RunSpec) -> Iterator[str]:
+    """Yield what was found before workers start: of the rows, and of the reward, which scores a made-up answer."""
     from verl_patches.rewards.manager import RewardManager  # imports verl
 
+    for name in ("train_dataset", "val_dataset"):
+        if report := getattr(getattr(trainer, name, None), "row_report", ""):  # set by step/rows.py
+            yield report
     if run.samples and isinstance(trainer.reward_fn, RewardManager):
-        said = trainer.reward_fn.try_row(trainer.train_dataset[0], "the first prompt of data.train_files")
-        progress = Progress(run.folder if run.start.name else None)
-        progress.say(f"| reward of a made-up answer to the first prompt: {said}")
+        scores = trainer.reward_fn.try_row(trainer.train_dataset[0], "the first prompt of data.train_files")
+        yield f"reward of a made-up answer to the first prompt: {scores}"
 
 
 def _record_text(run: RunSpec) -> str:

@@ -9,7 +9,6 @@ from verl_patches import prelude_patch  # noqa: F401  (must precede upstream imp
 
 # isort: split
 import contextlib
-import os
 import sys
 import threading
 import traceback
@@ -24,7 +23,6 @@ from verl_patches.launch.supervise.watcher import Watcher
 from verl_patches.layout.phases import START
 from verl_patches.run import hccl
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
-from verl_patches.run.record.loggers import require_loggers
 from verl_patches.spec import read_run, run_from_config
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
@@ -100,7 +98,6 @@ class Controller:
     def run(self, config) -> None:
         """Run verl's TaskRunner to its end."""
         OmegaConf.set_readonly(config, False)  # verl writes the number of steps
-        require_loggers(config.trainer.logger, os.environ)
         if run_from_config(config).recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
             heartbeat.current_heartbeat().set_controller_step(0, START)

@@ -30,6 +30,7 @@ CODE = {  # a file: what is found
     "if True:\n    score = print\n": None,
     "import os\ndef score(:\n": r"r\.py:2: SyntaxError: ",
     "def points(): ...\nscores = 1\n": r"r\.py does not define score",
+    "print(score)\n": r"r\.py does not define score",
 }
 
 

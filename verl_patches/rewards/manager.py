@@ -89,7 +89,7 @@ class RewardManager:
 
         Raises ConfigError for all that would fail at a real answer, and where a part takes more than TRY_S.
         """
-        sample, said = self._sample(row, MADE_UP_ANSWER, 1, f"a made-up answer to {where}"), []
+        sample, scores = self._sample(row, MADE_UP_ANSWER, 1, f"a made-up answer to {where}"), []
         for part, score in self.parts:
             if score is not None:
                 began = time.perf_counter()
@@ -98,8 +98,8 @@ class RewardManager:
                         value, self.first[part.label] = score(sample.keywords, sample.tokens)
                 except Exception as error:
                     raise ConfigError(str(part_error(part, error, sample.place))) from error
-                said.append(f"{part.label} {value:g} ({time.perf_counter() - began:.1f} s)")
-        return ", ".join(said)
+                scores.append(f"{part.label} {value:g} ({time.perf_counter() - began:.1f} s)")
+        return ", ".join(scores)
 
     def _add_up(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         responses = data.batch["responses"]

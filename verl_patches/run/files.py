@@ -267,7 +267,8 @@ def _source_fault(file: Path, name: str) -> str:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
         return f"{file}:{getattr(error, 'lineno', None) or 1}: {type(error).__name__}: {error}"
-    bound = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
+    nodes = [node for node in ast.walk(tree) if not isinstance(getattr(node, "ctx", None), ast.Load)]
+    bound = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "id")}
     return "" if bound & {name, "*", "__getattr__"} else f"{file} does not define {name}"
 
 

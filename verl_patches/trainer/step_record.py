@@ -99,8 +99,8 @@ def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield step + text.format(**slowest)
     if record["profile"]:
         yield step + trace_text(record["profile"])
-    if record["memory"] and (said := violation_text(record["memory"]["violations"])):
-        yield said
+    if record["memory"] and (text := violation_text(record["memory"]["violations"])):
+        yield text
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + skipped_text(record["skipped"])
     if filtered_groups := record.get("filter_groups"):
