@@ -113,6 +113,6 @@ def test_over_the_lines_own_verl_nothing_is_left_to_refuse(name, pytestconfig):
     plan = json.loads(done.stdout)
     checks = {check["name"]: check["detail"] for check in plan["checks"]}
     assert {check["name"] for check in plan["checks"] if check["note"]} == MACHINE_CHECKS | NOTE_CHECKS[name]
-    assert f"verl {VERL}," in checks["verl"]
+    assert f"verl {VERL} (" in checks["verl"]
     assert checks["engine arguments"].startswith("none of ")
     assert "/Megatron-LM:" in plan["commands"][0]["command"] and "--upstream" in plan["commands"][2]["command"]

@@ -73,7 +73,7 @@ PRINTED = {
     "train --config-name * * *": "train --config-name deepseekv3_16die --dry-run",
     "train --config-name CONFIG": "train --config-name deepseekv3_tiny_cpu --dry-run",
     "* *": "train --config-name deepseekv3_tiny_cpu trainer.resume_mode=auto --dry-run",
-    "versions --line *": "versions --line a3",
+    "versions --line *": "versions --line pypi",
     "versions --line LINE": "versions --line pypi",
     # tests/cli/test_plan.py follows these from a plan
     "plan * --search --dies *": None,
