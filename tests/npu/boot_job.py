@@ -29,7 +29,7 @@ CONFIG = "deepseekv3_256die_true_weight"
 # already (verl.single_controller.ray.base.create_colocated_worker_cls).
 WORKER = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "16", "WG_PREFIX": "group",
-    "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500",
 }  # fmt: skip
 SERVERS: list[Any] = []  # keeps them alive as long as the process
 # verl imports these only if rollout.name is sglang (verl.workers.megatron_workers.ActorRolloutRefWorker._build_rollout)

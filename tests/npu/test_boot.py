@@ -34,7 +34,7 @@ NEVER_IMPORTED = {
         "verl.workers.rollout", "verl.workers.sharding_manager", "vllm", "vllm_ascend",  # no engine either
     ),
     "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.reward",
-               "verl.utils.tracking"),
+               "verl.utils.dataset.rl_dataset", "verl.utils.tracking"),
 }  # fmt: skip
 STEPS = {
     "driver": ["verl_patches.main"],
