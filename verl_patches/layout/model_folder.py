@@ -49,7 +49,7 @@ REQUIRED_VALUES: Mapping[str, Any] = {
     "rope_interleave": True,
 }
 YARN_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
-_SMALL_FILES = "*.json", "*.jinja", "*.model"  # files of settings and tokenizer
+_SMALL_FILES = "*.json", "*.jinja", "*.model", "*.py"  # files of settings and tokenizer
 _TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
@@ -96,8 +96,11 @@ def _rename_new_keys(config: dict[str, Any], where: str) -> None:
     config["rope_scaling"] = {**yarn, "type": kind} if yarn or kind != "default" else None
 
 
-def require_whole_folder(folder: Path) -> None:
-    """Raise ConfigError where a file of a model's settings or tokenizer is not whole, or is of transformers 5 alone."""
+def require_whole_folder(folder: Path, trusted: bool = True) -> None:
+    """Raise ConfigError where a file of a model's settings or tokenizer is not whole, or is of transformers 5 alone.
+
+    Unless `trusted` (recipe.trust_remote_code), also where the tokenizer is Python code of the folder.
+    """
     if (snapshots := sorted(folder.glob("snapshots/*"))) and not (folder / "config.json").exists():
         raise ConfigError(f"{folder} is a repository in the hub's cache; give a model's folder in it: {snapshots[-1]}")
     for path in sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern)):
@@ -111,6 +114,17 @@ def require_whole_folder(folder: Path) -> None:
             f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
             "additional_special_tokens"
         )
+    names = tokenizer.get("auto_map") or {}
+    names = names.get("AutoTokenizer") if isinstance(names, dict) else names  # old transformers wrote the value alone
+    for name in filter(None, [names] if isinstance(names, str) else names or ()):  # [slow class or null, fast or null]
+        code = folder / f"{name.partition('.')[0]}.py"
+        if not trusted:
+            raise ConfigError(
+                f"{path}: the tokenizer is Python code, {code.name}; read it, then set recipe.trust_remote_code=true "
+                "(in the file of `data build`: trust_remote_code=true), which runs it in every process of a run"
+            )
+        if "--" not in name and not code.is_file():  # ID--NAME is code of another repository
+            raise ConfigError(f"{path} names {code.name} as the tokenizer's code, which is missing; download it too")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.model.tokenizer import read_tokenizer
 from verl_patches.recipe import choices
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
@@ -31,7 +32,7 @@ from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.replay.recording import recording_in
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, json_digest, parquet_schema
 from verl_patches.tools.data.output import MANIFEST, TRAIN, replaced_folder, write_rows
-from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
+from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
 
 def _tokenizer(spec: RunSpec) -> Any:
     data = spec.verl.data
-    path, code = data.tokenizer or str(spec.model_folder), data.get("trust_remote_code")
-    return read_tokenizer(path, "the run's tokenizer (copy its model to this path)", code=bool(code))
+    path, trusted = data.tokenizer or str(spec.model_folder), bool(data.get("trust_remote_code"))
+    return read_tokenizer(path, trusted, "the run's tokenizer (copy its model to this path)")
 
 
 def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:

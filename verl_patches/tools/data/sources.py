@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import require_whole_folder
 from verl_patches.shared_files import file_fault
 from verl_patches.step.rows import render_chat
 from verl_patches.values import is_secret_value, loading_errors, printable
@@ -174,15 +173,6 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Rows:
 
 def _numbered_rows(batches: Iterable[Any]) -> Rows:
     return enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-
-
-def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool = True, code: bool = False) -> Any:
-    """Return the tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run its own code."""
-    from transformers import AutoTokenizer
-
-    with loading_errors(f"{place}: expected {expected}", str(place)):
-        require_whole_folder(Path(place))
-        return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
 
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
