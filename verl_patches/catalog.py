@@ -38,12 +38,6 @@ _PACKED_PARAMS_HOLDERS = (
     "mindspeed_llm.tasks.posttrain.trl_ppo.actor_model",
 )  # fmt: skip
 
-_TOKENIZER_HOLDERS = (
-    "verl.utils", "verl.trainer.main_generation", "verl.utils.dataset.multiturn_sft_dataset",
-    "verl.utils.dataset.rm_dataset", "verl.utils.dataset.sft_dataset", "verl.workers.fsdp_workers", _WORKERS,
-    "verl.workers.rollout.async_server",
-)  # fmt: skip
-
 _GROUP_INIT_HOLDERS = (
     "vllm.distributed:init_model_parallel_group",
     "vllm.spec_decode.smaller_tp_proposer_worker:init_model_parallel_group",
@@ -227,14 +221,15 @@ MODEL: tuple[PatchSpec, ...] = (
          exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     *(_row(f"model.trusted_{name}", "wrap", f"verl.utils.tokenizer:hf_{name}",
-           "verl_patches.model.tokenizer:load_if_trusted",
-           "verl passes trust_remote_code in some of its calls only, 54c9b736 in none of its Megatron workers'; "
-           "transformers then asks on the terminal, in a worker without one (Moonlight, Kimi-K2).",
-           exit="verl passes one setting in all of its calls", processes=_ALL, feature="remote_code",
-           bindings=tuple(f"{module}:hf_{name}" for module in holders))
-      for name, holders in {
-          "tokenizer": _TOKENIZER_HOLDERS, "processor": ("verl.utils", "verl.workers.fsdp_workers"),
-      }.items()),
+           "verl_patches.worker.context:load_if_trusted",
+           "verl passes trust_remote_code in some calls only, 54c9b736 in none of its Megatron workers; without it "
+           "transformers asks on the terminal whether to run a tokenizer that is code (Moonlight, Kimi-K2).",
+           exit="verl passes one setting in all calls", processes=_ALL, feature="remote_code",
+           bindings=tuple(f"verl.{module}:hf_{name}" for module in holders.split()))
+      for name, holders in (
+          ("processor", "utils workers.fsdp_workers"),
+          ("tokenizer", "utils utils.dataset.multiturn_sft_dataset utils.dataset.rm_dataset utils.dataset.sft_dataset "
+           "trainer.main_generation workers.fsdp_workers workers.megatron_workers workers.rollout.async_server"))),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "init_model of verl's Megatron worker sets the dtype to bfloat16; only fp32 shows a wrong weight.",

@@ -19,7 +19,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.switches import PATCHES_VAR, Switches
 from verl_patches.recipe import VLLM_DTYPES, Recipe
 from verl_patches.rules import RULES
-from verl_patches.run.compose import output_root, write_reward_models, write_trusted_code
+from verl_patches.run.compose import output_root, write_reward_models
 from verl_patches.run.record.loggers import require_loggers
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
@@ -110,7 +110,6 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
                 "set reward_model.enable=true"
             )
         write_reward_models(config)
-        write_trusted_code(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
     checks = (check for rule in RULES.sizes if rule in RULES.launcherless for check in rule(run))
@@ -128,13 +127,11 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
         raise ConfigError(f"actor_rollout_ref.rollout.dtype is {dtype!r}; {expected}")
     decided = {name: getattr(switches, name) for name in ("line", "platform", "drift")}
     decided |= {"patches": list(switches.patterns), "dtype": dtypes[dtype]}
-    decided["trust_remote_code"] = bool(config.data.get("trust_remote_code"))  # verl's main has loaded a tokenizer
     user_values = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
-    places = {"dtype": "actor_rollout_ref.rollout.dtype", "trust_remote_code": "data.trust_remote_code"}
     faults = []
     for key, value in decided.items():
         if user_values.get(key, value) != value:
-            where = places.get(key, PATCHES_VAR)
+            where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else PATCHES_VAR
             faults.append(f"recipe.{key} is {user_values[key]!r}; expected {value!r}, the value in {where}")
     acts = (
         f"verl's own entry point ignores it, as only the launcher ({_LAUNCHER}) reads it; remove the key, or start "

@@ -15,10 +15,10 @@ from tests.weights.cases import as_value_model, run
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import edit_for_training, edit_for_vllm, read_config
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.model.tokenizer import read_tokenizer
 from verl_patches.run.files import folder_checks, reward_folder_checks, with_required_files
 from verl_patches.step.objectives.dataset import SftData
 from verl_patches.step.rows import check_rl_rows
+from verl_patches.tools.data.sources import read_tokenizer
 
 TINY, TRUST = "deepseekv3_tiny_cpu", "recipe.trust_remote_code=true"
 KEYS = ("data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code")
@@ -93,16 +93,17 @@ import sys
 from verl_patches import prelude_patch
 import verl.utils, verl.utils.tokenizer
 from verl.utils import hf_processor, hf_tokenizer
-from verl_patches.model.tokenizer import trusts_code
+from verl_patches.worker.context import context
 
 for trusted in (False, True):
-    with trusts_code.set(trusted):
-        for given in ({}, {"trust_remote_code": False}):
-            try:
-                print(type(hf_tokenizer(sys.argv[1], **given)).__name__)
-            except ValueError as error:
-                print("requires you to execute" in str(error))
-        print(hf_processor(sys.argv[1]))
+    context().trusts_code = trusted
+    for given in ({}, {"trust_remote_code": False}):
+        try:
+            print(type(hf_tokenizer(sys.argv[1], **given)).__name__)
+        except ValueError as error:
+            print("requires you to execute" in str(error))
+    print(hf_processor(sys.argv[1]))
+context().trusts_code = False
 print(type(hf_tokenizer(sys.argv[1], trust_remote_code=True)).__name__)
 """
 
@@ -159,7 +160,8 @@ def test_rl_data_is_built_checked_and_tokenized(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(RLHFDataset, name, check_rl_rows(getattr(RLHFDataset, name)))
     section = {"train_files": str(tmp_path / "out" / "train.parquet"), "train_batch_size": 1, "truncation": "error"}
     section |= {"cache_dir": str(tmp_path), "max_prompt_length": 128, "filter_overlong_prompts": True}
-    tokenizer, config = read_tokenizer(folder, True), OmegaConf.create({"data": section, "recipe": {"rewards": [{"name": "maths"}]}})
+    config = OmegaConf.create({"data": section, "recipe": {"rewards": [{"name": "maths"}]}})
+    tokenizer = read_tokenizer(folder, True)
     data = RLHFDataset([section["train_files"]], tokenizer, config.data)
     first = data[0]
     assert len(data) == 3 and tokenizer.decode(first["raw_prompt_ids"]) == shown

@@ -19,14 +19,13 @@ from verl_patches.cli.output import Json, print_json, print_table, print_text, p
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.smoke import CONFIG_NAME
-from verl_patches.model.tokenizer import read_tokenizer
 from verl_patches.patching.boot.before_import import PRELUDE
 from verl_patches.run.compose import output_root
 from verl_patches.run.record.plots import save_figure
 from verl_patches.shared_files import write_whole
 from verl_patches.spec import RunSpec
 from verl_patches.step.rows import render_chat
-from verl_patches.tools.data.sources import prompt_tokens
+from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer
 from verl_patches.tools.inference import rows, scores
 from verl_patches.tools.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.upstream.checkouts import find_trees

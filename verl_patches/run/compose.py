@@ -103,7 +103,6 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     reward_parts(config)
     write_engine_options(config, override_keys(overrides))
     _write_layer_count(config)
-    write_trusted_code(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
     config.trainer.default_local_dir = str(folder / expand_home(config.trainer.default_local_dir))
@@ -132,13 +131,6 @@ def write_reward_models(config: DictConfig) -> None:
     if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
-
-
-def write_trusted_code(config: DictConfig) -> None:
-    """Write recipe.trust_remote_code=true into verl's keys: of the trainer's tokenizer, and of workers and vLLM."""
-    if config.recipe.trust_remote_code:
-        for key in ("data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"):
-            OmegaConf.update(config, key, True, force_add=True)
 
 
 def _is_run_config(path: Path) -> bool:

@@ -133,13 +133,9 @@ def _tokenizer_fault(folder: Path, actors: Path) -> str:
         return "no tokenizer; copy the files from actor_rollout_ref.model.path, whose token ids this model scores"
     for name in ("tokenizer.json", "tiktoken.model"):
         files = [path / name for path in (folder, actors) if (path / name).is_file()]
-        vocabularies = [
-            read_json_object(file).get("model") if file.suffix == ".json" else file.read_bytes() for file in files
-        ]
+        vocabularies = [f.read_bytes() if f.suffix == ".model" else read_json_object(f).get("model") for f in files]
         if len(files) == 2 and vocabularies[0] != vocabularies[1]:
-            return (
-                f"the vocabulary in {name} differs from that of actor_rollout_ref.model.path, whose token ids it scores"
-            )
+            return f"the vocabulary in {name} differs from that of {_MODEL_KEY}, whose token ids this model scores"
     return ""
 
 

@@ -39,7 +39,6 @@ from verl_patches.layout.phases import START
 from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.model.megatron import DTYPES
-from verl_patches.model.tokenizer import trusts_code
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, load_emulation
@@ -78,7 +77,7 @@ class RecipeWorker(TrainingWorker):
 
     def __init__(self, config: Any, role: str) -> None:
         self.run = run_from_config(config)
-        trusts_code.value = self.run.recipe.trust_remote_code
+        context().trusts_code = bool(config.model.get("trust_remote_code"))
         if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")

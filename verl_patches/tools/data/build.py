@@ -22,7 +22,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.model.tokenizer import read_tokenizer
 from verl_patches.processes import END_SIGNALS, die_with_parent
 from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.tools.data.handlers import (
@@ -37,7 +36,7 @@ from verl_patches.tools.data.handlers import (
 )
 from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
-from verl_patches.tools.data.sources import Source, file_facts, input_sources
+from verl_patches.tools.data.sources import Source, file_facts, input_sources, read_tokenizer
 from verl_patches.values import printable
 
 if TYPE_CHECKING:

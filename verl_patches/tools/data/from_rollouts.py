@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.model.tokenizer import read_tokenizer
 from verl_patches.recipe import choices
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
@@ -32,7 +31,7 @@ from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.replay.recording import recording_in
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, json_digest, parquet_schema
 from verl_patches.tools.data.output import MANIFEST, TRAIN, replaced_folder, write_rows
-from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows
+from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
 
 if TYPE_CHECKING:

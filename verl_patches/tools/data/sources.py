@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import require_whole_folder
 from verl_patches.shared_files import file_fault
 from verl_patches.step.rows import render_chat
 from verl_patches.values import is_secret_value, loading_errors, printable
@@ -173,6 +174,15 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Rows:
 
 def _numbered_rows(batches: Iterable[Any]) -> Rows:
     return enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def read_tokenizer(place: str | Path, trusted: bool, expected: str = "a tokenizer", local: bool = True) -> Any:
+    """Return the tokenizer of a model's folder or id; ConfigError without one. `trusted`: whether its code may run."""
+    from transformers import AutoTokenizer
+
+    with loading_errors(f"{place}: expected {expected}", str(place)):
+        require_whole_folder(Path(place), trusted)
+        return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=trusted)
 
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
