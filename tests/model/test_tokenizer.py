@@ -105,14 +105,29 @@ for trusted in (False, True):
     print(hf_processor(sys.argv[1]))
 context().trusts_code = False
 print(type(hf_tokenizer(sys.argv[1], trust_remote_code=True)).__name__)
+from transformers import AutoConfig
+print(type(AutoConfig.from_pretrained(sys.argv[2])).__name__)
 """
 
 
-def test_verl_loads_the_code_in_workers_of_a_run_with_the_key_and_never_asks(run_python, folder, tmp_path):
-    """Check line a3's call too, which passes nothing; the last line is the controller's, which passes data's key."""
-    done = run_python(WORKER, folder, patches="line=pypi,platform=cpu", env={"HF_MODULES_CACHE": str(tmp_path)})
-    assert done.check().out.split() == ["True", "True", "None", *["TinyTokenizer"] * 2, "None", "TinyTokenizer"]
-    assert "Do you wish" not in done.out + done.err
+@pytest.fixture(scope="module")
+def kimi(tiny_model, tmp_path_factory):
+    folder = make_code_model(tiny_model, tmp_path_factory.mktemp("code") / "kimi")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    return folder
+
+
+def test_verl_loads_the_code_in_workers_of_a_run_with_the_key_and_never_asks(run_python, folder, kimi, tmp_path):
+    """Check line a3's calls too, which pass nothing; the last tokenizer is the controller's, which passes data's key.
+
+    A configuration of the family is transformers' class without the key, though config.json names code for it.
+    """
+    given = {"patches": "line=pypi,platform=cpu", "env": {"HF_MODULES_CACHE": str(tmp_path)}}
+    done = run_python(WORKER, folder, kimi, **given).check()
+    *found, config = done.out.split()
+    assert found == ["True", "True", "None", *["TinyTokenizer"] * 2, "None", "TinyTokenizer"]
+    assert config == "DeepseekV3Config" and "Do you wish" not in done.out + done.err
 
 
 def test_sft_data_is_built_and_trained_as_the_template_writes_it(folder, tmp_path):
@@ -168,13 +183,15 @@ def test_rl_data_is_built_checked_and_tokenized(folder, tmp_path, monkeypatch):
     assert first["input_ids"][first["attention_mask"].bool()].tolist() == first["raw_prompt_ids"]
 
 
-def test_a_configuration_whose_class_is_code_is_edited_as_transformers_own(folder):
+def test_a_configuration_whose_class_is_code_is_edited_as_transformers_own(folder, kimi):
     """Check what training and vLLM get of a folder with the key, which loads the folder's class."""
     for edit in (edit_for_training, edit_for_vllm):
         own, code = (AutoConfig.from_pretrained(folder, trust_remote_code=trusted) for trusted in (False, True))
         assert (type(own).__name__, type(code).__name__) == ("DeepseekV3Config", "TinyConfig")
         own, code = (vars(edit(config) or config) for config in (own, code))
         assert {name: code[name] for name in read_config(folder)} == {name: own[name] for name in read_config(folder)}
+        config = AutoConfig.from_pretrained(kimi, trust_remote_code=True)
+        assert config.model_type == "kimi_k2" and (edit(config) or config).model_type == "deepseek_v3"
 
 
 def test_exports_carry_the_code(folder, tmp_path):

@@ -28,9 +28,8 @@ is printed (transformers.configuration_utils.PretrainedConfig.to_diff_dict), whi
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +196,11 @@ def _rename_attributes(hf_config: Any) -> None:
         hf_config.torch_dtype = getattr(torch, hf_config.torch_dtype)
 
 
-def class_of_family(original: Callable) -> Callable:
-    """Wrap `_LazyConfigMapping.__getitem__` so that each model type of the family has DeepSeek-V3's configuration."""
+def configuration_classes() -> dict[str, type]:
+    """Return {model type of the family that the pinned transformers do not know: DeepSeek-V3's configuration}."""
+    from transformers import DeepseekV3Config
 
-    @functools.wraps(original)
-    def get(self: Any, key: str) -> Any:
-        return original(self, MODEL_TYPES[0] if key in MODEL_TYPES else key)
-
-    return get
+    return dict.fromkeys(MODEL_TYPES[1:], DeepseekV3Config)
 
 
 def reduce_layers(hf_config: Any, layers: int | None) -> None:

@@ -85,7 +85,7 @@ def load_if_trusted(load: Callable) -> Callable:
     """Wrap verl's hf_tokenizer and hf_processor, of whose calls some pass no trust_remote_code, to pass it always."""
 
     @functools.wraps(load)
-    def load_with_trust(path: Any, *args: Any, trust_remote_code: bool | None = None, **kwargs: Any) -> Any:
-        return load(path, *args, trust_remote_code=bool(trust_remote_code or context().trusts_code), **kwargs)
+    def load_with_trust(name_or_path: Any, *args: Any, trust_remote_code: bool | None = None, **kwargs: Any) -> Any:
+        return load(name_or_path, *args, trust_remote_code=bool(trust_remote_code or context().trusts_code), **kwargs)
 
     return load_with_trust
