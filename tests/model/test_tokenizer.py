@@ -2,10 +2,11 @@
 
 import builtins
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import AutoConfig
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from tests.code_tokenizer import FILE, SYSTEM, make_code_model
@@ -13,12 +14,12 @@ from tests.runs import composed
 from tests.tools.data.cases import make
 from tests.weights.cases import as_value_model, run
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import edit_for_training, edit_for_vllm, read_config
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.files import folder_checks, reward_folder_checks, with_required_files
 from verl_patches.step.objectives.dataset import SftData
 from verl_patches.step.rows import check_rl_rows
 from verl_patches.tools.data.sources import read_tokenizer
+from verl_patches.worker.remote_code import import_in_turn
 
 TINY, TRUST = "deepseekv3_tiny_cpu", "recipe.trust_remote_code=true"
 KEYS = ("data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code")
@@ -93,20 +94,24 @@ import sys
 from verl_patches import prelude_patch
 import verl.utils, verl.utils.tokenizer
 from verl.utils import hf_processor, hf_tokenizer
-from verl_patches.worker.context import context
+from verl_patches.layout.model_folder import edit_for_vllm
+from verl_patches.worker.remote_code import trusts_code
 
 for trusted in (False, True):
-    context().trusts_code = trusted
+    trusts_code.value = trusted
     for given in ({}, {"trust_remote_code": False}):
         try:
             print(type(hf_tokenizer(sys.argv[1], **given)).__name__)
         except ValueError as error:
             print("requires you to execute" in str(error))
     print(hf_processor(sys.argv[1]))
-context().trusts_code = False
+trusts_code.value = False
 print(type(hf_tokenizer(sys.argv[1], trust_remote_code=True)).__name__)
 from transformers import AutoConfig
-print(type(AutoConfig.from_pretrained(sys.argv[2])).__name__)
+for folder in sys.argv[1:]:
+    for given in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        config = AutoConfig.from_pretrained(folder, **given)
+        print(type(config).__name__, edit_for_vllm(config).model_type, config._name_or_path == folder)
 """
 
 
@@ -121,13 +126,31 @@ def kimi(tiny_model, tmp_path_factory):
 def test_verl_loads_the_code_in_workers_of_a_run_with_the_key_and_never_asks(run_python, folder, kimi, tmp_path):
     """Check line a3's calls too, which pass nothing; the last tokenizer is the controller's, which passes data's key.
 
-    A configuration of the family is transformers' class without the key, though config.json names code for it.
+    A configuration of the family is transformers' class with and without the key, though config.json names code for it.
     """
     given = {"patches": "line=pypi,platform=cpu", "env": {"HF_MODULES_CACHE": str(tmp_path)}}
     done = run_python(WORKER, folder, kimi, **given).check()
-    *found, config = done.out.split()
-    assert found == ["True", "True", "None", *["TinyTokenizer"] * 2, "None", "TinyTokenizer"]
-    assert config == "DeepseekV3Config" and "Do you wish" not in done.out + done.err
+    found = done.out.split()
+    assert found[:7] == ["True", "True", "None", *["TinyTokenizer"] * 2, "None", "TinyTokenizer"]
+    assert found[7:] == ["DeepseekV3Config", "deepseek_v3", "True"] * 6
+    assert "Do you wish" not in done.out + done.err
+
+
+def test_one_process_at_a_time_copies_and_imports_the_code(tmp_path):
+    """Check with threads, whose locks are as apart as those of processes: a second one inside would find the mark."""
+    mark = tmp_path / "mark"
+
+    def load(name):
+        mark.touch(exist_ok=False)
+        time.sleep(0.01)
+        mark.unlink()
+        return name
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(import_in_turn(load), range(8))] == [*range(8)]
+        with pytest.raises(FileExistsError):  # control
+            mark.touch()
+            load(0)
 
 
 def test_sft_data_is_built_and_trained_as_the_template_writes_it(folder, tmp_path):
@@ -181,17 +204,6 @@ def test_rl_data_is_built_checked_and_tokenized(folder, tmp_path, monkeypatch):
     first = data[0]
     assert len(data) == 3 and tokenizer.decode(first["raw_prompt_ids"]) == shown
     assert first["input_ids"][first["attention_mask"].bool()].tolist() == first["raw_prompt_ids"]
-
-
-def test_a_configuration_whose_class_is_code_is_edited_as_transformers_own(folder, kimi):
-    """Check what training and vLLM get of a folder with the key, which loads the folder's class."""
-    for edit in (edit_for_training, edit_for_vllm):
-        own, code = (AutoConfig.from_pretrained(folder, trust_remote_code=trusted) for trusted in (False, True))
-        assert (type(own).__name__, type(code).__name__) == ("DeepseekV3Config", "TinyConfig")
-        own, code = (vars(edit(config) or config) for config in (own, code))
-        assert {name: code[name] for name in read_config(folder)} == {name: own[name] for name in read_config(folder)}
-        config = AutoConfig.from_pretrained(kimi, trust_remote_code=True)
-        assert config.model_type == "kimi_k2" and (edit(config) or config).model_type == "deepseek_v3"
 
 
 def test_exports_carry_the_code(folder, tmp_path):

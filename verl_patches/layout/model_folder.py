@@ -28,8 +28,9 @@ is printed (transformers.configuration_utils.PretrainedConfig.to_diff_dict), whi
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,20 @@ def _rename_attributes(hf_config: Any) -> None:
         hf_config.torch_dtype = getattr(torch, hf_config.torch_dtype)
 
 
-def configuration_classes() -> dict[str, type]:
-    """Return {model type of the family that the pinned transformers do not know: DeepSeek-V3's configuration}."""
-    from transformers import DeepseekV3Config
+def class_of_family(from_pretrained: Callable) -> Callable:
+    """Wrap `AutoConfig.from_pretrained`: the family has transformers' DeepseekV3Config, and no code of the folder."""
 
-    return dict.fromkeys(MODEL_TYPES[1:], DeepseekV3Config)
+    @functools.wraps(from_pretrained)
+    def load(cls: type, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        from transformers import DeepseekV3Config, PretrainedConfig
+
+        own = {**kwargs, "trust_remote_code": None, "name_or_path": pretrained_model_name_or_path}
+        config, others = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **own)
+        if config.get("model_type") in MODEL_TYPES:
+            return DeepseekV3Config.from_dict(config, **others)
+        return from_pretrained(cls, pretrained_model_name_or_path, **kwargs)
+
+    return load
 
 
 def reduce_layers(hf_config: Any, layers: int | None) -> None:

@@ -1,8 +1,7 @@
-"""Hold the state of a process; verl's actor, critic and reference workers share one process and one device."""
+"""Hold the memory state of a process; verl's actor, critic and reference workers share one process and one device."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,8 +25,7 @@ class WorkerContext:
     None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of a profiled step; None in
     other steps. `schedule`, `unmoved_groups` (memory groups that are never moved): from memory/schedule.py, set by the
     workers' constructors, all of which verl calls before a model is built. `step_guards`: of trained models, in
-    building order. `trusts_code`: whether tokenizers that are Python code of the model's folder may run it (verl's
-    actor_rollout_ref.model.trust_remote_code).
+    building order.
     """
 
     schedule: Schedule | None = None
@@ -36,7 +34,6 @@ class WorkerContext:
     ledger: Ledger | None = None
     profiler: PhaseProfiler | None = None
     step_guards: list[StepGuard] = field(default_factory=list)
-    trusts_code: bool = False
 
     def begin(self, phase: str, vllm_moves: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the previous one; `vllm_moves` makes vLLM sleep or wake."""
@@ -79,13 +76,3 @@ _context = WorkerContext()
 def context() -> WorkerContext:
     """Return the context of this process."""
     return _context
-
-
-def load_if_trusted(load: Callable) -> Callable:
-    """Wrap verl's hf_tokenizer and hf_processor, of whose calls some pass no trust_remote_code, to pass it always."""
-
-    @functools.wraps(load)
-    def load_with_trust(name_or_path: Any, *args: Any, trust_remote_code: bool | None = None, **kwargs: Any) -> Any:
-        return load(name_or_path, *args, trust_remote_code=bool(trust_remote_code or context().trusts_code), **kwargs)
-
-    return load_with_trust
