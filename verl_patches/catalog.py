@@ -205,9 +205,13 @@ ROLLOUT: tuple[PatchSpec, ...] = (
 MODEL: tuple[PatchSpec, ...] = (
     _row("model.family_config", "wrap", "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
          "verl_patches.layout.model_folder:class_of_family",
-         "transformers 4.51 and 4.52 do not know model_type kimi_k2, whose architecture is DeepSeek-V3's; and where "
-         "config.json names a class in the folder's code, they ask on the terminal whether to run it, or run it.",
+         "transformers 4.52 does not know model_type kimi_k2, and may run a class that is code of the model's folder.",
          exit="transformers knows kimi_k2, and prefers its own classes", processes=_ALL),
+    _row("model.trusted_tokenizer", "wrap", "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained",
+         "verl_patches.worker.remote_code:load_if_trusted",
+         "verl passes trust_remote_code in some calls alone, and transformers then asks on the terminal; its copy of a "
+         "tokenizer's code is written in place: 1 of 45 starts of 16 processes failed, as the class was missing.",
+         exit="verl passes one setting, and transformers replaces the copy", processes=_ALL, feature="remote_code"),
     _row("model.config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
          "verl_patches.model.megatron:converters",
          "verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3 drops group-limited routing, computes the "
@@ -225,21 +229,6 @@ MODEL: tuple[PatchSpec, ...] = (
          "the reference and once for the actor. This loader takes folders in bf16, in FP8 and of Megatron.",
          exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
-    *(_row(f"model.trusted_{name}", "wrap", f"verl.utils.tokenizer:hf_{name}",
-           "verl_patches.worker.remote_code:load_if_trusted",
-           "verl passes trust_remote_code in some calls only, 54c9b736 in none of its Megatron workers; without it "
-           "transformers asks on the terminal whether to run a tokenizer that is code (Moonlight, Kimi-K2).",
-           exit="verl passes one setting in all calls", processes=_ALL, feature="remote_code",
-           bindings=tuple(f"verl.{module}:hf_{name}" for module in holders.split()))
-      for name, holders in (
-          ("processor", "utils workers.fsdp_workers"),
-          ("tokenizer", "utils utils.dataset.multiturn_sft_dataset utils.dataset.rm_dataset utils.dataset.sft_dataset "
-           "trainer.main_generation workers.fsdp_workers workers.megatron_workers workers.rollout.async_server"))),
-    _row("model.code_in_turn", "wrap", "transformers.models.auto.tokenization_auto:get_class_from_dynamic_module",
-         "verl_patches.worker.remote_code:import_in_turn",
-         "It copies the tokenizer's code to the user's cache and imports the copy, which at the first start on a node "
-         "other workers are writing: 1 of 45 starts of 16 processes failed on two cores (the class is missing).",
-         exit="transformers replaces the copy as a whole", processes=_ALL, feature="remote_code"),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "init_model of verl's Megatron worker sets the dtype to bfloat16; only fp32 shows a wrong weight.",

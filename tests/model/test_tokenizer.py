@@ -1,6 +1,7 @@
 """Test tokenizers that are code in the model's folder (Moonlight, Kimi-K2): the key, data, configurations, exports."""
 
 import builtins
+import functools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,11 @@ from verl_patches.run.files import folder_checks, reward_folder_checks, with_req
 from verl_patches.step.objectives.dataset import SftData
 from verl_patches.step.rows import check_rl_rows
 from verl_patches.tools.data.sources import read_tokenizer
-from verl_patches.worker.remote_code import import_in_turn
+from verl_patches.worker.remote_code import load_if_trusted
 
 TINY, TRUST = "deepseekv3_tiny_cpu", "recipe.trust_remote_code=true"
 KEYS = ("data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code")
-ROWS = {"model.trusted_tokenizer", "model.trusted_processor"}
+ROW = "model.trusted_tokenizer"
 ASKED = "What is the sum of 1 and 1?"
 USER = {"role": "user", "content": ASKED}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}]
@@ -52,7 +53,7 @@ def test_one_key_becomes_verls_two_and_switches_the_rows_on(line):
     for overrides, is_on in (([TRUST], True), ([], False)):
         found = composed(TINY, [f"recipe.line={line}", *overrides])
         assert [bool(OmegaConf.select(found.verl, key)) for key in KEYS] == [is_on] * 2
-        assert (found.rows & ROWS == ROWS) is is_on
+        assert (ROW in found.rows) is is_on
 
 
 def test_code_is_not_run_without_the_key_which_the_refusals_name(folder, tiny_model, tmp_path):
@@ -136,21 +137,23 @@ def test_verl_loads_the_code_in_workers_of_a_run_with_the_key_and_never_asks(run
     assert "Do you wish" not in done.out + done.err
 
 
-def test_one_process_at_a_time_copies_and_imports_the_code(tmp_path):
+def test_one_process_at_a_time_copies_and_imports_the_code(folder, monkeypatch, tmp_path):
     """Check with threads, whose locks are as apart as those of processes: a second one inside would find the mark."""
     mark = tmp_path / "mark"
 
-    def load(name):
+    def copy(*_):
         mark.touch(exist_ok=False)
         time.sleep(0.01)
         mark.unlink()
-        return name
 
+    monkeypatch.setattr("transformers.dynamic_module_utils.get_class_from_dynamic_module", copy)
+    load = functools.partial(load_if_trusted(lambda *_, trust_remote_code: trust_remote_code), None)
     with ThreadPoolExecutor(8) as threads:
-        assert [*threads.map(import_in_turn(load), range(8))] == [*range(8)]
-        with pytest.raises(FileExistsError):  # control
-            mark.touch()
-            load(0)
+        assert [*threads.map(functools.partial(load, trust_remote_code=True), [folder] * 8)] == [True] * 8
+    mark.touch()
+    with pytest.raises(FileExistsError):  # control
+        load(folder, trust_remote_code=True)
+    assert load(folder) is False
 
 
 def test_sft_data_is_built_and_trained_as_the_template_writes_it(folder, tmp_path):

@@ -143,9 +143,7 @@ def require_whole_folder(folder: Path, trusted: bool = True) -> None:
             f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
             "additional_special_tokens"
         )
-    names = tokenizer.get("auto_map") or {}
-    names = names.get("AutoTokenizer") if isinstance(names, dict) else names  # old transformers wrote the value alone
-    for name in filter(None, [names] if isinstance(names, str) else names or ()):  # [slow class or null, fast or null]
+    for name in tokenizer_code(folder):
         code = folder / f"{name.partition('.')[0]}.py"
         if not trusted:
             raise ConfigError(
@@ -154,6 +152,14 @@ def require_whole_folder(folder: Path, trusted: bool = True) -> None:
             )
         if "--" not in name and not code.is_file():  # ID--NAME is code of another repository
             raise ConfigError(f"{path} names {code.name} as the tokenizer's code, which is missing; download it too")
+
+
+def tokenizer_code(folder: Path) -> list[str]:
+    """Return FILE.CLASS of each class of the folder's tokenizer that is Python code of the folder."""
+    path = folder / "tokenizer_config.json"
+    names = (read_json_object(path) if path.exists() else {}).get("auto_map") or {}
+    names = names.get("AutoTokenizer") if isinstance(names, dict) else names  # old transformers wrote the value alone
+    return [name for name in ([names] if isinstance(names, str) else names or ()) if name]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
