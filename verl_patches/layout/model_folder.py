@@ -151,7 +151,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def config_mismatches(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED_VALUES) -> str:
     """Return those of `keys` whose values differ from `REQUIRED_VALUES` in a config, as text; empty without any."""
-    found = {key: config[key] for key in keys if config.get(key) not in (None, REQUIRED_VALUES[key])}
+    accepted = {key: (None, value) for key, value in REQUIRED_VALUES.items()} | {"model_type": (None, *MODEL_TYPES)}
+    found = {key: config[key] for key in keys if config.get(key) not in accepted[key]}
     return ", ".join(f"{key} is {value!r}, expected {REQUIRED_VALUES[key]!r}" for key, value in found.items())
 
 

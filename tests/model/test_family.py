@@ -1,0 +1,113 @@
+"""Test the family's other models, tiny Moonlight and Kimi-K2, against a newer transformers' figures on both lines.
+
+transformers fixes the epsilon of the latent's norm at 1e-6 where Megatron and vLLM take rms_norm_eps. At Moonlight's 1e-5
+that difference alone is 6.5e-6 of the logits and 1.3e-5 of a gradient.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.model import parity
+from tests.model.family_figures import NAMES, stored_figures, tiny_config
+from tests.model.mindspeed_start import LAYOUTS
+from verl_patches.model.tiny import make_tiny_model
+
+PYPI_LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2ep2": {"tp": 2, "ep": 2, "etp": 1}}
+A3_LAYOUTS = [*(("moonlight", layout) for layout in ("tp1", "tp2_extends_ep", "tp4_extends_ep")), ("kimi_k2", "tp2_extends_ep")]
+LOGITS, GRADIENTS = 1e-5, 3e-5
+WORKER = {"patches": "line=pypi,platform=cpu", "backend": "nccl"}
+# yarn of factor 40 for all frequencies, and for none, where it scales the softmax alone
+YARN = {"rotary_scaling_factor": 40.0, "max_position_embeddings": 64}
+MSCALE = {"rotary_scaling_factor": 40.0, "max_position_embeddings": 10**9}
+FAULTS = {
+    "moonlight": {
+        "yarn": YARN, "mscale": MSCALE, "groups": {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    },
+    "kimi_k2": {
+        "yarn": {"rope_type": "rope"}, "mscale": {"mscale": 0.0, "mscale_all_dim": 0.0},
+        "groups": {"moe_router_num_groups": 8, "moe_router_group_topk": 4},
+    },
+}  # fmt: skip
+A3_FAULTS = {
+    "yarn": {"rope_scaling_factor": 40.0, "rope_scaling_original_max_position_embeddings": 64},
+    "mscale": {"rope_scaling_factor": 40.0, "rope_scaling_original_max_position_embeddings": 10**9},
+    "groups": {"n_group": 4, "topk_group": 2},
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Return {name: reference}, with the keys of fixture `reference`; logits are sketches, gradients norms and sketches."""
+    ids, mask, _ = batch = parity.make_batch()
+    found = {}
+    for name in NAMES:
+        folder, figures = tmp_path_factory.mktemp(name), stored_figures(name)
+        make_tiny_model(folder / "model", overrides=tiny_config(name))
+        torch.save(batch, folder / "batch.pt")
+        logits = torch.zeros(*ids.shape, figures["logits"].shape[-1])
+        logits[mask] = figures["logits"]
+        found[name] = {**figures, "folder": folder, "mask": mask, "logits": logits}
+    return found
+
+
+def logits_error(reference, logits):
+    return parity.logits_error(reference, parity.sketch(logits))
+
+
+def gradient_errors(expected, found):
+    """Return {name: estimate of |difference| / |gradient|}: a projection's mean square is the square of the norm."""
+    assert found.keys() == expected.keys()
+    differences = {name: parity.sketch(found[name].flatten()) - figures[1:] for name, figures in expected.items()}
+    return {n: (d.square().mean().sqrt() / expected[n][0].clamp(min=1e-12)).item() for n, d in differences.items()}
+
+
+def assert_parity(reference, ranks, layout):
+    """Assert that logits, gradients and the names and shapes of weights sent to the rollout are transformers'."""
+    errors = [logits_error(reference, rank[layout][form]) for rank in ranks for form in ("packed", "padded")]
+    worst = gradient_errors(reference["gradients"], parity.whole_gradients(ranks, layout))
+    print(layout, max(errors), max(worst.values()), max(worst, key=worst.get))
+    assert max(errors) < LOGITS
+    assert max(worst.values()) < GRADIENTS, sorted(worst.items(), key=lambda e: -e[1])[:5]
+    assert {name: tuple(t.shape) for name, t in ranks[0][layout]["synced"].items()} == reference["shapes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_line_pypi_computes_what_transformers_does(families, run_ranks, name):
+    job = "tests.model.parity_job:layouts_job"
+    ranks = run_ranks(job, families[name]["folder"], PYPI_LAYOUTS, size=2, **WORKER)
+    for layout in PYPI_LAYOUTS:
+        assert_parity(families[name], ranks, layout)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize(("name", "layout"), A3_LAYOUTS)
+def test_line_a3_computes_what_transformers_does(families, run_a3, name, layout):
+    found = run_a3("mindspeed_job:parity_job", LAYOUTS[layout], folder=families[name]["folder"])
+    assert_parity(families[name], [{layout: rank} for rank in found], layout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fault_is_seen_on_line_pypi(families, run_ranks, name):
+    (found,) = run_ranks("tests.model.parity_job:controls_job", families[name]["folder"], FAULTS[name], **WORKER)
+    errors = {fault: logits_error(families[name], logits) for fault, logits in found.items()}
+    print(errors)
+    assert errors.pop("nothing") < LOGITS
+    assert min(errors.values()) > 100 * LOGITS, errors
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
+def test_a_fault_is_seen_on_line_a3(families, run_a3, layout):
+    """Check also MindSpeed-LLM's own path without q_lora_rank, which is right at TP1 alone."""
+    reference = families["moonlight"]
+    for found in run_a3("mindspeed_job:family_controls_job", LAYOUTS[layout], A3_FAULTS, folder=reference["folder"]):
+        errors = {fault: logits_error(reference, logits) for fault, logits in found.items()}
+        print(errors)
+        right = {"nothing", "upstream"} if layout == "tp1" else {"nothing"}
+        assert max(errors[fault] for fault in right) < LOGITS
+        assert min(errors[fault] for fault in errors.keys() - right) > 100 * LOGITS, errors
