@@ -74,8 +74,8 @@ def family_controls_job(folder: Path, config, faults: dict[str, dict], args) -> 
     found = {"nothing": run(*built, batch)}
     found["upstream"] = run(*_upstreams_query(built, folder, args), batch)
     for layer in unwrap_model(built[0])[0].decoder.layers:
-        attention, size = layer.self_attention, args.hidden_size
-        attention.q_layernorm = type(attention.k_layernorm)(built[1], size)
+        attention = layer.self_attention
+        attention.q_layernorm = type(attention.k_layernorm)(args.hidden_size)
         attention.q_layernorm.weight.data.normal_(1, 0.1)
     found["q_norm"] = run(*built, batch)
     for name, changes in faults.items():
