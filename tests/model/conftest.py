@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -45,6 +46,31 @@ def reference(tmp_path_factory, tiny_model):
         "gradients": {name: p.grad for name, p in model.named_parameters()},
         "weights": {name: t.clone() for name, t in model.state_dict().items()},
     }
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory):
+    """Return family(name), the keys of `reference` for tiny Moonlight or Kimi-K2, and the reference's `shapes`.
+
+    logits are sketches, gradients norms and sketches (family_figures.py); there are no weights.
+    """
+    import torch
+
+    from tests.model.family_figures import stored_figures, tiny_config
+    from tests.model.parity import make_batch
+    from verl_patches.model.tiny import make_tiny_model
+
+    @functools.cache
+    def make(name: str) -> dict:
+        folder, figures = tmp_path_factory.mktemp(name), stored_figures(name)
+        ids, mask, _ = batch = make_batch()
+        make_tiny_model(folder / "model", overrides=tiny_config(name))
+        torch.save(batch, folder / "batch.pt")
+        logits = torch.zeros(*ids.shape, figures["logits"].shape[-1])
+        logits[mask] = figures["logits"]
+        return {**figures, "folder": folder, "mask": mask, "logits": logits}
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.model import parity
-from tests.model.family_figures import NAMES, stored_figures, tiny_config
+from tests.model.family_figures import NAMES, tiny_config
 from tests.model.mindspeed_start import LAYOUTS
-from verl_patches.model.tiny import make_tiny_model
+from tests.weights.cases import is_same, read_folder, run
+from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.parallel import parse_layout
 
 PYPI_LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2ep2": {"tp": 2, "ep": 2, "etp": 1}}
 A3_LAYOUTS = [*(("moonlight", layout) for layout in ("tp1", "tp2_extends_ep", "tp4_extends_ep")), ("kimi_k2", "tp2_extends_ep")]
@@ -40,21 +42,6 @@ A3_FAULTS = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def families(tmp_path_factory):
-    """Return {name: reference}, with the keys of fixture `reference`; logits are sketches, gradients norms and sketches."""
-    ids, mask, _ = batch = parity.make_batch()
-    found = {}
-    for name in NAMES:
-        folder, figures = tmp_path_factory.mktemp(name), stored_figures(name)
-        make_tiny_model(folder / "model", overrides=tiny_config(name))
-        torch.save(batch, folder / "batch.pt")
-        logits = torch.zeros(*ids.shape, figures["logits"].shape[-1])
-        logits[mask] = figures["logits"]
-        found[name] = {**figures, "folder": folder, "mask": mask, "logits": logits}
-    return found
-
-
 def logits_error(reference, logits):
     return parity.logits_error(reference, parity.sketch(logits))
 
@@ -77,24 +64,64 @@ def assert_parity(reference, ranks, layout):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_line_pypi_computes_what_transformers_does(families, run_ranks, name):
+def test_line_pypi_computes_what_transformers_does(family, run_ranks, name):
     job = "tests.model.parity_job:layouts_job"
-    ranks = run_ranks(job, families[name]["folder"], PYPI_LAYOUTS, size=2, **WORKER)
+    ranks = run_ranks(job, family(name)["folder"], PYPI_LAYOUTS, size=2, **WORKER)
     for layout in PYPI_LAYOUTS:
-        assert_parity(families[name], ranks, layout)
+        assert_parity(family(name), ranks, layout)
 
 
 @pytest.mark.upstream
 @pytest.mark.parametrize(("name", "layout"), A3_LAYOUTS)
-def test_line_a3_computes_what_transformers_does(families, run_a3, name, layout):
-    found = run_a3("mindspeed_job:parity_job", LAYOUTS[layout], folder=families[name]["folder"])
-    assert_parity(families[name], [{layout: rank} for rank in found], layout)
+def test_line_a3_computes_what_transformers_does(family, run_a3, name, layout):
+    found = run_a3("mindspeed_job:parity_job", LAYOUTS[layout], folder=family(name)["folder"])
+    assert_parity(family(name), [{layout: rank} for rank in found], layout)
+
+
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_go_to_megatron_and_back_bit_for_bit(family, tmp_path, name, line):
+    """Convert to Megatron's files of two layouts and export: names and shapes are transformers'."""
+    folder = family(name)["folder"] / "model"
+    run(folder, tmp_path / "megatron", parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3"), line=line)
+    run(tmp_path / "megatron", tmp_path / "other", parse_layout("tp4 ep8 etp1 @8"), line=line)
+    run(tmp_path / "other", tmp_path / "back")
+    found = read_folder(tmp_path / "back")
+    assert is_same(found, read_folder(folder))
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == family(name)["shapes"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == tiny_config(name)
+
+
+def rope_cases(folder):
+    """Return plain positions as layout/model_folder.py gives them, of tiny and of real sizes, and yarn of factor 40."""
+    config, yarn = read_config(folder / "model"), tiny_config("deepseekv3")["rope_scaling"]
+    one = config["rope_scaling"]
+    tiny, real = (config["qk_rope_head_dim"], config["rope_theta"]), (64, 50000.0)
+    return [(*tiny, one), (*real, one | {"original_max_position_embeddings": 8192}), (*tiny, yarn)]
+
+
+@pytest.mark.parametrize("library", ["megatron", "vllm", pytest.param("mindspeed", marks=pytest.mark.upstream)])
+def test_yarn_of_factor_1_is_plain_rope(library, request, family, run_ranks):
+    folder = family("moonlight")["folder"]
+    cases = rope_cases(folder)
+    if library == "mindspeed":
+        ranks = request.getfixturevalue("run_a3")("rope_job:by_mindspeed", (1, {}), cases, folder=folder)
+    else:
+        ranks = run_ranks(f"tests.model.rope_job:by_{library}", cases, **WORKER)
+    same = [is_plain(*case[:2], *found) for case, found in zip(cases, ranks[0], strict=True)]
+    assert same == [True, True, False]
+
+
+def is_plain(dim, base, frequencies, scale, softmax):
+    """Return whether frequencies are plain rope's bit for bit, and both scales 1."""
+    plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return torch.equal(frequencies, plain) and scale == softmax == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_seen_on_line_pypi(families, run_ranks, name):
-    (found,) = run_ranks("tests.model.parity_job:controls_job", families[name]["folder"], FAULTS[name], **WORKER)
-    errors = {fault: logits_error(families[name], logits) for fault, logits in found.items()}
+def test_a_fault_is_seen_on_line_pypi(family, run_ranks, name):
+    (found,) = run_ranks("tests.model.parity_job:controls_job", family(name)["folder"], FAULTS[name], **WORKER)
+    errors = {fault: logits_error(family(name), logits) for fault, logits in found.items()}
     print(errors)
     assert errors.pop("nothing") < LOGITS
     assert min(errors.values()) > 100 * LOGITS, errors
@@ -102,9 +129,9 @@ def test_a_fault_is_seen_on_line_pypi(families, run_ranks, name):
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
-def test_a_fault_is_seen_on_line_a3(families, run_a3, layout):
+def test_a_fault_is_seen_on_line_a3(family, run_a3, layout):
     """Check also MindSpeed-LLM's own path without q_lora_rank, which is right at TP1 alone."""
-    reference = families["moonlight"]
+    reference = family("moonlight")
     for found in run_a3("mindspeed_job:family_controls_job", LAYOUTS[layout], A3_FAULTS, folder=reference["folder"]):
         errors = {fault: logits_error(reference, logits) for fault, logits in found.items()}
         print(errors)
