@@ -149,8 +149,9 @@ assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worke
 """
 FAMILY = """
 for folder in sys.argv[1:]:
-    view, positions = config(folder, hf_overrides=edit_for_vllm), json.loads(pathlib.Path(folder, "config.json").read_text())
-    assert (view.use_mla, view.max_model_len) == (True, positions["max_position_embeddings"]), folder
+    view = config(folder, hf_overrides=edit_for_vllm)
+    stored = json.loads(pathlib.Path(folder, "config.json").read_text())
+    assert (view.use_mla, view.max_model_len) == (True, stored["max_position_embeddings"]), folder
 assert not config(folder).use_mla  # control: the last one is Kimi-K2
 """
 GRAPHS = """

@@ -50,14 +50,15 @@ def reference(tmp_path_factory, tiny_model):
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory):
-    """Return family(name), the keys of `reference` for tiny Moonlight or Kimi-K2, and the reference's `shapes`.
+    """Return family(name), the keys of `reference` for tiny Moonlight or Kimi-K2, and its `shapes`, {HF name: shape}.
 
-    logits are sketches, gradients norms and sketches (family_figures.py); there are no weights.
+    logits are sketches, gradients norms and sketches (family_figures.py), weights those of the folder.
     """
     import torch
 
     from tests.model.family_figures import stored_figures, tiny_config
     from tests.model.parity import make_batch
+    from tests.weights.cases import read_folder
     from verl_patches.model.tiny import make_tiny_model
 
     @functools.cache
@@ -68,7 +69,8 @@ def family(tmp_path_factory):
         torch.save(batch, folder / "batch.pt")
         logits = torch.zeros(*ids.shape, figures["logits"].shape[-1])
         logits[mask] = figures["logits"]
-        return {**figures, "folder": folder, "mask": mask, "logits": logits}
+        weights = read_folder(folder / "model")
+        return {**figures, "folder": folder, "mask": mask, "logits": logits, "weights": weights}
 
     return make
 

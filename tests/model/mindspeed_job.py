@@ -87,7 +87,7 @@ def family_controls_job(folder: Path, config, faults: dict[str, dict], args) -> 
 
 
 def _upstreams_query(ours, folder: Path, args):
-    """Build MindSpeed-LLM's own model without q_lora_rank, with the weights of `ours`: linear_qkv has the whole query."""
+    """Build MindSpeed-LLM's own model without q_lora_rank, whose linear_qkv has the whole query, of `ours`' weights."""
     patched = mindspeed_model.InputAndLatent, args.q_lora_rank
     mindspeed_model.InputAndLatent, args.q_lora_rank = LinearNoTP, None
     torch.manual_seed(args.seed)

@@ -46,7 +46,6 @@ LAYOUTS = {
     "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "layers": [1, 3]}),
-    "tp4_extends_ep": (4, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
 }
 _CP2 = {"context_parallel_size": 2}

@@ -1,7 +1,7 @@
 """Test the family's other models, tiny Moonlight and Kimi-K2, against a newer transformers' figures on both lines.
 
-transformers fixes the epsilon of the latent's norm at 1e-6 where Megatron and vLLM take rms_norm_eps. At Moonlight's 1e-5
-that difference alone is 6.5e-6 of the logits and 1.3e-5 of a gradient.
+transformers fixes the epsilon of the latent's norm at 1e-6 where Megatron and vLLM take rms_norm_eps. At Moonlight's
+1e-5 that difference alone is 6.5e-6 of the logits and 1.3e-5 of a gradient; Kimi-K2 differs by 1e-6 and 4e-6.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from tests.weights.cases import is_same, read_folder, run
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import parse_layout
 
-PYPI_LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2ep2": {"tp": 2, "ep": 2, "etp": 1}}
-A3_LAYOUTS = [*(("moonlight", layout) for layout in ("tp1", "tp2_extends_ep", "tp4_extends_ep")), ("kimi_k2", "tp2_extends_ep")]
+PYPI_LAYOUTS = {"tp1": {}, "tp2ep2": {"tp": 2, "ep": 2, "etp": 1}}
+TP4 = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}
+A3_CASES = {
+    "moonlight tp1": LAYOUTS["tp1"],
+    "moonlight tp2": LAYOUTS["tp2_extends_ep"],
+    "moonlight tp4": (4, TP4),
+    "kimi_k2 tp2": LAYOUTS["tp2_extends_ep"],
+}
 LOGITS, GRADIENTS = 1e-5, 3e-5
 WORKER = {"patches": "line=pypi,platform=cpu", "backend": "nccl"}
 # yarn of factor 40 for all frequencies, and for none, where it scales the softmax alone
@@ -54,13 +60,14 @@ def gradient_errors(expected, found):
 
 
 def assert_parity(reference, ranks, layout):
-    """Assert that logits, gradients and the names and shapes of weights sent to the rollout are transformers'."""
+    """Assert that logits, gradients, and names and shapes of what verl sends to the rollout are transformers'."""
     errors = [logits_error(reference, rank[layout][form]) for rank in ranks for form in ("packed", "padded")]
     worst = gradient_errors(reference["gradients"], parity.whole_gradients(ranks, layout))
-    print(layout, max(errors), max(worst.values()), max(worst, key=worst.get))
     assert max(errors) < LOGITS
     assert max(worst.values()) < GRADIENTS, sorted(worst.items(), key=lambda e: -e[1])[:5]
-    assert {name: tuple(t.shape) for name, t in ranks[0][layout]["synced"].items()} == reference["shapes"]
+    sent = ranks[0][layout]["synced"]
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == reference["shapes"]
+    assert all(torch.equal(sent[name], weight.float()) for name, weight in reference["weights"].items())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,22 +79,22 @@ def test_line_pypi_computes_what_transformers_does(family, run_ranks, name):
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize(("name", "layout"), A3_LAYOUTS)
-def test_line_a3_computes_what_transformers_does(family, run_a3, name, layout):
-    found = run_a3("mindspeed_job:parity_job", LAYOUTS[layout], folder=family(name)["folder"])
-    assert_parity(family(name), [{layout: rank} for rank in found], layout)
+@pytest.mark.parametrize("case", A3_CASES)
+def test_line_a3_computes_what_transformers_does(family, run_a3, case):
+    reference = family(case.partition(" ")[0])
+    found = run_a3("mindspeed_job:parity_job", A3_CASES[case], folder=reference["folder"])
+    assert_parity(reference, [{case: rank} for rank in found], case)
 
 
-@pytest.mark.parametrize("line", ["pypi", "a3"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "line"), [("moonlight", "pypi"), ("moonlight", "a3"), ("kimi_k2", "a3")])
 def test_weights_go_to_megatron_and_back_bit_for_bit(family, tmp_path, name, line):
     """Convert to Megatron's files of two layouts and export: names and shapes are transformers'."""
-    folder = family(name)["folder"] / "model"
-    run(folder, tmp_path / "megatron", parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3"), line=line)
-    run(tmp_path / "megatron", tmp_path / "other", parse_layout("tp4 ep8 etp1 @8"), line=line)
+    layout, other = parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3"), parse_layout("tp4 ep8 etp1 @8")
+    run(family(name)["folder"] / "model", tmp_path / "megatron", layout, line=line)
+    run(tmp_path / "megatron", tmp_path / "other", other, line=line)
     run(tmp_path / "other", tmp_path / "back")
     found = read_folder(tmp_path / "back")
-    assert is_same(found, read_folder(folder))
+    assert is_same(found, family(name)["weights"])
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == family(name)["shapes"]
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == tiny_config(name)
 
@@ -122,7 +129,6 @@ def is_plain(dim, base, frequencies, scale, softmax):
 def test_a_fault_is_seen_on_line_pypi(family, run_ranks, name):
     (found,) = run_ranks("tests.model.parity_job:controls_job", family(name)["folder"], FAULTS[name], **WORKER)
     errors = {fault: logits_error(family(name), logits) for fault, logits in found.items()}
-    print(errors)
     assert errors.pop("nothing") < LOGITS
     assert min(errors.values()) > 100 * LOGITS, errors
 
@@ -134,7 +140,6 @@ def test_a_fault_is_seen_on_line_a3(family, run_a3, layout):
     reference = family("moonlight")
     for found in run_a3("mindspeed_job:family_controls_job", LAYOUTS[layout], A3_FAULTS, folder=reference["folder"]):
         errors = {fault: logits_error(reference, logits) for fault, logits in found.items()}
-        print(errors)
         right = {"nothing", "upstream"} if layout == "tp1" else {"nothing"}
         assert max(errors[fault] for fault in right) < LOGITS
         assert min(errors[fault] for fault in errors.keys() - right) > 100 * LOGITS, errors
