@@ -43,7 +43,7 @@ def test_only_the_correction_bias_is_fp32_and_not_trained():
 
 @pytest.mark.slow
 def test_names_and_shapes_equal_transformers(run_python):
-    """Leave out q_lora_rank null, which transformers 4.51 cannot build: Megatron and vLLM models cover it."""
+    """Leave out q_lora_rank null, which transformers 4.51 cannot build: tests/model/test_family.py has it."""
     changes = [{}, {"first_k_dense_replace": 3}, {"n_shared_experts": 2}]
     configs = [TINY_CONFIG | change for change in changes] + [BIG_CONFIG | {"num_hidden_layers": 4}]
     code = """if True:
