@@ -82,6 +82,9 @@ REFUSED = [
     (rules.rollout_checks, LARGE, [f"{VLLM}.enable_expert_parallel=false"], ["is False, expected True"]),
     (rules.rollout_checks, RANDOM, ["trainer.nnodes=32", "recipe.rollout.data_parallel_size=256"],
      ["256 routed experts over 512 ranks"]),
+    (rules.rollout_checks, LARGE, ["trainer.nnodes=18", f"{ACTOR}.expert_model_parallel_size=4",
+                                   "recipe.rollout={instances: 2, data_parallel_size: 72}"],
+     ["256 routed experts over 144 ranks"]),  # MC2 takes 144 ranks
     (rules.rollout_checks, TINY, ["recipe.rollout.enable_expert_parallel=true"], ["found 1 rank an instance"]),
     (rules.ascend_checks, LARGE, [NO_CHUNKS, WHOLE_PROMPTS], [r"1024, expected >= 4096 .* generate\(\) hangs"]),
     (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),

@@ -100,7 +100,7 @@ def _list_layouts(
         side = (
             "training layout fits a die"
             if rollouts
-            else "rollout layout fits a die, among instances whose number of ranks the MC2 operator (if used) accepts"
+            else "rollout layout fits a die, among those that the MC2 operator (if used) accepts"
         )
         refused[f"memory: no {side}"] += 1
     return listed, refused
@@ -137,10 +137,10 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
     """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
-    machine, sizes = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes
+    machine, sizes, by_mc2 = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes, hccl.decodes_by_mc2(run)
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
     for tp, ranks in itertools.product(_TP_SIZES, splits):
-        if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
+        if ranks % tp or (by_mc2 and hccl.mc2_faults(machine.mc2, step.model, ranks, tokens=1)):
             continue
         layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
         seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
