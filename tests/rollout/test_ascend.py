@@ -101,6 +101,39 @@ def test_tokens_are_routed_as_in_fp32(found):
     assert found["router"]["worst"] < found["router, upstream"]["worst"]
 
 
+def router(experts, top_k, factor, groups=1, chosen=1, norm=True):
+    """Return a router's keys of config.json."""
+    sizes = {"n_routed_experts": experts, "num_experts_per_tok": top_k, "n_group": groups, "topk_group": chosen}
+    return sizes | {"routed_scaling_factor": factor, "norm_topk_prob": norm}
+
+
+MOONLIGHT, KIMI_K2, GROUPS = router(64, 6, 2.446), router(384, 8, 2.827), router(64, 6, 2.5, groups=8, chosen=4)
+EXPERT_GROUPS = ["rollout.ascend_expert_groups"]
+FAULTS = ("the bias is left in the weights", "weights are not scaled", "weights are scaled twice")
+ROUTED = {
+    "moonlight": {"config": MOONLIGHT},
+    "moonlight, upstream": {"config": MOONLIGHT, "without": EXPERT_GROUPS},
+    "kimi k2": {"config": KIMI_K2},
+    "kimi k2, upstream": {"config": KIMI_K2, "without": EXPERT_GROUPS},
+    "not normalised": {"config": router(64, 6, 2.446, norm=False)},
+    "groups": {"config": GROUPS},
+}
+ROUTED_OTHERWISE = {
+    "groups, upstream": {"config": GROUPS, "without": EXPERT_GROUPS},
+    "a mask of groups": {"config": MOONLIGHT, "wrong": {"n_group": 8, "topk_group": 4}},
+    "bf16": {"config": MOONLIGHT, "dtype": "bfloat16"},  # why row rollout.ascend_fp32_router
+}
+
+
+def test_without_256_experts_tokens_are_routed_and_weighted_as_in_transformers(run):
+    """Check that the controls have other experts, or other weights."""
+    wrong = {fault: {"config": MOONLIGHT, "fault": fault} for fault in FAULTS}
+    found = run("tests.rollout.routing_rank:main", ROUTED | ROUTED_OTHERWISE | wrong)
+    assert all(found[name][0] == 0 and found[name][1] < 1e-6 for name in ROUTED), found
+    assert all(found[name][0] > 0.01 for name in ROUTED_OTHERWISE), found
+    assert all(found[fault][0] == 0 and found[fault][1] > 0.1 for fault in FAULTS), found
+
+
 def test_top_k_and_top_p_leave_the_words_that_they_should(found):
     top_k, top_p, both = found["sampled"]["left"]
     assert top_k == 50 < top_p < 512 and both == 50
