@@ -203,6 +203,10 @@ ROLLOUT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MODEL: tuple[PatchSpec, ...] = (
+    _row("model.model_types", "wrap", "transformers.models.auto.configuration_auto:_LazyConfigMapping.__getitem__",
+         "verl_patches.layout.model_folder:class_of_family",
+         "transformers 4.51 and 4.52 do not know model_type kimi_k2, whose architecture is DeepSeek-V3's.",
+         exit="transformers knows kimi_k2", processes=_ALL),
     _row("model.config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
          "verl_patches.model.megatron:converters",
          "verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3 drops group-limited routing, computes the "

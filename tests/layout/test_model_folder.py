@@ -71,7 +71,7 @@ def test_the_dtype_of_transformers_4_57_and_rope_scaling_beside_new_keys_are_rea
     assert read_config(write_config(tmp_path, both)) == read_config(PUBLIC)
     plain = {key: value for key, value in public.items() if key not in ("rope_scaling", "rope_theta")}
     found = read_config(write_config(tmp_path, plain | {"rope_parameters": {"rope_theta": 5e4}}))  # without a type
-    assert (found["rope_theta"], found["rope_scaling"]) == (5e4, None)
+    assert (found["rope_theta"], found["rope_scaling"]["factor"]) == (5e4, 1)
 
 
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])

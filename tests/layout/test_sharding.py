@@ -81,7 +81,6 @@ def test_vllm_pads_the_vocabulary(words, library, rows, start, padding):
     ("tp2 @2", "torch", {}, "unknown library"),
     ("tp3 @3", "vllm", {}, "num_attention_heads"),
     ("tp4 @4", "megatron-local", {"vocab_size": 510}, "must divide 510"),
-    ("tp2 @2", "mindspeed", {"q_lora_rank": None}, "replicated projection"),
     ("etp5 @5", "vllm", {}, "etp=5 must divide 32"),
 ])  # fmt: skip
 def test_layouts_that_do_not_fit_are_refused(text, library, change, message):

@@ -159,7 +159,7 @@ def test_transformers_knows_no_further_key():
         ({"scoring_func": "softmax"}, "HF scoring_func is 'softmax': must be 'sigmoid'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({"sliding_window": 4096}, "HF sliding_window is 4096: unknown key"),
-        ({"q_lora_rank": None}, "q_lora_rank is None"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is None"),
     ],
 )
 def test_another_model_is_refused_by_name(change, message):

@@ -59,11 +59,12 @@ class SmokeOptions:
 
     @property
     def model_shape(self) -> str:
-        """Return the model's config.json in configs/.
+        """Return the model's config.json in configs/: the last override recipe.model_shape=FILE, or the default.
 
         With 256 experts vllm-ascend routes by the op that DeepSeek-V3 uses.
         """
-        return "model/deepseekv3_tiny_256experts.json" if self.emulate_npu else "model/deepseekv3_tiny.json"
+        default = "model/deepseekv3_tiny_256experts.json" if self.emulate_npu else "model/deepseekv3_tiny.json"
+        return self.chosen_value("recipe.model_shape", default)
 
     @property
     def config_name(self) -> str:
@@ -72,8 +73,12 @@ class SmokeOptions:
 
     def chosen_name(self, group: str) -> str:
         """Return the name that the last override GROUP=NAME chooses, or the default."""
-        names = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
-        return names[-1] if names else DEFAULTS[group]
+        return self.chosen_value(group, DEFAULTS[group])
+
+    def chosen_value(self, key: str, default: str) -> str:
+        """Return the value of the last override KEY=VALUE, or the default."""
+        values = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{key}=")]
+        return values[-1] if values else default
 
     @property
     def run_name(self) -> str:

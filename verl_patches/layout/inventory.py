@@ -144,6 +144,11 @@ class Inventory:
         return (*parameters, *(p for p in self.outer if p.part != "embedding"))
 
     @functools.cached_property
+    def kinds(self) -> frozenset[str]:
+        """Return the kinds of all tensors."""
+        return frozenset(p.kind for p in self.parameters)
+
+    @functools.cached_property
     def by_name(self) -> dict[str, Parameter]:
         """Return {HF name: tensor}."""
         return {p.name: p for p in self.parameters}

@@ -12,6 +12,13 @@ made in memory, in each process, because the run's folder need not be shared bet
                only to pass over their tensors; with 0 its loader ends in a KeyError
                (vllm.model_executor.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights)
 
+DeepSeek-V3's family has models with other settings, which read as one (`_as_deepseek_v3`): Kimi-K2 has a `model_type`
+of its own, and Moonlight has plain rotary positions, `rope_scaling` null. These become yarn of factor 1, which
+interpolates nothing: each frequency is divided by 1, and every scale that follows from the factor is 1. MindSpeed-LLM
+orders the rotary part of a head as DeepSeek's weights do with yarn only
+(mindspeed_llm.tasks.models.transformer.multi_head_latent_attention.MultiHeadLatentAttention.forward), and the graphs of
+vllm-ascend 0.9.1 read yarn's tables (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward).
+
 A folder that transformers 5 saved has its positions in `rope_parameters` and its dtype in `dtype`. The pinned
 transformers (4.51, 4.52) read neither, and would compute with plain rope: both get their names of transformers 4.
 
@@ -21,8 +28,9 @@ is printed (transformers.configuration_utils.PretrainedConfig.to_diff_dict), whi
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +42,10 @@ from verl_patches.shared_files import file_fault
 QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 SCALE_SUFFIX = "weight_scale_inv"  # the names of fp8 weights' scales end so
+MODEL_TYPES = ("deepseek_v3", "kimi_k2")  # model types of DeepSeek-V3's architecture; the first stands for all
 # keys of config.json with the only value that training, rollout and plans support; a missing key means this value
 REQUIRED_VALUES: Mapping[str, Any] = {
-    "model_type": "deepseek_v3",
+    "model_type": MODEL_TYPES[0],
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
@@ -57,6 +66,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Return config.json (the file, or the folder that holds it) as training reads it; ConfigError without it."""
     config = read_stored_config(path)
     config.pop(QUANTIZATION, None)
+    _as_deepseek_v3(config)
     return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
 
 
@@ -94,6 +104,20 @@ def _rename_new_keys(config: dict[str, Any], where: str) -> None:
             "else this model is not supported"
         )
     config["rope_scaling"] = {**yarn, "type": kind} if yarn or kind != "default" else None
+
+
+def _as_deepseek_v3(config: dict[str, Any]) -> None:
+    """Give a configuration of the family DeepSeek-V3's model_type, and yarn of factor 1 for plain positions, in place.
+
+    beta_fast and beta_slow are equal, so that no frequency lies between the two: interpolation is exact.
+    """
+    if config.get("model_type") not in MODEL_TYPES:
+        return
+    config["model_type"] = MODEL_TYPES[0]
+    if config.get("rope_scaling") is None:
+        ones = dict.fromkeys(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 1)
+        positions = config.get("max_position_embeddings")  # vLLM's longest sequence is factor x original positions
+        config["rope_scaling"] = {**ones, "type": "yarn", "original_max_position_embeddings": positions}
 
 
 def require_whole_folder(folder: Path) -> None:
@@ -140,22 +164,33 @@ def edit_for_training(hf_config: Any) -> None:
 
 
 def edit_for_vllm(hf_config: Any) -> Any:
-    """Edit the configuration of a DeepSeek-V3 in place and return it (vLLM's `hf_overrides`); others stay unchanged."""
-    if hf_config.model_type == REQUIRED_VALUES["model_type"]:
+    """Edit a configuration of the family in place and return it (vLLM's `hf_overrides`); others stay unchanged."""
+    if hf_config.model_type in MODEL_TYPES:
         vars(hf_config).pop(QUANTIZATION, None)
         _rename_attributes(hf_config)
     return hf_config
 
 
 def _rename_attributes(hf_config: Any) -> None:
-    """Give a transformers configuration its names of transformers 4, in place, with both names of the rope's type."""
+    """Give a transformers configuration transformers 4's and DeepSeek-V3's names, with both of the rope's type."""
     _rename_new_keys(vars(hf_config), "HF config")
+    _as_deepseek_v3(vars(hf_config))
     if "type" in (yarn := getattr(hf_config, "rope_scaling", None) or {}):
         hf_config.rope_scaling = {**yarn, "rope_type": yarn["type"]}
     if isinstance(hf_config.torch_dtype, str):
         import torch  # imported here, as only workers and engines have transformers' configurations
 
         hf_config.torch_dtype = getattr(torch, hf_config.torch_dtype)
+
+
+def class_of_family(original: Callable) -> Callable:
+    """Wrap `_LazyConfigMapping.__getitem__` so that each model type of the family has DeepSeek-V3's configuration."""
+
+    @functools.wraps(original)
+    def get(self: Any, key: str) -> Any:
+        return original(self, MODEL_TYPES[0] if key in MODEL_TYPES else key)
+
+    return get
 
 
 def reduce_layers(hf_config: Any, layers: int | None) -> None:

@@ -146,11 +146,6 @@ def library_rule(inventory: Inventory, layout: ParallelLayout, library: str) -> 
         raise ConfigError(
             f"sharding: tp={tp} must divide num_attention_heads {model.num_attention_heads}; choose another tp"
         )
-    if library == "mindspeed" and model.q_lora_rank is None and tp > 1:
-        raise ConfigError(
-            f"sharding: q_lora_rank is null and tp is {tp}; expected tp=1 without q_lora_rank, as MindSpeed-LLM then "
-            "makes q part of a replicated projection. Use tp=1, or a model with q_lora_rank"
-        )
     return LIBRARIES[library]
 
 

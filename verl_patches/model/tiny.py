@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
 
 if TYPE_CHECKING:
     import torch
@@ -103,15 +104,10 @@ def _write_files(folder: Path, config: dict[str, Any], seed: int) -> None:
 
 
 def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of each weight; names and shapes are transformers', values are drawn by name and `seed`."""
+    """Yield (name, tensor) of each weight; a value depends on name, shape and `seed` alone."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
-        model = AutoModelForCausalLM.from_config(hf_config)
-    for name, tensor in model.state_dict().items():
-        shape = tensor.shape
+    for name, shape in ((parameter.name, parameter.shape) for parameter in build_inventory(config).parameters):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # 32 bits of `seed` count
         if name.endswith("e_score_correction_bias"):
             # Never negative: transformers marks an excluded group's experts with 0.0, Megatron and vLLM with -inf, and

@@ -13,7 +13,7 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
 
     term       bytes                                       of
     norms      4 b s H + 8 s                               input, residual, output of both norms
-    latents    b s (2 q_lora + 2 kv_lora + rope) + 8 s     down projection, norms of it
+    latents    b s (2 q_lora + 2 kv_lora + rope) + 8 s     down projection, norms of it; H for 2 q_lora without q_lora
     rotary     4 b T rope                                  cosine and sine, of query and key
     attention  4 b T n w + 64 T n, b T n v if w is not v   q, k, v and output of width w, statistics
     dense_mlp  3 b T F / tp                                gate and up, their product
@@ -92,10 +92,11 @@ def layer_terms(
     """
     b, hidden, tp = DTYPE_BYTES[model.torch_dtype], model.hidden_size, layout.tp
     s, heads = -(-tokens // tp), model.num_attention_heads // tp
-    q_lora, latent, rope = model.q_lora_rank or 0, model.kv_lora_rank, model.qk_rope_head_dim
+    query = hidden if model.q_lora_rank is None else 2 * model.q_lora_rank
+    latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
     terms = {
         "norms": 4 * b * s * hidden + 8 * s,
-        "latents": b * s * (2 * q_lora + 2 * latent + rope) + 8 * s,
+        "latents": b * s * (query + 2 * latent + rope) + 8 * s,
         "rotary": 4 * b * tokens * rope,
         "attention": tokens * heads * (b * _attention_width(model, unpadded) + _STATISTICS_BYTES),
     }

@@ -42,8 +42,9 @@ _LOCAL_SPELLINGS = (
     (r"(.*)\.mlp\.linear_fc1\.layer_norm_weight", r"{0}.pre_mlp_layernorm.weight"),  # dense layers
 )
 _ATTENTION, _EXPERTS = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp.experts."
-# kind -> MindSpeed's name, with the local layer; q_proj is absent, as q is always low-rank (mindspeed/arguments.py)
-MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind != "q_proj"} | {
+# kind -> MindSpeed's name, with the local layer; a model has q_a_proj and q_b_proj, or q_proj (mindspeed/model.py)
+MINDSPEED_NAMES = MEGATRON_NAMES | {
+    "q_proj": _ATTENTION + "linear_qb.weight",
     "q_a_proj": _ATTENTION + "linear_qkv.weight",
     "kv_a_proj": _ATTENTION + "linear_qkv.weight",
     "q_b_proj": _ATTENTION + "linear_qb.weight",
@@ -64,7 +65,10 @@ NAMES_BY_LIBRARY = dict.fromkeys(
 
 
 class ParsedName(NamedTuple):
-    """Say what a Megatron parameter holds: HF kinds in the order they are joined (gate, up), local layer and expert."""
+    """Say what a Megatron parameter holds: HF kinds in the order they are joined (gate, up), local layer and expert.
+
+    Of the query's kinds (q_proj; q_a_proj, q_b_proj) a model has those that its q_lora_rank gives.
+    """
 
     kinds: tuple[str, ...]
     layer: int | None

@@ -185,12 +185,12 @@ def train_tensors_from_native(
         for name, parameter in parameters.items():
             contents, parameter = parameter_contents(name, library), parameter.detach()
             layer = _global_id(layers, contents.layer)
+            kinds = [kind for kind in contents.kinds if kind in inventory.kinds]
             held_experts: Sequence[int | None] = experts
             if contents.stacking == UNSTACKED:
                 held_experts = [_global_id(experts, contents.expert)]
             stack = [
-                [_shard_at(by_place, (kind, layer, expert), name, rank) for kind in contents.kinds]
-                for expert in held_experts
+                [_shard_at(by_place, (kind, layer, expert), name, rank) for kind in kinds] for expert in held_experts
             ]
             _check_shape(name, parameter, contents, stack, rank)
             for shard, part in _shard_views(contents, parameter, stack):

@@ -93,6 +93,8 @@ _KNOWN_HF_KEYS = {*SIZE_ARGUMENTS, *REQUIRED_VALUES, *IGNORED_KEYS, "num_key_val
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     """Return the settings of an HF config (its config.json as a mapping); a refused one has its reason in `why`."""
     hf = dict(hf_config)
+    if hf.get("q_lora_rank") is None:
+        hf["q_lora_rank"] = hf.get("hidden_size")  # model.InputAndLatent: the query's down projection is the identity
     settings = [_size_setting(key, argument, hf) for key, argument in SIZE_ARGUMENTS.items()]
     settings += [
         _required_setting(key, expected, REQUIRED_ARGUMENTS.get(key, ()), hf.get(key))

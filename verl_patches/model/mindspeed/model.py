@@ -19,9 +19,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from mindspeed_llm.tasks.models.transformer.mla_dot_product_attention import MlaDotProductAttention
+from mindspeed_llm.tasks.models.transformer.multi_head_latent_attention import LinearNoTP
 from verl.models.mcore.model_initializer import BaseModelInitializer
 from verl.models.mcore.registry import SupportedModel
 
@@ -66,7 +68,10 @@ class MindSpeedModel(BaseModelInitializer):
         from mindspeed_llm.tasks.models.spec.deepseek_spec import layer_spec
 
         spec = copy.deepcopy(layer_spec)
-        spec.submodules.self_attention.submodules.core_attention = CausalMlaAttention
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = CausalMlaAttention
+        if self.hf_config.q_lora_rank is None:
+            attention.linear_qkv, attention.q_layernorm = InputAndLatent, IdentityOp
         return spec
 
     def get_rope_scaling_args(self) -> dict[str, Any]:
@@ -93,6 +98,21 @@ def converters() -> dict[SupportedModel, Any]:
 def initializers() -> dict[SupportedModel, Any]:
     """Return DeepSeek-V3's entry for verl's MODEL_INITIALIZER_REGISTRY."""
     return {SupportedModel.DEEPSEEK_V3: MindSpeedModel}
+
+
+class InputAndLatent(LinearNoTP):
+    """Project input [S, B, H] to [input, latent] of [S, B, H + latent]: linear_qkv of a model without q_lora_rank.
+
+    linear_qb then projects the input itself to this rank's heads. Upstream puts the whole query into this projection,
+    which TP does not split, and reads its [S / tp, B, all heads] as [S, B, heads / tp]: with TP the model is another.
+    """
+
+    def __init__(self, input_size: int, output_size: int, config: Any, **kwargs: Any):
+        super().__init__(input_size, output_size - input_size, config, **kwargs)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return `input_` and its latent, joined in the last dimension."""
+        return torch.cat([input_, super().forward(input_)], dim=-1)
 
 
 class CausalMlaAttention(MlaDotProductAttention):
