@@ -100,8 +100,20 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
 
 
 def _graphs(run: RunSpec) -> Iterator[Check]:
-    """Refuse graphs with experts over 2 to 15 ranks: their all-to-all has lengths that graphs cannot capture."""
+    """Refuse graphs with experts over 2 to 15 ranks, whose all-to-all they cannot capture, and wrong streams.
+
+    With multistream_moe and TP each rank has its own tokens. Where experts are cut over TP, upstream then adds up the
+    parts of different tokens, without an error.
+    """
     recipe, ranks = run.recipe, run.world_size
+    cut = run.rollout.tp > 1 and not recipe.rollout.enable_expert_parallel
+    if cut and run.graphs.get("enable_multistream_moe"):
+        text = (
+            f"{_ASCEND}.multistream_moe is true with experts cut over {run.rollout.tp} TP ranks, expected false, or "
+            "recipe.rollout.enable_expert_parallel=true: outputs of different tokens would be added up "
+            "(vllm_ascend.ops.fused_moe.AscendFusedMoE.forward)"
+        )
+        yield Check("graphs", False, text)
     few = recipe.rollout.enable_expert_parallel and 1 < ranks < MC2_MIN_RANKS
     if few and recipe.platform == "npu" and run.graphs:
         text = (
