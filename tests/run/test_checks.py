@@ -164,6 +164,7 @@ ACCEPTED = [
                                   "recipe.rollout.enable_expert_parallel=false", f"{ASCEND}.multistream_moe=false"]),
     (rules.ascend_checks, LARGE, [*WHOLE_EXPERTS, "recipe.rollout.instances=256",
                                   f"{SAMPLING}.tensor_model_parallel_size=1"]),
+    (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups"), f"+{MODEL_CONFIG}.n_group=1"]),
     (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # the run has no reference model
                                 "actor_rollout_ref.actor.use_kl_loss=false"]),
     (rules.batch_checks, TINY, [f"{LOG_PROB}=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]),
