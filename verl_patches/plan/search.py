@@ -64,9 +64,9 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if not splits:
         experts = base.model.n_routed_experts
         raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
-    mc2 = [hccl.mc2_faults(machine.mc2, base.model, ranks, tokens=1) for ranks in splits]
-    if hccl.decodes_by_mc2(base) and all(mc2):
-        raise ConfigError(f"plan --search: {'; '.join(min(mc2, key=len))}")
+    refusals = ["; ".join(hccl.mc2_faults(machine.mc2, base.model, ranks, tokens=1)) for ranks in splits]
+    if hccl.decodes_by_mc2(base) and all(refusals):
+        raise ConfigError(f"plan --search: {min(refusals, key=len)}")
     listed, refused = _list_layouts(base, rules, workload, splits, given, max(top, _FEWEST_RESULTS))
     if listed:
         return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
