@@ -38,11 +38,11 @@ def test_a_node_of_16_dies_does_not_hold_671b_and_four_do():
 
 def test_a_model_that_a_die_holds_is_served_as_the_run_samples_it():
     """Check four layers of 671B, whose experts the run does not split over ranks; the control splits them."""
-    one = [f"{MODEL_LAYERS_KEY}=4", "recipe.train.layers_per_stage=null", f"{PP}=1"]
-    whole = ["recipe.rollout.enable_expert_parallel=false", "recipe.rollout.data_parallel_size=1"]
-    plan = serving_plan(composed(BIG, [*one, *whole, "recipe.rollout.instances=128"]))
+    few = [f"{MODEL_LAYERS_KEY}=4", "recipe.train.layers_per_stage=null", f"{PP}=1"]
+    cut = ["recipe.rollout.enable_expert_parallel=false", "recipe.rollout.data_parallel_size=1"]
+    plan = serving_plan(composed(BIG, [*few, *cut, "recipe.rollout.instances=128"]))
     assert (plan["nodes"], plan["dp"]) == (1, 1)
-    assert serving_plan(composed(BIG, one))["dp"] == 8
+    assert serving_plan(composed(BIG, few))["dp"] == 8
 
 
 def test_a_model_that_no_instance_holds_is_said():
@@ -68,3 +68,5 @@ def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
     with pytest.raises(ConfigError, match=r"has 8 ranks .*n_gpus_per_node=3"):
         instance(change_config(config, {"trainer.n_gpus_per_node": 3}))
     assert any("MC2" in fault for fault in faults("recipe.rollout.data_parallel_size=24"))
+    (streams, _) = faults("recipe.rollout={enable_expert_parallel: false, data_parallel_size: 1}")
+    assert "multistream_moe is true with experts cut over 2 TP ranks" in streams  # what rollout/checks.py says of runs

@@ -15,23 +15,25 @@ def main(cases: dict[str, dict]) -> dict[str, list[float]]:
     """Return, for each case, [share of tokens with other experts than in transformers, largest error of a weight].
 
     A case has transformers' `config` of a router, which is also that of vllm-ascend but for the keys in `wrong`;
-    `dtype` of router and tokens there; `without`, patches replaced by upstream's objects; and `fault`, a name of
-    _FAULTS. An error is relative to transformers' weight of the same expert, and is taken where experts are the same.
+    `dtype` of vllm-ascend's router, fp32 with row rollout.ascend_fp32_router; `without`, patches replaced by upstream's
+    objects; and `fault`, a name of _FAULTS. An error is relative to transformers' weight of the same expert, and is
+    taken where experts are the same.
     """
     return {name: _compared(**case) for name, case in cases.items()}
 
 
 def _compared(config: dict, wrong=None, dtype: str = "float32", without=(), fault: str | None = None) -> list[float]:
+    """Return the answer of `main` for a case; tokens are bf16, weight and bias of transformers' router fp32."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     from tests.emulation.emulated_engine import without as without_rows
 
     draw = torch.Generator().manual_seed(0)
     router = DeepseekV3TopkRouter(SimpleNamespace(**config, hidden_size=HIDDEN))
-    experts = config["n_routed_experts"]
+    count = config["n_routed_experts"]
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=draw) / HIDDEN**0.5)
-        bias = torch.rand(experts, generator=draw) if config["n_group"] > 1 else torch.randn(experts, generator=draw)
+        bias = torch.rand(count, generator=draw) if config["n_group"] > 1 else torch.randn(count, generator=draw)
         router.e_score_correction_bias.copy_(bias * 0.5)  # not negative with groups, as in verl_patches/model/tiny.py
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16()
     expected = router(tokens)

@@ -45,7 +45,7 @@ EIGHT_RANKS = [
 ]
 EIGHT_RANKS += [f"{ACTOR}.pipeline_model_parallel_size=1", f"{ACTOR}.expert_model_parallel_size=8"]
 EIGHT_RANKS += ["recipe.train.layers_per_stage=null"]
-WHOLE_EXPERTS = "recipe.rollout.enable_expert_parallel=false", "recipe.rollout.data_parallel_size=1"
+CUT_EXPERTS = "recipe.rollout.enable_expert_parallel=false", "recipe.rollout.data_parallel_size=1"
 EMULATED = "recipe.line=a3", "recipe.platform=npu_emulated"
 STAGES = "recipe.train.layers_per_stage=[{},8,8,8,8,8,7]".format
 TINY_STAGES = f"{ACTOR}.pipeline_model_parallel_size=2", "recipe.train.layers_per_stage=[1,3]", "recipe.line=a3"
@@ -93,7 +93,7 @@ REFUSED = [
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[64,128]"], ["holds 128, expected at most max_num_seqs 64"]),
     (rules.ascend_checks, LARGE, [NO_PREFIX, OFF("rollout.llm_arguments")], ["row rollout.llm_arguments.* off"]),
     (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups")], ["16 routed experts in 4 groups"]),
-    (rules.ascend_checks, LARGE, [*WHOLE_EXPERTS, "recipe.rollout.instances=128"],
+    (rules.ascend_checks, LARGE, [*CUT_EXPERTS, "recipe.rollout.instances=128"],
      ["multistream_moe is true with experts cut over 2 TP ranks"]),
     (rules.ascend_checks, LARGE, EIGHT_RANKS, [r"split over 8 ranks, expected at least 16.* all-to-all"]),
     (rules.sleep_checks, TINY, [f"{SAMPLING}.enforce_eager=false", OFF("memory.*")],
@@ -162,7 +162,7 @@ ACCEPTED = [
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.data_parallel_size=1", "recipe.rollout.instances=4",
                                   "recipe.rollout.enable_expert_parallel=false", f"{ASCEND}.multistream_moe=false"]),
-    (rules.ascend_checks, LARGE, [*WHOLE_EXPERTS, "recipe.rollout.instances=256",
+    (rules.ascend_checks, LARGE, [*CUT_EXPERTS, "recipe.rollout.instances=256",
                                   f"{SAMPLING}.tensor_model_parallel_size=1"]),
     (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups"), f"+{MODEL_CONFIG}.n_group=1"]),
     (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # the run has no reference model

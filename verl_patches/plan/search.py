@@ -145,11 +145,11 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
     """
     machine, sizes, by_mc2 = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes, hccl.decodes_by_mc2(run)
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
-    whole = not run.recipe.rollout.enable_expert_parallel
-    for tp, ranks in zip(_TP_SIZES, _TP_SIZES, strict=True) if whole else itertools.product(_TP_SIZES, splits):
+    cut = not run.recipe.rollout.enable_expert_parallel
+    for tp, ranks in zip(_TP_SIZES, _TP_SIZES, strict=True) if cut else itertools.product(_TP_SIZES, splits):
         if ranks % tp or (by_mc2 and hccl.mc2_faults(machine.mc2, step.model, ranks, tokens=1)):
             continue
-        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=not whole)
+        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=not cut)
         seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
         graphs = [*(size for size in sizes or () if size < seqs), seqs]
         keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}

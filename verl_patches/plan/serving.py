@@ -12,6 +12,7 @@ from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan.expected import served_bytes
 from verl_patches.plan.memory_plan import cached_inventory
+from verl_patches.rollout.checks import ascend_checks
 from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
 from verl_patches.spec import RunSpec
@@ -62,7 +63,7 @@ def instance_checks(run: RunSpec) -> list[Check]:
     if need > share:
         text += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
         text += f"; {serving_text(serving_plan(run))}"
-    return [*hccl.hccl_checks(run), Check("memory", need <= share, text)]
+    return [*hccl.hccl_checks(run), *ascend_checks(run), Check("memory", need <= share, text)]
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:

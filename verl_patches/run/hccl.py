@@ -25,7 +25,7 @@ BUFFERS_PER_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, H
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
 IF_PORTS = 16  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074)
-_WHOLE_EXPERTS_TEXT = (
+_WITHOUT_MC2_TEXT = (
     "set recipe.rollout.enable_expert_parallel=false and recipe.rollout.data_parallel_size=1, as vllm-ascend has no "
     f"other exchange in decode from {MC2_MIN_RANKS} ranks of a run on"
 )
@@ -75,14 +75,14 @@ def mc2_faults(limits: Mc2Limits, model: ModelShape, ranks: int, tokens: int) ->
     """Return why MC2 cannot exchange a rank's `tokens` in decode among the experts of an instance of `ranks` ranks."""
     hidden, experts, top_k = model.hidden_size, model.n_routed_experts, model.num_experts_per_tok
     split, group_sizes = experts // ranks, ", ".join(map(str, limits.ranks))
-    change, whole = "change recipe.rollout.data_parallel_size", _WHOLE_EXPERTS_TEXT
+    change, without = "change recipe.rollout.data_parallel_size", _WITHOUT_MC2_TEXT
     checks = [
         (ranks in limits.ranks, f"a rollout instance has {ranks} ranks", group_sizes, change),
         (tokens <= limits.tokens, f"a rank decodes {tokens} tokens", limits.tokens, "lower max_num_seqs"),
         (split <= limits.rank_experts, f"a rank has {split} experts", limits.rank_experts, change),
-        (experts <= limits.experts, f"a layer has {experts} experts", limits.experts, whole),
-        (hidden in limits.hidden, f"the model's hidden size is {hidden}", limits.hidden_text, whole),
-        (top_k <= limits.top_k, f"a token has {top_k} experts", limits.top_k, whole),
+        (experts <= limits.experts, f"a layer has {experts} experts", limits.experts, without),
+        (hidden in limits.hidden, f"the model's hidden size is {hidden}", limits.hidden_text, without),
+        (top_k <= limits.top_k, f"a token has {top_k} experts", limits.top_k, without),
     ]
     return [f"{found}, MC2 allows {allowed}: {todo}" for fits, found, allowed, todo in checks if not fits]
 
