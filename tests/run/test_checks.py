@@ -32,6 +32,7 @@ ASCEND = "recipe.rollout.ascend"
 GRAPHS = f"{ASCEND}.graph_batch_sizes"
 WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_prefill_for_mla=false"
 IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
+DP = "recipe.rollout.data_parallel_size"
 NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
 NO_GRAPHS += [f"{ASCEND}.view_optimize=true", f"{ASCEND}.graph_batch_sizes=null"]
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
@@ -190,6 +191,14 @@ def test_a_run_that_would_fail_or_compute_wrongly_is_refused(rule, name, overrid
 @pytest.mark.parametrize(("rule", "name", "overrides"), ACCEPTED)
 def test_what_is_close_to_a_refusal_passes(rule, name, overrides):
     assert failed_checks(rule, composed(name, overrides)) == []
+
+
+def test_graphs_with_numbers_of_heads_that_no_document_names_are_noted():
+    def notes(tp):
+        run = composed(LARGE, [f"{SAMPLING}.tensor_model_parallel_size={tp}", f"{DP}={128 // tp}"])
+        return [check.detail for check in rules.ascend_checks(run) if check.note]
+
+    assert notes(4) == [] and "16 a rank, with graphs: " in notes(8)[0]
 
 
 def test_every_rule_of_sizes_has_a_run_that_it_refuses():
