@@ -13,7 +13,6 @@ from tests.conftest import ROOT
 from tests.runs import composed
 from tests.tools.data.cases import HELLO, HI, NO, RECORDS, make, read, say
 from verl_patches.errors import ConfigError
-from verl_patches.run.files import data_checks, with_required_files
 from verl_patches.tools.data.build import RESULT_COLUMNS, make_rows
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
@@ -211,21 +210,6 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
 
 
 # ---- a run takes the files as they are
-
-
-@pytest.mark.parametrize("handler", HANDLERS)
-def test_a_run_accepts_the_files(tmp_path, handler):
-    """Check by the run's own data rule for each preset of the handler; presets of other handlers refuse the files."""
-    make(tmp_path, [RECORDS[handler](n) for n in range(80)], handler, test_size=8)
-    files = [f"data.{key}_files={tmp_path}/out/{name}.parquet" for key, name in (("train", "train"), ("val", "test"))]
-
-    def faults(algorithm):
-        run = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}", "data.train_batch_size=8", *files])
-        return [check.detail for check in data_checks(with_required_files(run)) if not check.ok]
-
-    assert {algorithm: faults(algorithm) for algorithm in USED_BY[handler] if faults(algorithm)} == {}
-    other = {"maths": "sft", "gsm8k": "kto", "text": "grpo"}.get(handler, "prm" if handler != "process" else "dpo")
-    assert "is missing or of another type" in faults(other)[0]  # the control
 
 
 @pytest.mark.slow
