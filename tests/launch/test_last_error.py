@@ -133,7 +133,8 @@ runpy.run_module("verl_patches.main", run_name="__main__")
 
 
 @pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RecipeError", 1)])
-def test_an_input_that_the_controller_refuses_ends_the_driver_with_2(run_python, tmp_path, error_in, error, code):
+def test_an_input_that_a_process_of_the_run_refuses_ends_the_driver_with_2(run_python, tmp_path, error_in, error, code):
+    """Raise what Ray hands on: it unwraps the error of a worker that passes through the controller."""
     for name in (CONFIG_FILE, FACTS_FILE):
         (tmp_path / name).write_text("{}")
     env = {"VERL_PATCHES": "line=pypi,platform=cpu"}

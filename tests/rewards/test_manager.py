@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ from verl.workers.reward_manager import NaiveRewardManager
 
 from tests.ranks import HANG_S
 from verl_patches.errors import ConfigError
+from verl_patches.import_alone import _input_reports
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
 from verl_patches.rewards.parts import part_means, slowest_sample
@@ -192,6 +194,19 @@ def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypat
     )
     with pytest.raises(ConfigError, match=r"more than 0.5 s by the clock; recipe.rewards\[0\].timeout_s is its limit"):
         make_manager(slow).try_row(ROW, "row 0")
+
+
+def test_the_first_rows_of_training_and_validation_are_tried(monkeypatch):
+    made = make_manager({"name": "maths"})
+    trainer = SimpleNamespace(
+        reward_fn=made, val_reward_fn=made, train_dataset=[ROW], val_dataset=[{"data_source": "d"}]
+    )
+    train = SimpleNamespace(samples=True, validates=False)
+    (report,) = _input_reports(trainer, train)
+    assert report.startswith("reward of a made-up answer to the first prompt of data.train_files: maths 0.1")
+    train.validates = True
+    with pytest.raises(ConfigError, match="made-up answer to the first prompt of data.val_files: .*gold answer None"):
+        list(_input_reports(trainer, train))
 
 
 def test_the_length_part_needs_no_gold_answer():
