@@ -303,8 +303,11 @@ def test_what_is_no_score_is_refused(tmp_path, code, words):
 
 
 def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"\(python\), while it is loaded: .*own.py:3: JSONDecodeError: Expecting"):
-        make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
+    made = make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
+    with pytest.raises(
+        ConfigError, match=r"a made-up answer to row 0: .*own.py:3: JSONDecodeError: Expecting"
+    ):
+        made.try_row(ROW, "row 0")
 
 
 @pytest.mark.parametrize("absolute", [True, False])

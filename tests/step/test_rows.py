@@ -54,8 +54,11 @@ def row(number=0, text=None, gold="1", **columns):
 NULL_CONTENT = row(prompt=[{"role": "user", "content": None}])
 ANSWERED = row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 BAD = {
-    "null content": (NULL_CONTENT, "prompt: expected role and content in each message, both text, found None as cont"),
-    "null prompt": (row(prompt=None), "prompt: expected text or a list of messages, found none"),
+    "null content": (
+        NULL_CONTENT,
+        "prompt: expected text or a list of messages, each with role and content, both text; f",
+    ),
+    "null prompt": (row(prompt=None), "prompt: expected text or a list of messages, each .* found null"),
     "assistant": (ANSWERED, "prompt ends with a message of assistant; expected a last message of user or tool"),
     "null extra_info": (row(extra_info=None), "extra_info is None; expected an object, such as"),
     "gold": (row(gold="#### 34"), r"recipe.rewards\[0\] \(maths\): the gold answer .* is '#### 34', a `####` line"),

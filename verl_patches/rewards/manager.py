@@ -33,7 +33,7 @@ _FUNCTIONS = {
     "format": maths.format_score,
 }
 MADE_UP_ANSWER = r"This is a made-up answer: \boxed{0}"
-TRY_S = 120.0  # limit of loading a file, and of a part's call for the made-up answer, without timeout_s
+TRY_S = 120.0  # limit of a part's call for the made-up answer, which loads a file, without timeout_s
 # (verl's keywords of a response, its tokens) -> (score, other values); None for a reward model
 Score = Callable[[dict[str, Any], int], tuple[float, dict[str, Any]]]
 
@@ -222,12 +222,7 @@ def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) 
 def _python_score(part: Part) -> Score:
     """Return the score of a Python file's function: called here, or with a time limit in a helper process."""
     given, limit_s = (part.path, part.entry.function, part.entry.kwargs), part.entry.timeout_s
-    if limit_s is not None:
-        helper = HelperProcess(f"{functions.__name__}:score_response", given, memory_bytes=0)
-        return lambda keywords, tokens: helper.call(*given, keywords, wall_limit_s=limit_s)
-    try:
-        with functions.time_limit(TRY_S):
-            functions.score_response(*given)
-    except Exception as error:
-        raise ConfigError(str(part_error(part, error, "while it is loaded"))) from error
-    return lambda keywords, tokens: functions.score_response(*given, keywords)
+    if limit_s is None:
+        return lambda keywords, tokens: functions.score_response(*given, keywords)
+    helper = HelperProcess(f"{functions.__name__}:score_response", given, memory_bytes=0)
+    return lambda keywords, tokens: helper.call(*given, keywords, wall_limit_s=limit_s)

@@ -18,7 +18,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.rewards.gold import GoldCheck
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.step.objectives.chat import parts_left_out, present_fields, render
-from verl_patches.values import loading_errors
+from verl_patches.step.objectives.settings import TEXT_MESSAGES
+from verl_patches.values import loading_errors, value_faults
 
 _BATCH_ROWS = 512
 _LOG_INTERVAL_S = 10.0  # seconds between the log's counts of checked rows
@@ -48,14 +49,9 @@ def check_rl_rows(read: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def render_chat(tokenizer: Any, messages: Any) -> str:
     """Return the template's text of messages and generation prompt, as verl's RLHFDataset does, or raise ValueError."""
-    if not isinstance(messages, list) or not messages:
-        found = "none" if messages is None else type(messages).__name__
-        raise ValueError(f"expected text or a list of messages, found {found}")
-    for each in messages:
-        for name in ("role", "content"):
-            if not isinstance(each, dict) or not isinstance(each.get(name), str):
-                found = f"{each.get(name)!r:.60} as {name}" if isinstance(each, dict) else type(each).__name__
-                raise ValueError(f"expected role and content in each message, both text, found {found}")
+    if value_faults({"": TEXT_MESSAGES}, {"": messages}):
+        found = "null" if messages is None else f"{messages!r:.80}"
+        raise ValueError(f"expected text or a list of messages, each with role and content, both text; found {found}")
     return render(tokenizer, messages)
 
 

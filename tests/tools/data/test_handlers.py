@@ -1,7 +1,6 @@
 """Test each handler's rows, the values of prompt_type, and that a run accepts the files unchanged."""
 
 import json
-import pickle
 
 import pyarrow
 import pytest
@@ -196,14 +195,15 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     name = data.draw(st.sampled_from(sorted(HANDLERS)))
     columns = sorted({column for columns in HANDLERS[name].fields.values() for column in columns})
     records = data.draw(st.lists(VALUES | st.dictionaries(st.sampled_from(columns), VALUES), max_size=6))
-    found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
-    records = [pickle.dumps(record) for record in (*records, RECORDS[name](1))]
-    found = make_rows(found, [f"f:{number}" for number in range(len(records))], records)
-    assert found.keys() == RESULT_COLUMNS.keys() and all(len(column) == len(records) for column in found.values())
-    for text, reason, sentence in zip(found["text"], found["reason"], found["sentence"], strict=True):
-        assert (reason == "bad" and sentence) if text is None else reason in (None, "sentences")
-    made = [json.loads(text) for text in found["text"] if text]
-    talks = any(found["conversation"])
+    given = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
+    found = make_rows(given, [(f"f:{number}", record) for number, record in enumerate((*records, RECORDS[name](1)))])
+    assert len(found) == len(records) + 1
+    for row in found:
+        assert row.keys() == RESULT_COLUMNS.keys()
+        reason, sentence = row["reason"], row["sentence"]
+        assert (reason == "bad" and sentence) if row["text"] is None else reason in (None, "sentences")
+    made = [json.loads(row["text"]) for row in found if row["text"]]
+    talks = any(row["conversation"] for row in found)
     schema = parquet_schema(CONVERSATION_COLUMNS if talks else HANDLERS[name].columns, columns[:1])
     made = [*map(conversation_row, made)] if talks else made
     assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made

@@ -18,14 +18,20 @@ from verl_patches.values import Share, Text
 
 
 class _Message(TypedDict):
-    role: Any
-    content: Any
+    role: str
+    content: str | None
+
+
+class _TextMessage(TypedDict):
+    role: str
+    content: str
 
 
 def _list_type(kind: Any, description: str) -> Any:
     return Annotated[list[kind], Field(min_length=1, description=f"{description}, not empty")]
 
 
+TEXT_MESSAGES = _list_type(_TextMessage, "a list of messages with text as role and content")  # prompts of RL
 _MESSAGES = _list_type(_Message, "a list of messages with role and content")
 _PROMPT = {"prompt": _MESSAGES}
 _PAIR = {**_PROMPT, "chosen": Text, "rejected": Text}
