@@ -229,11 +229,13 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     assert torch.equal(naive(data), scores)  # the control: verl's takes these alone
     whole = torch.zeros(3, 8)  # [B, S_response], as verl's own worker gives them
     for more, words in (({}, "found none"), ({"rm_scores": whole}, r"found \[3, 8\]")):
-        with pytest.raises(RewardError, match=rf"recipe.rewards\[0\] \(reward_model\): .*\[3, 2\], {words}"):
+        with pytest.raises(RewardError, match=rf"recipe.rewards: .*\[3, 2\], {words}"):
             make_manager(*entries)(length_batch(*LENGTHS, **more))
     bad = scores.clone()
     bad[1, 1] = float("nan")
-    with pytest.raises(RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*finite score, found nan"):
+    with pytest.raises(
+        RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*returned nan; expected a finite"
+    ):
         make_manager(*entries)(length_batch(*LENGTHS, rm_scores=bad))
     # validation runs no reward model
     validation = make_manager(*entries, validates=1)(length_batch(*LENGTHS), return_dict=True)
@@ -304,9 +306,7 @@ def test_what_is_no_score_is_refused(tmp_path, code, words):
 
 def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
     made = make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
-    with pytest.raises(
-        ConfigError, match=r"a made-up answer to row 0: .*own.py:3: JSONDecodeError: Expecting"
-    ):
+    with pytest.raises(ConfigError, match=r"a made-up answer to row 0: .*own.py:3: JSONDecodeError: Expecting"):
         made.try_row(ROW, "row 0")
 
 
