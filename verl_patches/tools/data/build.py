@@ -59,13 +59,13 @@ RESULT_COLUMNS |= {"conversation": "bool"}  # whether the row has CONVERSATION_C
 
 def make_rows(settings: Settings, records: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
     """Return the RESULT_COLUMNS of some (origin, record)s; this runs in any process."""
-    return [dict.fromkeys(RESULT_COLUMNS) | _make_result(settings, origin, record) for origin, record in records]
+    return [_make_result(settings, origin, record) for origin, record in records]
 
 
 def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
     template, tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)
     handler, additional = settings.handler, settings.dataset_additional_keys
-    made: dict[str, Any] = {"origin": origin}
+    made: dict[str, Any] = {**dict.fromkeys(RESULT_COLUMNS), "origin": origin}
     try:
         if isinstance(record, ValueError):
             raise record
@@ -143,8 +143,6 @@ def _row_maker(settings: Settings) -> Iterator[Callable[..., Iterable[dict[str, 
         return itertools.chain.from_iterable(executor.map(make, parts))
 
     try:
-        with _deferred_end_signals():
-            executor.submit(os.getpid)  # the first submit forks all workers
         yield make_in_workers
     except BrokenProcessPool as error:
         text = f"data build: one of {settings.workers} worker processes was killed"
@@ -153,22 +151,8 @@ def _row_maker(settings: Settings) -> Iterator[Callable[..., Iterable[dict[str, 
         executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _deferred_end_signals() -> Iterator[None]:
-    """Hold end signals back until the block ends, because Python ignores errors of their handlers while it forks."""
-    came: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in END_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for sent in came:
-            signal.raise_signal(sent)
-
-
 def _start_worker() -> None:
-    """Prepare a worker. The fork gave it the handlers that hold end signals back; it gets the default ones.
+    """Prepare a worker: it gets the default handlers of end signals in place of those that the fork gave it.
 
     In its own session it gets no signal of a terminal: only the command does, which ends its workers. A kill -9 of the
     command ends it too.
