@@ -78,7 +78,8 @@ def _input_reports(trainer: Any, run: RunSpec) -> Iterator[str]:
     from verl_patches.rewards.manager import RewardManager  # imports verl
 
     for part, reward_name, scores in (("train", "reward_fn", run.samples), ("val", "val_reward_fn", run.validates)):
-        rows, reward = (getattr(trainer, name, None) for name in (f"{part}_dataset", reward_name))
+        rows: Any = getattr(trainer, f"{part}_dataset", None)
+        reward = getattr(trainer, reward_name, None)
         if report := getattr(rows, "row_report", ""):  # set by step/rows.py
             yield report
         if scores and isinstance(reward, RewardManager):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate, chain
 from os.path import commonprefix
@@ -29,19 +29,15 @@ def present_fields(message: Mapping[str, Any]) -> Message:
     return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
-def read_conversation(row: Mapping[str, Any]) -> tuple[list[Message], Any]:
-    """Return the messages and the tools (None without) of a row with `messages`, whose last is the assistant's."""
-    messages = [present_fields(one) for one in row["messages"]]
+def read_conversation(given: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages of a conversation, whose last is the assistant's."""
+    messages = [present_fields(one) for one in given]
     for one in messages:
         if "tool_calls" in one:
             one["tool_calls"] = parse_calls(one["tool_calls"])
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(f"expected the last message of messages to have role assistant, found {role}")
-    return messages, _row_tools(row)
-
-
-def _row_tools(row: Mapping[str, Any]) -> Any:
-    return parse_functions(row["tools"], "tools") if row.get("tools") else None
+    return messages
 
 
 def parse_json(value: Any, name: str) -> Any:
@@ -182,7 +178,7 @@ def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> RowTokens:
 
     The prompt of raw text is its first token. Steps are encoded one by one, so that each ends with a token.
     """
-    tools = _row_tools(row)
+    tools = parse_functions(row["tools"], "tools") if row.get("tools") else None
     if "text" in row:
         if tools:
             raise ValueError("raw text is trained without tools; remove column tools, or give messages")
@@ -190,7 +186,7 @@ def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> RowTokens:
         ids += [tokenizer.eos_token_id] if ids[-1] != tokenizer.eos_token_id or len(ids) < 2 else []
         return ids[:1], {"text": ids[1:]}, []
     if "messages" in row:
-        ids, response = split_tokens(tokenizer, *read_conversation(row))
+        ids, response = split_tokens(tokenizer, read_conversation(row["messages"]), tools)
         return ids, {"response": response}, []
     prompt = [present_fields(one) for one in row["prompt"]]
     if "steps" in row:
