@@ -29,7 +29,7 @@ from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.replay.recording import recording_in
-from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, json_digest, parquet_schema
+from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
 from verl_patches.tools.data.output import MANIFEST, TRAIN, replaced_folder, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
@@ -224,12 +224,5 @@ def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, orig
     if choice.kind == "conditional":
         messages[-1]["content"] = REWARD_TAG.format(input=messages[-1]["content"], reward=reward)
     answer = (data.get("reward_model") or {}).get("ground_truth")
-    answer = "" if answer is None else str(answer)
-    row = {
-        "data_source": data.get("data_source") or "",
-        "prompt": messages,
-        **columns,
-        "ability": data.get("ability") or "",
-    }
-    extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, "", origin), strict=True))
-    return row | {"reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": extra}
+    answer, source = "" if answer is None else str(answer), data.get("data_source") or ""
+    return verl_row(source, {"prompt": messages, **columns}, data.get("ability") or "", answer, origin)
