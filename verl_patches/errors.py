@@ -106,7 +106,7 @@ def locate_error(message: str, text: str, places: Iterable[str]) -> str:
 def _user_file(path: str, place: str) -> str | None:
     """Return a traceback's file as the user names it, where it is the file `place` or belongs to the folder `place`."""
     if not os.path.isdir(place):
-        return place if os.path.abspath(place) == path else None
+        return place if path in (place, os.path.abspath(place)) else None
     if path in _TEMPLATE_NAMES:
         file = os.path.join(place, "chat_template.jinja")
         return file if os.path.isfile(file) else f"{os.path.join(place, 'tokenizer_config.json')}, chat_template"

@@ -36,7 +36,7 @@ from verl_patches.tools.data.handlers import (
     parquet_schema,
     read_template,
 )
-from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
+from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_manifest, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
 from verl_patches.tools.data.sources import Source, file_facts, input_sources, read_tokenizer
 from verl_patches.values import printable
@@ -258,11 +258,9 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
             report[Path(name).stem] = len(numbers)
             rows = tqdm(_read_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
             write_rows(work / "out" / name, (json.loads(row["text"]) for row in rows), schema)
-        manifest = {"format": "verl_patches data", "version": 1}
-        manifest["settings"] = settings.model_dump(exclude=_UNRECORDED_KEYS)
-        manifest |= {"inputs": [source.facts for source in sources], "report": report}
-        manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
-        (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        facts = {"settings": settings.model_dump(exclude=_UNRECORDED_KEYS), "inputs": [each.facts for each in sources]}
+        files = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
+        write_manifest(work / "out", **facts, report=report, files=files)
         (first,) = _read_columns(made.select(parts[TRAIN][:1]), "text")
         tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)[1]
         report["example"] = _example(tokenizer, json.loads(first["text"]))
