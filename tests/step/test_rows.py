@@ -51,9 +51,14 @@ def row(number=0, text=None, gold="1", **columns):
     return {"data_source": "x", "reward_model": {"style": "rule", "ground_truth": gold}, **columns}
 
 
+USER = {"role": "user", "content": "1+1?"}
 NULL_CONTENT = row(prompt=[{"role": "user", "content": None}])
 ANSWERED = row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+CALL = {"function": {"name": "add", "arguments": "{}"}}
 BAD = {
+    "calls": (row(prompt=[{**USER, "tool_calls": [CALL]}]), "the text of prompt leaves out or changes tool_calls;"),
+    "text calls": (row(prompt=[{**USER, "tool_calls": "[]"}]), "prompt: tool_calls is text, which verl hands to"),
+    "no call": (row(prompt=[{**USER, "tool_calls": [{"id": "c1"}]}]), "prompt: expected a function with a name in"),
     "null content": (
         NULL_CONTENT,
         "prompt: expected text or a list of messages, each with role and content, both text; f",
@@ -63,7 +68,7 @@ BAD = {
     "null extra_info": (row(extra_info=None), "extra_info is None; expected an object, such as"),
     "gold": (row(gold="#### 34"), r"recipe.rewards\[0\] \(maths\): the gold answer .* is '#### 34', a `####` line"),
     "null gold": (row(reward_model=None), ".*the gold answer .* is None"),
-    "a name": (row(prompt=[{"role": "user", "content": "1+1?", "name": "Ann"}]), "the text of prompt .* changes name;"),
+    "a name": (row(prompt=[{**USER, "name": "Ann"}]), "the text of prompt .* changes name;"),
 }
 
 

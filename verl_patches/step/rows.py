@@ -17,7 +17,7 @@ from tqdm import tqdm
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.gold import GoldCheck
 from verl_patches.rewards.parts import reward_parts
-from verl_patches.step.objectives.chat import parts_left_out, present_fields, render
+from verl_patches.step.objectives.chat import parse_calls, parts_left_out, present_fields, render
 from verl_patches.step.objectives.settings import TEXT_MESSAGES
 from verl_patches.values import loading_errors, value_faults
 
@@ -135,7 +135,7 @@ def _check_rl_rows(dataset: Any, gold: GoldCheck, rows: Rows) -> Iterator[tuple[
 
 
 def _rl_row_fault(dataset: Any, gold: GoldCheck, row: dict[str, Any]) -> str | None:
-    """Return what is wrong with a row whose prompt is well formed, or None."""
+    """Return what is wrong with a row whose prompt is well formed, or None; ValueError for a fault of its messages."""
     prompt, info, reward = row[dataset.prompt_key], row.get("extra_info", {}), row.get("reward_model") or {}
     if prompt[-1]["role"] == "assistant":
         return f"{dataset.prompt_key} ends with a message of assistant; expected a last message of user or tool"
@@ -147,6 +147,10 @@ def _rl_row_fault(dataset: Any, gold: GoldCheck, row: dict[str, Any]) -> str | N
             example = "{index: 0}" if name == "extra_info" else "{ground_truth: 1}"
             return f"{name} is {value!r:.60}; expected an object, such as {example}, in every row"
     messages = [*map(present_fields, prompt)]
+    for one in messages:
+        if isinstance(one.get("tool_calls"), str):
+            raise ValueError("tool_calls is text, which verl hands to the chat template as it is; expected a list")
+        parse_calls(one.get("tool_calls", []))  # raises ValueError
     text = render(dataset.tokenizer, messages, for_answer=False)  # as verl's, which knows no tools
     for name in parts_left_out(dataset.tokenizer, messages, row.get("tools"), text, text):
         return f"the text of {dataset.prompt_key} leaves out or changes {name}; remove it from the rows"
