@@ -39,6 +39,8 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     scratch, replaced = work / "scratch", work / "scratch" / "old"
     with locked_folder(work, lambda: output_error("another process is writing it; wait until it ends"), output_error):
         try:
+            if replaced.exists() and not target.exists():  # a call was killed between its two renames
+                replaced.rename(target)
             if target.is_symlink() or (target.exists() and not target.is_dir()):
                 raise output_error("expected a folder or no file, found a file or a link; remove it")
             there = {path.name for path in target.iterdir()} if target.exists() else set()
