@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,8 +39,6 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     scratch, replaced = work / "scratch", work / "scratch" / "old"
     with locked_folder(work, lambda: output_error("another process is writing it; wait until it ends"), output_error):
         try:
-            if replaced.exists() and not target.exists():  # a call was killed between its two renames
-                replaced.rename(target)
             if target.is_symlink() or (target.exists() and not target.is_dir()):
                 raise output_error("expected a folder or no file, found a file or a link; remove it")
             there = {path.name for path in target.iterdir()} if target.exists() else set()
@@ -66,6 +65,12 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             with suppress(OSError):
                 (work / LOCK).unlink()
                 work.rmdir()
+
+
+def write_manifest(folder: Path, **facts: Any) -> None:
+    """Write what a folder of data was made of."""
+    manifest = {"format": "verl_patches data", "version": 1, **facts}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
