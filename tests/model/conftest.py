@@ -56,20 +56,18 @@ def family(tmp_path_factory):
     """
     import torch
 
-    from tests.model.family_figures import stored_figures, tiny_config
+    from tests.model.family_figures import make_model, stored_figures
     from tests.model.parity import make_batch
     from tests.weights.cases import read_folder
-    from verl_patches.model.tiny import make_tiny_model
 
     @functools.cache
     def make(name: str) -> dict:
         folder, figures = tmp_path_factory.mktemp(name), stored_figures(name)
         ids, mask, _ = batch = make_batch()
-        make_tiny_model(folder / "model", overrides=tiny_config(name))
+        weights = read_folder(make_model(name, folder / "model"))
         torch.save(batch, folder / "batch.pt")
         logits = torch.zeros(*ids.shape, figures["logits"].shape[-1])
         logits[mask] = figures["logits"]
-        weights = read_folder(folder / "model")
         return {**figures, "folder": folder, "mask": mask, "logits": logits, "weights": weights}
 
     return make
