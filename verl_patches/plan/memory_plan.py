@@ -245,10 +245,10 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
 def run_passes(run: RunSpec, replicas: int) -> Passes:
     """Return the passes whose activations a plan counts, at the longest samples.
 
-    On line a3, which alone counts them, verl sizes micro batches in samples.
+    On line a3, which alone counts them, verl sizes micro batches in samples; a rank has 1/CP of a sample's tokens.
     """
     data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
-    longest, actor = run.longest_tokens, section.actor
+    longest, actor = -(-run.longest_tokens // run.train.cp), section.actor
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
     size = actor.ppo_micro_batch_size_per_gpu or 1  # another check refuses null
     layers, together = recomputation(run)
