@@ -56,9 +56,9 @@ class Passes:
     """Hold what decides a run's activations beside model and layout.
 
     `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch on a rank. `micro_batches`: of an
-    update on one replica. `recompute_layers`: layers of a stage whose activations are recomputed in backward, one number
-    for all stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
-    `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
+    update on one replica. `recompute_layers`: layers of a stage whose activations are recomputed in backward, one
+    number for all stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method
+    block. `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
     `entropy`: whether the update's loss has it. `chunked_logits`: whether log-probs are computed in chunks (rows
     logprob.*). `recorded_tokens`: tokens of a replica's step whose routed experts are recorded
     (recipe.train.routing_replay). `gemm_gradient_accumulation_fusion`, `gradient_accumulation_fusion`: whether weight
