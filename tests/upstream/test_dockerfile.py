@@ -116,13 +116,15 @@ def test_every_repository_is_copied_and_installed_or_on_the_path():
     assert {name for name in A3.repositories if f"--editable upstream/{name}" in commands} == installed
 
 
-def test_a_container_gets_every_device_and_further_options(tmp_path):
+@pytest.mark.parametrize("dies", [16, 8])
+def test_a_container_gets_every_device_and_further_options(tmp_path, dies):
     (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "docker").chmod(0o755)
     command, env = ["bash", str(START), "--volume", "/other:/other"], {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {} if dies == 16 else {"DIES_PER_NODE": str(dies)}
     argv = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.splitlines()
     devices = [value for option, value in zip(argv, argv[1:], strict=False) if option == "--device"]
-    names = [*(f"davinci{n}" for n in range(16)), "davinci_manager", "devmm_svm", "hisi_hdc"]
+    names = [*(f"davinci{n}" for n in range(dies)), "davinci_manager", "devmm_svm", "hisi_hdc"]
     assert devices == [f"/dev/{name}" for name in names]
     mounts = {value for option, value in zip(argv, argv[1:], strict=False) if option == "--volume"}
     assert mounts >= {"/usr/local/Ascend/driver:/usr/local/Ascend/driver:ro", "/data:/data", "/other:/other"}

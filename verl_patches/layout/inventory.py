@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import config_mismatches, read_config
+from verl_patches.layout.model_folder import config_mismatches, read_config, rename_to_deepseek_v3
 from verl_patches.values import Count, Natural, field_types, value_faults
 
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's head; HF's ...ForSequenceClassification has no bias
@@ -91,7 +91,9 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     (model_folder.REQUIRED_VALUES).
     """
     where = "HF config"
-    if not isinstance(config, Mapping):
+    if isinstance(config, Mapping):
+        rename_to_deepseek_v3(config := dict(config))
+    else:
         where, config = str(config), read_config(config)
     if fault := config_mismatches({"model_type": "none", **config}, _NAMING_KEYS):
         raise ConfigError(f"{where} does not describe a DeepSeek-V3 model: {fault}")

@@ -12,10 +12,10 @@ made in memory, in each process, because the run's folder need not be shared bet
                only to pass over their tensors; with 0 its loader ends in a KeyError
                (vllm.model_executor.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights)
 
-DeepSeek-V3's family has models with other settings, which read as one (`_as_deepseek_v3`): Kimi-K2 has a `model_type`
-of its own, and Moonlight has plain rotary positions, `rope_scaling` null. These become yarn of factor 1, which
-interpolates nothing: each frequency is divided by 1, and every scale that follows from the factor is 1. MindSpeed-LLM
-orders the rotary part of a head as DeepSeek's weights do with yarn only
+DeepSeek-V3's family has models with other settings, which are read as one (`rename_to_deepseek_v3`): Kimi-K2 has a
+`model_type` of its own, and Moonlight has plain rotary positions, `rope_scaling` null. These become yarn of factor 1,
+which interpolates nothing: each frequency is divided by 1, and every scale that follows from the factor is 1.
+MindSpeed-LLM orders the rotary part of a head as DeepSeek's weights do with yarn only
 (mindspeed_llm.tasks.models.transformer.multi_head_latent_attention.MultiHeadLatentAttention.forward), and the graphs of
 vllm-ascend 0.9.1 read yarn's tables (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward).
 
@@ -64,10 +64,15 @@ _TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return config.json (the file, or the folder that holds it) as training reads it; ConfigError without it."""
-    config = read_stored_config(path)
-    config.pop(QUANTIZATION, None)
-    _as_deepseek_v3(config)
-    return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
+    config = without_fp8_and_mtp(read_stored_config(path))
+    rename_to_deepseek_v3(config)
+    return config
+
+
+def without_fp8_and_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of config.json's content for bf16 or fp32 weights without MTP layers."""
+    kept = {key: value for key, value in config.items() if key != QUANTIZATION}
+    return {**kept, MTP_LAYERS: 0} if kept.get(MTP_LAYERS) else kept
 
 
 def read_stored_config(path: str | Path) -> dict[str, Any]:
@@ -106,7 +111,7 @@ def _rename_new_keys(config: dict[str, Any], where: str) -> None:
     config["rope_scaling"] = {**yarn, "type": kind} if yarn or kind != "default" else None
 
 
-def _as_deepseek_v3(config: dict[str, Any]) -> None:
+def rename_to_deepseek_v3(config: dict[str, Any]) -> None:
     """Give a configuration of the family DeepSeek-V3's model_type, and yarn of factor 1 for plain positions, in place.
 
     beta_fast and beta_slow are equal, so that no frequency lies between the two: interpolation is exact.
@@ -174,7 +179,7 @@ def edit_for_vllm(hf_config: Any) -> Any:
 def _rename_attributes(hf_config: Any) -> None:
     """Give a transformers configuration transformers 4's and DeepSeek-V3's names, with both of the rope's type."""
     _rename_new_keys(vars(hf_config), "HF config")
-    _as_deepseek_v3(vars(hf_config))
+    rename_to_deepseek_v3(vars(hf_config))
     if "type" in (yarn := getattr(hf_config, "rope_scaling", None) or {}):
         hf_config.rope_scaling = {**yarn, "rope_type": yarn["type"]}
     if isinstance(hf_config.torch_dtype, str):

@@ -100,14 +100,14 @@ def _write_files(folder: Path, config: dict[str, Any], seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
-    save_torch_state_dict(dict(_tensors(config, seed)), folder, max_shard_size=_SHARD_BYTES, is_main_process=True)
+    save_torch_state_dict(dict(_tensors(folder, seed)), folder, max_shard_size=_SHARD_BYTES, is_main_process=True)
 
 
-def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of each weight; a value depends on name, shape and `seed` alone."""
+def _tensors(folder: Path, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of each weight of the model in `folder`; a value depends on name, shape and `seed` alone."""
     import torch
 
-    for name, shape in ((parameter.name, parameter.shape) for parameter in build_inventory(config).parameters):
+    for name, shape in ((parameter.name, parameter.shape) for parameter in build_inventory(folder).parameters):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))  # 32 bits of `seed` count
         if name.endswith("e_score_correction_bias"):
             # Never negative: transformers marks an excluded group's experts with 0.0, Megatron and vLLM with -inf, and

@@ -38,7 +38,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import read_model_shape, size_differences
-from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
+from verl_patches.layout.model_folder import read_json_object, read_stored_config, without_fp8_and_mtp
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.shared_files import sync
@@ -250,9 +250,11 @@ class Checkpoints:
 
     def _config(self) -> dict[str, Any]:
         """Return config.json of the trained model: with its dtype, without the quantization of the folder's weights."""
-        from verl_patches.model.mindspeed.start import read_hf_config
+        from verl.utils.fs import copy_to_local
 
-        config = {k: v for k, v in read_hf_config(self.config.actor_rollout_ref).items() if k != QUANTIZATION}
+        model = self.config.actor_rollout_ref.model
+        stored = read_stored_config(copy_to_local(model.path))
+        config = {**without_fp8_and_mtp(stored), **model.get("override_config", {}).get("model_config", {})}
         return {**config, "torch_dtype": str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")}
 
     def _model(self) -> Any:

@@ -19,7 +19,7 @@ import psutil
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
-from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
+from verl_patches.layout.model_folder import INDEX, QUANTIZATION, without_fp8_and_mtp
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, TensorEntry, build_header, small_files, whole_entry
@@ -190,9 +190,7 @@ def _megatron_files(source: Source, inventory: Inventory, layout: ParallelLayout
 
 def _written_config(source: Source, dtype: str) -> dict[str, Any]:
     """Return config.json of the written folder: with FP8 if FP8 is written, without MTP layers, which are left out."""
-    config = {key: value for key, value in source.config.items() if key != QUANTIZATION}
-    if config.get(MTP_LAYERS):
-        config[MTP_LAYERS] = 0
+    config = without_fp8_and_mtp(source.config)
     if dtype != "keep":
         config["torch_dtype"] = "bfloat16"
     return {**config, QUANTIZATION: QUANTIZATION_CONFIG} if dtype == "fp8" else config

@@ -69,6 +69,7 @@ def job_values(job: Job, source: str) -> str:
         "job": job.name,
         "digest": job.digest,
         "nodes": job.nodes,
+        "dies": job.dies,
         "device": job.device,
         "hosts": job.hosts,
         "interface": job.interface or "",

@@ -24,7 +24,8 @@ start_container() { # RANK: the job's container, by start_container.sh on the no
                 line+="[ -d '$volume' ] || { echo 'volumes: this host has no folder $volume' >&2; exit 2; }; "
             done
             labels="--label verl_patches.job=$job --label verl_patches.digest=$digest"
-            line+="export NAME=$job IMAGE=${image@Q} VOLUMES='${volumes[*]}'; bash -s -- $labels ${container_options[*]@Q} > /dev/null"
+            line+="export NAME=$job IMAGE=${image@Q} DIES_PER_NODE=$dies VOLUMES='${volumes[*]}'; "
+            line+="bash -s -- $labels ${container_options[*]@Q} > /dev/null"
             line+=" || { code=\$?; docker rm $job > /dev/null 2>&1; exit \$code; }" # docker rm refuses a running one
             remote "$1" "echo '$begins'; $line" < "$here/start_container.sh" || return
             echo new
