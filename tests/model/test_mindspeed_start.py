@@ -82,6 +82,22 @@ def test_upstream_takes_both_256_die_configs_as_they_are(run):
     assert (layout | optimizer).items() <= found["learning"].items()
 
 
+def test_upstream_takes_the_presets_of_the_family_at_their_sizes(run):
+    """Check the control too: 16 heads are refused for CP32."""
+    ranks = {"moonlight_16die": 16, "moonlight_8die": 8, "moonlight_32die_8k": 32}
+    ranks |= {"kimi_k2_192die": 192, "kimi_k2_256die": 256, "deepseekv3_256die_16k": 256}
+    cases = {name: (name, size, [], None) for name, size in ranks.items()}
+    control = ("moonlight_32die_8k", 32, [f"{ACTOR}context_parallel_size=32"], None)
+    found = run({"base": cases["moonlight_16die"], **cases, "control": control})
+    assert "num_attention_heads" in found["control"]
+    assert all(isinstance(found[name], dict) for name in cases), found
+    moonlight, kimi = found["moonlight_16die"], found["kimi_k2_192die"]
+    sizes = {"q_lora_rank": 2048, "rope_scaling_factor": 1.0, "num_experts": 64, "n_shared_experts": 2, "n_group": 1}
+    assert (sizes | {"expert_model_parallel_size": 16, "padded_vocab_size": 163_840}).items() <= moonlight.items()
+    assert {"q_lora_rank": 1536, "rope_scaling_factor": 32.0, "num_experts": 384}.items() <= kimi.items()
+    assert {found[name]["context_parallel_size"] for name in ("moonlight_32die_8k", "deepseekv3_256die_16k")} == {2}
+
+
 def test_megatron_before_mindspeed_is_refused(run):
     assert "megatron.core is imported already" in run({"base": CASES["base"]}, "megatron.core.parallel_state")
 
