@@ -203,10 +203,15 @@ ROLLOUT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MODEL: tuple[PatchSpec, ...] = (
-    _row("model.model_types", "wrap", "transformers.models.auto.configuration_auto:_LazyConfigMapping.__getitem__",
+    _row("model.family_config", "wrap", "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
          "verl_patches.layout.model_folder:class_of_family",
-         "transformers 4.51 and 4.52 do not know model_type kimi_k2, whose architecture is DeepSeek-V3's.",
-         exit="transformers knows kimi_k2", processes=_ALL),
+         "transformers 4.52 does not know model_type kimi_k2, and may run a class that is code of the model's folder.",
+         exit="transformers knows kimi_k2, and prefers its own classes", processes=_ALL),
+    _row("model.trusted_tokenizer", "wrap", "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained",
+         "verl_patches.worker.remote_code:load_if_trusted",
+         "verl passes trust_remote_code in some calls alone, and transformers then asks on the terminal; it writes a "
+         "copy of a tokenizer's code in place: 1 of 45 starts of 16 processes failed.",
+         exit="verl passes one setting, and transformers replaces the copy", processes=_ALL, feature="remote_code"),
     _row("model.config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
          "verl_patches.model.megatron:converters",
          "verl.models.mcore.config_converter.hf_to_mcore_config_dpskv3 drops group-limited routing, computes the "
@@ -220,8 +225,7 @@ MODEL: tuple[PatchSpec, ...] = (
     _row("model.load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
          "verl_patches.worker.models:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only "
-         "(verl.models.weight_loader_registry.get_weight_loader), through a whole HF model on every rank, and once for "
-         "the reference and once for the actor. This loader takes folders in bf16, in FP8 and of Megatron.",
+         "(verl.models.weight_loader_registry.get_weight_loader), through a whole HF model on every rank, twice.",
          exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
@@ -370,14 +374,12 @@ LOG_PROB: tuple[PatchSpec, ...] = (
          "verl_patches.model.log_prob:vocab_parallel_log_probs_from_logits",
          "megatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy overwrites in place, by their softmax, "
          "the fp32 logits that verl's entropy saved for backward: a loss with entropy fails there. MindSpeed's copies "
-         "them, as Megatron's does in bf16: 0.53 GB of fp32 for 4096 tokens at TP4. Replaced, not wrapped: nothing of "
-         "it is left to call.",
+         "them, as Megatron's does in bf16: 0.53 GB of fp32 for 4096 tokens at TP4.",
          exit="verl computes log-probs of vocab-parallel logits by chunks, on NPUs too",
          bindings=("verl.workers.actor.megatron_actor:vocab_parallel_log_probs_from_logits",)),
     _row("logprob.entropy_in_chunks", "replace", f"{_VOCAB_PARALLEL}:vocab_parallel_entropy",
          "verl_patches.model.log_prob:vocab_parallel_entropy",
-         "verl's holds the softmax and its product with the logits, each as large as the logits, and keeps the first "
-         "for backward. Replaced, not wrapped: nothing of it is left to call.",
+         "verl's holds softmax and its product with the logits, each as large as these, and keeps one for backward.",
          exit="as logprob.in_chunks", needs=("logprob.in_chunks",),
          bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",), role="speed"),
 )  # fmt: skip
@@ -437,10 +439,9 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.skip_bad_steps", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "In fp32 and bf16 Megatron steps with NaN or infinite gradients too, as only a loss scaler looks at them "
-         "(megatron.core.optimizer.optimizer.MixedPrecisionOptimizer.prepare_grads), and every weight is NaN "
-         "afterwards; where a scaler left a step out, verl.workers.actor.megatron_actor.MegatronPPOActor.update_policy "
-         "ends the run by a bare NotImplementedError. Ours leaves such a step out on all ranks, counts it and names "
-         "rank, stage and parameter.",
+         "(megatron.core.optimizer.optimizer.MixedPrecisionOptimizer.prepare_grads): every weight is NaN afterwards. "
+         "Where a scaler leaves a step out, verl.workers.actor.megatron_actor.MegatronPPOActor.update_policy raises "
+         "NotImplementedError. Ours leaves such a step out on all ranks, counts it and names the parameter.",
          exit="verl leaves out steps with NaN gradients and counts them", needs=("update.recipe_worker",)),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",
@@ -493,19 +494,16 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
          "verl_patches.worker.checkpoint:TrainingWorker.save_checkpoint",
          "verl saves the model on data-parallel rank 0 only "
          "(verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager.save_checkpoint), so experts of "
-         "all other expert-parallel ranks are lost; gathers the states of a replica on one rank; and resumes in the "
-         "same layout only. Ours: every rank writes what it alone holds, while the run goes on; load_checkpoint too.",
+         "other ranks are lost; gathers a replica's states on one rank; and resumes in the same layout only.",
          exit="verl saves and loads all experts, asynchronously, for any layout", needs=("update.recipe_worker",)),
     _row("checkpoint.save", "wrap", f"{_TRAINER}:RayPPOTrainer._save_checkpoint",
          "verl_patches.trainer.checkpoint:save_as_recipe",
-         "verl writes into the folder under its own name, and names it as the latest at once: a run that is killed in "
-         "a save resumes from half a checkpoint.",
+         "verl names a folder as the latest before it is complete: a run that is killed then resumes from half of it.",
          exit="verl names a checkpoint once it is complete", processes=_CONTROLLER,
          needs=("update.fit_as_run", "checkpoint.load")),
     _row("checkpoint.load", "wrap", f"{_TRAINER}:RayPPOTrainer._load_checkpoint",
          "verl_patches.trainer.checkpoint:load_as_recipe",
-         "verl resumes from what a text file names, without looking whether it is complete, of the same model or of "
-         "the same settings.",
+         "verl does not check that what it resumes from is complete, and of the same model and settings.",
          exit="as checkpoint.save", processes=_CONTROLLER, needs=("update.fit_as_run", "checkpoint.parts")),
 )  # fmt: skip
 
@@ -521,9 +519,8 @@ MEMORY: tuple[PatchSpec, ...] = (
          needs=("update.recipe_worker", "rollout.engine", "memory.order"), role="observe", feature="memory_ledger"),
     _row("memory.order", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
-         "verl brings training weights to the host and back around every call, gradients for a weight sync too, into "
-         "host memory made anew each time and pinned by a second copy; at 54c9b736 it leaves routed experts on the "
-         "die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",
+         "verl brings training weights to the host and back around every call, into host memory made anew each time; "
+         "at 54c9b736 routed experts stay on the die. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
          needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
     _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
@@ -548,8 +545,7 @@ MEMORY: tuple[PatchSpec, ...] = (
 DISPATCH: tuple[PatchSpec, ...] = (
     _row("dispatch.put_once", "wrap", "verl.single_controller.ray.base:RayWorkerGroup.execute_all_async",
          "verl_patches.trainer.dispatch:put_before_calling",
-         "verl serialises each worker's arguments in that worker's own call (execute_all_async), at 54c9b736 also a "
-         "batch that all ranks of a replica share: the last worker starts when all others have been served.",
+         "verl serialises each worker's arguments in its own call: the last starts when all others have been served.",
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
          processes=_CONTROLLER, role="speed"),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",

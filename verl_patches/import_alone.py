@@ -39,7 +39,7 @@ NO_LAUNCHER_WARNING = (
 )
 _LAUNCHER_KEYS = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
-    "model_shape num_hidden_layers watch restart start"
+    "model_shape num_hidden_layers trust_remote_code watch restart start"
 ).split()
 _FIXED_ROUTE_VARIABLE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
 

@@ -451,6 +451,8 @@ class Recipe:
     ray_port: port of the Ray that the run starts; null: any free one.
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
+    trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2), in
+    every process that loads it; it becomes verl's two keys of that name, of data and of actor_rollout_ref.model.
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder is not changed, whether its weights are read or random ones made. A layers_per_stage that is
     given for all layers is replaced by a balanced one.
@@ -474,6 +476,7 @@ class Recipe:
     ray_port: Port | None = None
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
+    trust_remote_code: bool = False
     num_hidden_layers: Count | None = None
     added_keys: list[Text] = field(default_factory=list)
     resume_other_data: bool = False

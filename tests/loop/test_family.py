@@ -64,7 +64,7 @@ def test_emulated_devices_train_alike(trained, a3, name):
 def test_another_layout_resumes_with_the_same_gradient(start, name):
     whole = start(MODELS[name], "layout=tp2ep2", *STEPS)
     resumed = start(MODELS[name], "--replay-rollout", str(whole.folder), *STEPS, *resume_overrides(whole, 1))
-    assert [step["step"] for step in resumed.steps] == [1, 2] and resumed.steps[1].get("resumed_after") == 1
+    assert [step["step"] for step in resumed.steps] == [2]
     assert_equal_norms(resumed, whole)
 
 

@@ -49,7 +49,7 @@ def test_presets_pass_the_plan(name):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("deepseekv3")])
 def test_presets_of_the_family_pass_the_plan_for_sft_too(name):
-    assert make_plan(name, "algo=sft")["ok"]
+    assert make_plan(name, "algo=sft")["ok"] and composed(name).recipe.trust_remote_code
 
 
 def test_responses_beyond_the_models_positions_are_refused():

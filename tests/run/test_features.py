@@ -33,6 +33,7 @@ CHANGES = [
     ({f"{ASCEND}.multistream_mla": False}, {"multistream_mla"}),
     ({ON_POLICY: False}, {"on_policy"}),
     ({"recipe.rollout.rebalance_every": 64}, {"rebalance"}),
+    ({"recipe.trust_remote_code": True}, {"remote_code"}),
     ({"recipe.rewards": [{"name": "reward_model", "path": "/models/rm"}]}, {"reward_models", "value_models"}),
     ({"recipe.train.routing_replay": "R2"}, {"routing_replay"}),
     ({"recipe.hccl.small_groups_mib": None}, {"small_groups"}),

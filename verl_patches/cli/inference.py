@@ -60,7 +60,7 @@ def generate_command(
     (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_to_stderr():
-        tokenizer = read_tokenizer(source.folder)
+        tokenizer = read_tokenizer(source.folder, chosen.run.recipe.trust_remote_code)
         key = chosen.run.verl.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
         with rows.resumable_output(output, _settings(chosen, prompts, sampling)) as lines:
@@ -91,7 +91,7 @@ def chat_command(
     (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION_TOKENS)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_to_stderr():
-        tokenizer = read_tokenizer(source.folder)
+        tokenizer = read_tokenizer(source.folder, chosen.run.recipe.trust_remote_code)
         try:
             template = render_chat(tokenizer, [{"role": "user", "content": "MESSAGE"}])
         except (ValueError, RecipeError) as error:
@@ -151,7 +151,7 @@ def eval_command(
     columns = data.reward_fn_key, "reward_model", "extra_info"
     rewards, models = scores.reward_facts(run)
     with _stdout_to_stderr():
-        tokenizer = read_tokenizer(sources[-1].folder)
+        tokenizer = read_tokenizer(sources[-1].folder, run.recipe.trust_remote_code)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
         with rows.resumable_output(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:

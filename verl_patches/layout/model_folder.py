@@ -58,7 +58,7 @@ REQUIRED_VALUES: Mapping[str, Any] = {
     "rope_interleave": True,
 }
 YARN_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
-_SMALL_FILES = "*.json", "*.jinja", "*.model"  # files of settings and tokenizer
+_SMALL_FILES = "*.json", "*.jinja", "*.model", "*.py"  # files of settings and tokenizer
 _TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
@@ -125,8 +125,11 @@ def rename_to_deepseek_v3(config: dict[str, Any]) -> None:
         config["rope_scaling"] = {**ones, "type": "yarn", "original_max_position_embeddings": positions}
 
 
-def require_whole_folder(folder: Path) -> None:
-    """Raise ConfigError where a file of a model's settings or tokenizer is not whole, or is of transformers 5 alone."""
+def require_whole_folder(folder: Path, trusted: bool = True) -> None:
+    """Raise ConfigError where a file of a model's settings or tokenizer is not whole, or is of transformers 5 alone.
+
+    Unless `trusted` (recipe.trust_remote_code), also where the tokenizer is Python code of the folder.
+    """
     if (snapshots := sorted(folder.glob("snapshots/*"))) and not (folder / "config.json").exists():
         raise ConfigError(f"{folder} is a repository in the hub's cache; give a model's folder in it: {snapshots[-1]}")
     for path in sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern)):
@@ -140,6 +143,23 @@ def require_whole_folder(folder: Path) -> None:
             f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
             "additional_special_tokens"
         )
+    for name in tokenizer_code(folder):
+        code = folder / f"{name.partition('.')[0]}.py"
+        if not trusted:
+            raise ConfigError(
+                f"{path}: the tokenizer is Python code, {code.name}; read it, then set recipe.trust_remote_code=true "
+                "(in the file of `data build`: trust_remote_code=true), which runs it in every process of a run"
+            )
+        if "--" not in name and not code.is_file():  # ID--NAME is code of another repository
+            raise ConfigError(f"{path} names {code.name} as the tokenizer's code, which is missing; download it too")
+
+
+def tokenizer_code(folder: Path) -> list[str]:
+    """Return FILE.CLASS of each class of the folder's tokenizer that is Python code of the folder."""
+    path = folder / "tokenizer_config.json"
+    names = (read_json_object(path) if path.exists() else {}).get("auto_map") or {}
+    names = names.get("AutoTokenizer") if isinstance(names, dict) else names  # old transformers wrote the value alone
+    return [name for name in ([names] if isinstance(names, str) else names or ()) if name]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -188,14 +208,20 @@ def _rename_attributes(hf_config: Any) -> None:
         hf_config.torch_dtype = getattr(torch, hf_config.torch_dtype)
 
 
-def class_of_family(original: Callable) -> Callable:
-    """Wrap `_LazyConfigMapping.__getitem__` so that each model type of the family has DeepSeek-V3's configuration."""
+def class_of_family(from_pretrained: Callable) -> Callable:
+    """Wrap `AutoConfig.from_pretrained`: the family has transformers' DeepseekV3Config, and no code of the folder."""
 
-    @functools.wraps(original)
-    def get(self: Any, key: str) -> Any:
-        return original(self, MODEL_TYPES[0] if key in MODEL_TYPES else key)
+    @functools.wraps(from_pretrained)
+    def load(cls: type, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        from transformers import DeepseekV3Config, PretrainedConfig
 
-    return get
+        own = {**kwargs, "trust_remote_code": None, "name_or_path": pretrained_model_name_or_path}
+        config, others = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **own)
+        if config.get("model_type") in MODEL_TYPES:
+            return DeepseekV3Config.from_dict(config, **others)
+        return from_pretrained(cls, pretrained_model_name_or_path, **kwargs)
+
+    return load
 
 
 def reduce_layers(hf_config: Any, layers: int | None) -> None:

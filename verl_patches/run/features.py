@@ -34,6 +34,7 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
         or has_correction(recipe.rollout_correction)
         or not run.samples,
         "rebalance": rollout.rebalance_every is not None,
+        "remote_code": recipe.trust_remote_code,
         "reward_models": bool(run.reward_models),
         "routing_replay": train.routing_replay is not None,
         "small_groups": recipe.hccl.small_groups_mib is not None,

@@ -60,7 +60,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
             "(transformers.configuration_utils.PretrainedConfig.to_diff_dict). The one in config.json is ignored anyway"
         )
         yield Check("model folder", False, text)
-    if fault := config_error_text(require_whole_folder, path.parent):
+    if fault := config_error_text(require_whole_folder, path.parent, run.recipe.trust_remote_code):
         yield Check("model folder", False, f"{_MODEL_KEY}: {fault}")
         return
     if not path.exists():
@@ -109,6 +109,7 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
             continue
         try:
             source = open_source(folder)
+            require_whole_folder(folder, run.recipe.trust_remote_code)
         except ConfigError as error:
             yield Check("reward model", False, f"{key}: {error}")
             continue
@@ -128,13 +129,13 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
 
 def _tokenizer_fault(folder: Path, actors: Path) -> str:
     """Return why the actor's token ids may differ from those of a reward model; empty where they are the same."""
-    name = "tokenizer.json"
     if not any(folder.glob("tokenizer*")):
         return "no tokenizer; copy the files from actor_rollout_ref.model.path, whose token ids this model scores"
-    files = [path / name for path in (folder, actors) if (path / name).is_file()]
-    vocabularies = [read_json_object(file).get("model") for file in files]
-    if len(files) == 2 and vocabularies[0] != vocabularies[1]:
-        return f"the vocabulary in {name} differs from that of actor_rollout_ref.model.path, whose token ids it scores"
+    for name in ("tokenizer.json", "tiktoken.model"):
+        files = [path / name for path in (folder, actors) if (path / name).is_file()]
+        vocabularies = [f.read_bytes() if f.suffix == ".model" else read_json_object(f).get("model") for f in files]
+        if len(files) == 2 and vocabularies[0] != vocabularies[1]:
+            return f"the vocabulary in {name} differs from that of {_MODEL_KEY}, whose token ids this model scores"
     return ""
 
 

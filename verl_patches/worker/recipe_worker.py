@@ -60,6 +60,7 @@ from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import TrainedModel, WorkerMemory, device_type
 from verl_patches.worker.models import prepare_training
+from verl_patches.worker.remote_code import trusts_code
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.step_guard import take_all_skips
 
@@ -77,6 +78,7 @@ class RecipeWorker(TrainingWorker):
 
     def __init__(self, config: Any, role: str) -> None:
         self.run = run_from_config(config)
+        trusts_code.value = bool(config.model.get("trust_remote_code"))
         if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")

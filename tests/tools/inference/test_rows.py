@@ -20,7 +20,7 @@ USER = {"role": "user", "content": "1 2 3"}
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    return read_tokenizer(tiny_model)
+    return read_tokenizer(tiny_model, False)
 
 
 @pytest.fixture
@@ -119,10 +119,10 @@ def test_an_error_of_a_models_own_tokenizer_names_its_line(tiny_model, tmp_path,
     with pytest.raises(
         ValueError, match=r"text that the tokenizer takes; found .*/tokenization_own.py:6: KeyError: 'input'$"
     ):
-        prompt_tokens(read_tokenizer(folder, code=True), "text")
+        prompt_tokens(read_tokenizer(folder, True), "text")
     (folder / "tokenization_own.py").write_text("\n" + "missing\n")
     with pytest.raises(ConfigError, match=r"found .*/tokenization_own.py:2: NameError: name 'missing'"):
-        read_tokenizer(folder, code=True)
+        read_tokenizer(folder, True)
 
 
 WRITE = """

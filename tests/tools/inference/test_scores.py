@@ -90,5 +90,6 @@ def test_responses_are_scored_by_the_parts_of_the_reward_up_to_their_end(run_war
     done = run_warm(SCORE, str(tiny_model), patches="line=pypi,platform=cpu", env={"VLLM_USE_V1": "0"}).check()
     first, ended, wrong, error = json.loads(done.out.splitlines()[-1])
     assert (first["value"], ended["value"], wrong["value"]) == (1.0, 1.0, 0.0)  # acc, not the sum with the penalty
-    assert wrong["reward"] == pytest.approx(0.1 + wrong["reward/length"]) and wrong["format"] == 1.0
+    assert wrong["reward"] == pytest.approx(0.1) and wrong["format"] == 1.0
+    assert wrong["reward/length"] == 0  # it ends before the limit, with another token than the tokenizer's end
     assert "recipe.rewards[0] (maths)" in error

@@ -134,6 +134,15 @@ def _parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: 
             yield name
     if tools and not matters(messages, None):
         yield "tools"
+    unsaid = [name for call in calls if (name := call["function"]["name"]) not in str(call.get("id"))]
+    if unsaid and not matters([_with_renamed_calls(one) for one in messages], tools):  # Kimi-K2's writes ids alone
+        yield f"the function {unsaid[0]!r:.60} of tool_calls (it writes the id, which can hold it: functions.NAME:0)"
+
+
+def _with_renamed_calls(message: Message) -> Message:
+    calls = message.get("tool_calls", ())
+    renamed = [{**call, "function": {**call["function"], "name": _PROBE}} for call in calls]
+    return {**message, "tool_calls": renamed} if renamed else message
 
 
 def _with_rendered_arguments(tokenizer: Any, messages: list[Message], tools: Any) -> list[Message]:

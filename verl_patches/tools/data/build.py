@@ -63,7 +63,7 @@ def make_rows(settings: Settings, origins: Sequence[str], records: Sequence[byte
 
 
 def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
-    template, tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)
+    template, tokenizer = _template_and_tokenizer(*settings.tokenizer_choice)
     handler, additional = settings.handler, settings.dataset_additional_keys
     made: dict[str, Any] = {"origin": origin}
     try:
@@ -93,12 +93,12 @@ def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]
 
 
 @functools.cache
-def _template_and_tokenizer(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
+def _template_and_tokenizer(prompt_type: str, tokenizer: str | None, trusted: bool) -> tuple[Any, Any]:
     """Return (template, tokenizer), made once in each process."""
     if tokenizer is None:
         return read_template(prompt_type), None
     expected = "tokenizer_name_or_path to be an existing model folder or a Hugging Face id"
-    found = read_tokenizer(tokenizer, expected, local=os.path.isdir(tokenizer))
+    found = read_tokenizer(tokenizer, trusted, expected, local=os.path.isdir(tokenizer))
     if not found.chat_template:
         where = f"tokenizer_name_or_path {tokenizer}"
         raise ConfigError(f"{where}: expected a chat template, which verl needs, found none; give another tokenizer")
@@ -268,7 +268,7 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
         from tqdm import tqdm
 
         sources = list(input_sources(settings, work))
-        _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)  # faults end the command here
+        _template_and_tokenizer(*settings.tokenizer_choice)  # faults end the command here
         made = _make_dataset(settings, sources, work)
         report, kept, longest = _filter_rows(made, settings.dedupe)
         limits = REASON_LIMITS | settings.refuse_above
@@ -291,6 +291,6 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
         manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         (first,) = _read_columns(made.select(parts[TRAIN][:1]), "text")
-        tokenizer = _template_and_tokenizer(settings.prompt_type, settings.tokenizer_name_or_path)[1]
+        tokenizer = _template_and_tokenizer(*settings.tokenizer_choice)[1]
         report["example"] = _example(tokenizer, json.loads(first["text"]))
     return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}

@@ -135,8 +135,8 @@ def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
 
 def _tokenizer(spec: RunSpec) -> Any:
     data = spec.verl.data
-    path, code = data.tokenizer or str(spec.model_folder), data.get("trust_remote_code")
-    return read_tokenizer(path, "the run's tokenizer (copy its model to this path)", code=bool(code))
+    path, trusted = data.tokenizer or str(spec.model_folder), bool(data.get("trust_remote_code"))
+    return read_tokenizer(path, trusted, "the run's tokenizer (copy its model to this path)")
 
 
 def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:

@@ -29,6 +29,7 @@ class Settings(BaseModel):
     output_prefix: PathText
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
     tokenizer_name_or_path: PathText | None = None
+    trust_remote_code: bool = False
     seq_length: Count | None = None
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     log_interval: Count = 1000
@@ -47,6 +48,11 @@ class Settings(BaseModel):
     def inputs(self) -> list[str]:
         """Return `input` as a list."""
         return [self.input] if isinstance(self.input, str) else self.input
+
+    @property
+    def tokenizer_choice(self) -> tuple[str, str | None, bool]:
+        """Return (prompt_type, tokenizer_name_or_path, trust_remote_code)."""
+        return self.prompt_type, self.tokenizer_name_or_path, self.trust_remote_code
 
     @property
     def handler(self) -> Handler:

@@ -176,13 +176,13 @@ def _numbered_rows(batches: Iterable[Any]) -> Rows:
     return enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
-def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool = True, code: bool = False) -> Any:
-    """Return the tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run its own code."""
+def read_tokenizer(place: str | Path, trusted: bool, expected: str = "a tokenizer", local: bool = True) -> Any:
+    """Return the tokenizer of a model's folder or id; ConfigError without one. `trusted`: whether its code may run."""
     from transformers import AutoTokenizer
 
     with loading_errors(f"{place}: expected {expected}", str(place)):
-        require_whole_folder(Path(place))
-        return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
+        require_whole_folder(Path(place), trusted)
+        return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=trusted)
 
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:

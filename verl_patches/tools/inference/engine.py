@@ -87,6 +87,7 @@ class Engine:
                 model=str(folder),
                 load_format=SourceLoader,
                 dtype=rollout.dtype,
+                trust_remote_code=run.recipe.trust_remote_code,
                 max_model_len=length,
                 max_num_batched_tokens=max(rollout.max_num_batched_tokens, length),
                 enforce_eager=rollout.enforce_eager,

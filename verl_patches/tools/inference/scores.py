@@ -66,7 +66,10 @@ def scorer(
         ids = torch.full((len(responses), longest), tokenizer.pad_token_id or 0)
         for padded, tokens in zip(ids, responses, strict=True):
             padded[: len(tokens)] = torch.tensor(tokens)
-        tensors = {"responses": ids, "attention_mask": get_response_mask(ids, tokenizer.eos_token_id)}
+        mask = get_response_mask(ids, tokenizer.eos_token_id)
+        for kept, tokens in zip(mask, responses, strict=True):
+            kept[len(tokens) :] = 0  # vLLM may have stopped at another end token of generation_config.json
+        tensors = {"responses": ids, "attention_mask": mask}
         row_columns = {name: np.array([value] * len(ids), dtype=object) for name, value in row.items()}
         found = manager(DataProto.from_dict(tensors, row_columns), return_dict=True)
         columns = {"reward": found["reward_tensor"].sum(-1).tolist(), **found["reward_extra_info"]}
