@@ -231,8 +231,9 @@ def machines_table() -> str:
         ],
         "GiB of a die that a process sees, of 64": [f"{machine.seen_bytes / 2**30:.2f}" for machine in machines],
         "`recipe.hccl.expansion_mode`": [", ".join(machine.expansion_modes) for machine in machines],
-        "MC2: ranks of a rollout instance": [", ".join(map(str, machine.mc2_ranks)) for machine in machines],
-        "MC2: tokens, experts of a rank": [f"{m.mc2_tokens}, {m.mc2_experts}" for m in machines],
+        "MC2: ranks of a rollout instance": [", ".join(map(str, machine.mc2.ranks)) for machine in machines],
+        "MC2: tokens, experts of a rank": [f"{m.mc2.tokens}, {m.mc2.rank_experts}" for m in machines],
+        "MC2: hidden size, experts of a token": [f"{m.mc2.hidden_text}, {m.mc2.top_k}" for m in machines],
         "planned": ["memory, layout" + (", seconds" if machine.timed else "") for machine in machines],
     }
     text = ["| | " + " | ".join(machine.title for machine in machines) + " |", "|---" * (len(HARDWARE) + 1) + "|"]

@@ -52,7 +52,7 @@ def test_only_the_correction_bias_is_fp32_and_not_trained():
 
 @pytest.mark.slow
 def test_names_and_shapes_equal_transformers(run_python):
-    """Leave out q_lora_rank null, which transformers 4.51 cannot build: Megatron and vLLM models cover it."""
+    """Leave out q_lora_rank null, which transformers 4.51 cannot build: tests/model/test_family.py has it."""
     changes = [{}, {"first_k_dense_replace": 3}, {"n_shared_experts": 2}]
     configs = [TINY_CONFIG | change for change in changes] + [BIG_CONFIG | {"num_hidden_layers": 4}]
     code = """if True:
@@ -89,13 +89,19 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"model_type": "llama"}, "model_type is 'llama'"),
+    *(({"model_type": other}, f"model_type is '{other}', expected 'deepseek_v3' or 'kimi_k2'")
+      for other in ("deepseek_v2", "deepseek_v32", "glm4_moe", "qwen3_moe", "llama")),
+    ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+     "quantization_config has quant_method 'compressed-tensors', expected 'fp8'"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ({"torch_dtype": "int3"}, "torch_dtype"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),
     ({"hidden_size": "7168"}, "hidden_size is '7168'; expected a whole number >= 1"),
     ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected at most n_routed_experts"),
 ])  # fmt: skip
-def test_another_model_or_a_wrong_size_is_refused_by_its_key(change, words):
+def test_another_model_or_a_wrong_size_is_refused_by_its_key(tmp_path, change, words):
+    """Check the reader of runs, plans and data tools."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG | change))
     with pytest.raises(ConfigError, match=words):
-        build_inventory(TINY_CONFIG | change)
+        build_inventory(tmp_path)

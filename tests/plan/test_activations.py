@@ -32,6 +32,7 @@ MEASURED = {
 }
 MEASURED["cp2"] = (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2})  # a rank has half of the tokens
 MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"moe_alltoall_overlap_comm": True}})
+MEASURED["tp2_without_q_lora"] = MEASURED["tp2_extends_ep"]
 # switches that the public recipe's script for random weights sets too (docs/plan.md, Recompute)
 _PUBLIC = dict.fromkeys(("moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion", "balanced_routing"), True)
 MEASURED["tp2_published"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": _PUBLIC})
@@ -46,6 +47,8 @@ def saved(a3_sources, run_ranks, tmp_path_factory):
         ranks, changes = MEASURED[case]
         folder = tmp_path_factory.mktemp("model")
         text = json.loads((MODELS / "deepseekv3_tiny.json").read_text()) | SIZES
+        if case.endswith("without_q_lora"):
+            text["q_lora_rank"] = None
         (folder / "config.json").write_text(json.dumps(text))
         sources = a3_sources()
         config = engine_config(folder, sources[0], ranks, dict(changes), "bf16")

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.family import MOONLIGHT, family_config
 from tests.runs import composed
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
@@ -23,7 +24,7 @@ from verl_patches.plan.search import (
 )
 from verl_patches.plan.step_plan import Workload
 from verl_patches.rules import RULES, SIZE_RULES
-from verl_patches.run.resolve import CONFIGS_DIR
+from verl_patches.run.resolve import CONFIGS_DIR, MODEL_LAYERS_KEY
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
@@ -165,3 +166,14 @@ def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
         assert search_module._plan_candidate(run, SIZE_RULES, Workload(), {}) and fits
     except ConfigError as error:
         assert "host memory" in str(error) and not fits
+
+
+def test_a_model_that_mc2_does_not_take_is_searched_without_expert_parallelism(tmp_path):
+    """Check Moonlight on a node of A3: with expert parallelism the search says what to set, and nothing is listed."""
+    shape = tmp_path / "moonlight.json"
+    shape.write_text(json.dumps(family_config(MOONLIGHT)))
+    moonlight = f"recipe.model_shape={shape}", f"{MODEL_LAYERS_KEY}=27"
+    with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*enable_expert_parallel=false"):
+        listed(NODE, *moonlight, dies=16)
+    (row,) = listed(NODE, *moonlight, "recipe.rollout.enable_expert_parallel=false", dies=16)
+    assert row["rollout"] == "16 x (DP1 TP1 EP1)" and "recipe.rollout.data_parallel_size=1" in row["overrides"]

@@ -165,7 +165,8 @@ def _require_startable(run: RunSpec) -> str:
     Return a sentence that names the rows that the user has switched off.
     """
     require_trees(run)
-    require_loggers(run.verl.trainer.logger, None if run.recipe.ray_address else os.environ)
+    if run.recipe.ray_address is None:  # otherwise the controller, which checks its own, has the variables of that Ray
+        require_loggers(run.verl.trainer.logger, os.environ)
     run_folder.require_start(run)
     require_checks(RULES.checks(run))
     _refuse_planned_keys(run)

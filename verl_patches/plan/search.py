@@ -64,6 +64,9 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if not splits:
         experts = base.model.n_routed_experts
         raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
+    refusals = ["; ".join(hccl.mc2_faults(machine.mc2, base.model, ranks, tokens=1)) for ranks in splits]
+    if hccl.decodes_by_mc2(base) and all(refusals):
+        raise ConfigError(f"plan --search: {min(refusals, key=len)}")
     listed, refused = _list_layouts(base, rules, workload, splits, given, max(top, _FEWEST_RESULTS))
     if listed:
         return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
@@ -108,7 +111,7 @@ def _list_layouts(
         side = (
             "training layout fits a die"
             if rollouts
-            else "rollout layout fits a die, among instances whose number of ranks the MC2 operator (if used) accepts"
+            else "rollout layout fits a die, among those that the MC2 operator (if used) accepts"
         )
         refused[f"memory: no {side}"] += 1
     return listed, refused
@@ -144,13 +147,17 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
 
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
-    """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
-    machine, sizes = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes
+    """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response.
+
+    A run that does not split experts has instances of TP ranks alone.
+    """
+    machine, sizes, by_mc2 = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes, hccl.decodes_by_mc2(run)
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
-    for tp, ranks in itertools.product(_TP_SIZES, splits):
-        if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
+    cut = not run.recipe.rollout.enable_expert_parallel
+    for tp, ranks in zip(_TP_SIZES, _TP_SIZES, strict=True) if cut else itertools.product(_TP_SIZES, splits):
+        if ranks % tp or (by_mc2 and hccl.mc2_faults(machine.mc2, step.model, ranks, tokens=1)):
             continue
-        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
+        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=not cut)
         seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
         graphs = [*(size for size in sizes or () if size < seqs), seqs]
         keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}
@@ -186,7 +193,7 @@ def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, key
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
         "sent_bytes": sum(figures["traffic"]["sent"].values()),
         "train": str(run.train),
-        "rollout": f"{rollout.edp} x (DP{rollout.ep // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
+        "rollout": f"{rollout.edp} x (DP{rollout.ep * rollout.etp // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
         "recompute_layers": layers,
         "overrides": as_overrides(keys | memory_plan.recompute_keys(layers)),
     }

@@ -19,7 +19,6 @@ from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
-from verl_patches.run.files import data_checks
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
@@ -179,23 +178,19 @@ def test_equal_recordings_give_equal_bytes(run, tmp_path):
 
 
 def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
-    """Check a run's data before a start, and the run's dataset; a chain of tests/loop trains on `best`."""
+    """Check the run's dataset; a chain of tests/loop trains on `best`."""
     made(run, tmp_path, kind="pairs")
     file = str(tmp_path / "out" / "train.parquet")
 
-    def make_run(algo):
-        overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
-        overrides += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-        return composed("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
-
-    def faults(algo):
-        return [check.detail for check in data_checks(make_run(algo)) if not check.ok]
-
-    assert faults("dpo") == [] and faults("kto")  # control
-    data = OmegaConf.merge(make_run("dpo").verl.data, {"cache_dir": str(tmp_path)})
+    overrides = ["algo=dpo", f"data.train_files=[{file}]", f"data.val_files=[{file}]", "data.train_batch_size=2"]
+    overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"actor_rollout_ref.model.path={tiny_model}"]
+    config = composed("deepseekv3_tiny_cpu", overrides).verl.data
+    data = OmegaConf.merge(config, {"cache_dir": str(tmp_path)})
     row = dataset.PairData([file], tokenizer, data)[0]
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
+    with pytest.raises(ConfigError, match="kto needs the columns"):  # the control
+        dataset.KtoData([file], tokenizer, data)
 
 
 @pytest.mark.parametrize("truncation", ["left", "middle", "right"])
