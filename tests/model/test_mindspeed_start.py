@@ -52,7 +52,7 @@ def found(run):
 def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
-        run = composed(config_name, overrides, Trees(verl=verl))
+        run = composed(config_name, ["recipe.line=a3", *overrides], Trees(verl=verl))
         section = OmegaConf.to_container(worker_section(run))
         found[name] = {"world_size": ranks, "config": section, "hf": dict(run.hf_config)}
     return found
