@@ -11,6 +11,7 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, read_model_shape
+from verl_patches.layout.model_folder import read_config
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG_CONFIG = json.loads((MODELS / "deepseekv3_671b.json").read_text())
@@ -33,6 +34,14 @@ def test_671b_counts_are_exact():
     assert elements["attention"] == 61 * 187_107_328
     assert elements["router"] == 58 * (256 * 7168 + 256)  # the correction bias is in the published total
     assert len(BIG.by_name) == len(BIG.parameters) == 45_395
+
+
+@pytest.mark.parametrize(("name", "total"), [("moonlight_16b", 15_960_110_208), ("kimi_k2", 1_026_408_232_448)])
+def test_the_totals_of_the_family_are_the_published_ones(name, total):
+    """Check Moonlight's index, 2 bytes each and 27 fp32 tables of 32 frequencies, and the hub's count of Kimi-K2."""
+    inventory = build_inventory(read_config(MODELS / f"{name}.json"))
+    assert counts(inventory).total() == total
+    assert name == "kimi_k2" or total + 27 * 32 * 4 // 2 == 15_960_111_936
 
 
 def test_only_the_correction_bias_is_fp32_and_not_trained():

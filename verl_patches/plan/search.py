@@ -32,8 +32,8 @@ MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
 GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
 _TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
 PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
-# a search ends when so many pairs were planned, or passed; a smaller `top` ends none earlier, as costs are not exact
-_MOST_PLANS, _FEWEST_RESULTS = 60, 12
+# a search ends when so many pairs were tried, planned or passed; a smaller `top` ends none earlier: costs are not exact
+_MOST_PAIRS, _MOST_PLANS, _FEWEST_RESULTS = 120, 60, 12
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
@@ -88,16 +88,24 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 def _list_layouts(
     run: RunSpec, rules: Sequence[Rule], workload: Workload, splits: Sequence[int], given: dict[str, Any], wanted: int
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return (rows of the first layouts that pass a plan, `wanted` at most; how often each reason refused one)."""
-    listed, refused, step = [], Counter[str](), step_input(run, workload)
+    """Return (rows of the first layouts that pass a plan, `wanted` at most; how often each reason refused one).
+
+    Memory comes first: costs do not know that a weight sync holds both sides' weights, so that the cheapest pairs of a
+    model that just fits are refused by it, and the rest of a plan takes most of the time.
+    """
+    listed, refused, step, planned = [], Counter[str](), step_input(run, workload), 0
     rollouts = list(_rollout_sides(run, step, splits))
     pairs = itertools.product(_train_sides(run, step, splits), rollouts)
-    for train, rollout in heapq.nsmallest(_MOST_PLANS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
+    for train, rollout in heapq.nsmallest(_MOST_PAIRS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
+        keys = given | train[1] | rollout[1]
         try:
-            listed.append(_plan_candidate(run, rules, workload, given | train[1] | rollout[1]))
+            tried = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
+            peak_bytes = _fitting_peak(tried)
+            planned += 1
+            listed.append(_plan_candidate(tried, rules, workload, keys) | {"peak_bytes": peak_bytes})
         except ConfigError as error:
             refused[" ".join(str(error).split())] += 1
-        if len(listed) == wanted:
+        if len(listed) == wanted or planned == _MOST_PLANS:
             break
     if not (listed or refused):
         side = (
@@ -168,11 +176,18 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
             yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
 
 
+def _fitting_peak(run: RunSpec) -> int:
+    """Return the peak bytes of a run's fullest die; raise ConfigError unless it leaves MARGIN_BYTES."""
+    peaks, margin = memory_plan.followed_peaks(run), memory_plan.MARGIN_BYTES
+    if short := memory_plan.memory_shortages(peaks["phases"], run.hardware.seen_bytes - margin):
+        raise ConfigError(f"memory: modelled, with {margin / 1e9:g} GB left: {'; '.join(short)}")
+    return peaks["peak_bytes"]
+
+
 def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of one candidate; raise ConfigError where its plan refuses it."""
-    run = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
+    """Return the row of one candidate, which `keys` made; raise ConfigError where its plan refuses it."""
     checks, figures = plan.plan_figures(run, (check for rule in rules for check in rule(run)), workload)
-    require_checks(replace(check, ok=check.ok and not (check.name == "memory" and check.note)) for check in checks)
+    require_checks(checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     return {
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
@@ -180,7 +195,6 @@ def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, key
         "train": str(run.train),
         "rollout": f"{rollout.edp} x (DP{rollout.ep * rollout.etp // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
         "recompute_layers": layers,
-        "peak_bytes": memory_plan.followed_peaks(run)["peak_bytes"],
         "overrides": as_overrides(keys | memory_plan.recompute_keys(layers)),
     }
 
