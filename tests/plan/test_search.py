@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.family import MOONLIGHT, family_config
+from tests.family import MOONLIGHT
 from tests.runs import composed
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
@@ -171,7 +171,7 @@ def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
 def test_a_model_that_mc2_does_not_take_is_searched_without_expert_parallelism(tmp_path):
     """Check Moonlight on a node of A3: with expert parallelism the search says what to set, and nothing is listed."""
     shape = tmp_path / "moonlight.json"
-    shape.write_text(json.dumps(family_config(MOONLIGHT)))
+    shape.write_text(json.dumps(MOONLIGHT))
     moonlight = f"recipe.model_shape={shape}", f"{MODEL_LAYERS_KEY}=27"
     with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*enable_expert_parallel=false"):
         listed(NODE, *moonlight, dies=16)

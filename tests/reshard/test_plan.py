@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.family import KIMI_K2, MOONLIGHT, family_config
+from tests.family import KIMI_K2, MOONLIGHT
 from tests.reshard.pairs import pairs
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
@@ -110,7 +110,7 @@ FAMILY_PAIRS = {
 def test_the_plan_of_a_model_of_the_family_moves_only_what_must_move(pair):
     """Check that nothing moves where Moonlight's experts lie alike on both sides, and DeepSeek-V3's limits."""
     sizes, train, rollout = FAMILY_PAIRS[pair]
-    inventory = build_inventory(family_config(sizes))
+    inventory = build_inventory(sizes)
     plan = make_plan(train, rollout_layout(*rollout), inventory, "mindspeed", "vllm-ascend")
     assert (plan.received_bytes == [0] * 16) == (pair == "moonlight 16, EP16")
     bounds = zip(plan.received_bytes, plan.lower_bound_bytes, strict=True)

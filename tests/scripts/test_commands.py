@@ -52,7 +52,9 @@ CLASSES = {
     "parse": (
         r"(python|bash) ",
     ),  # needs minutes, a cluster, NPUs, weights, the network: file, options, values are right
-    "foreign": (r"git |docker |sync; |hub/bin/|ray |python3 -c|\(|python=|env \$python",),  # bash can read it
+    "foreign": (
+        r"git |docker |sync; |hub/bin/|hf download |vllm serve |ray |python3 -c|\(|python=|env \$python",
+    ),  # bash can read it
 }
 # scripts that pass all their arguments to a subcommand
 SCRIPTS = {"smoke": ["smoke"]}
