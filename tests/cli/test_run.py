@@ -42,7 +42,9 @@ def upstream(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here: it would start")
 def test_on_line_a3_only_the_machine_is_missing():
-    assert "torch_npu is not installed" in refusal("train", "--config-name", LARGE)
+    text = refusal("train", "--config-name", LARGE)
+    assert "torch_npu is not installed" in text and "--dry-run" in text and "smoke.sh" in text
+    assert "VERL_PATCHES" not in text  # it is for the import alone: a run of the launcher refuses it
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def train_command(
     run = compose_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
-    require_platform(run.platform)
+    require_platform(run.platform, f"add --dry-run to look at the run here; on a CPU run {our_command('smoke.sh')}")
     require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)

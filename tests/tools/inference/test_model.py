@@ -106,7 +106,7 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     (run / "config.yaml").write_text(recorded)
     for name in ("require_trees", "require_verl_version"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
-    monkeypatch.setattr(model, "require_platform", lambda platform: None)
+    monkeypatch.setattr(model, "require_platform", lambda *given: None)
     given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
     OmegaConf.save(composed(CONFIG, [*given, "recipe.run=mine"]).verl, run / "config.yaml")
     assert (rollout().enforce_eager, rollout("recipe.rollout.ascend.graphs=true").enforce_eager) == (True, False)
@@ -168,7 +168,7 @@ def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(r
 
 
 def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one_is_started(run, monkeypatch):
-    monkeypatch.setattr("verl_patches.tools.inference.model.require_platform", lambda platform: None)
+    monkeypatch.setattr("verl_patches.tools.inference.model.require_platform", lambda *given: None)
     npu = ("recipe.platform=npu", "trainer.device=npu", "recipe.train.distributed_timeout_minutes=18")
     share = "actor_rollout_ref.rollout.gpu_memory_utilization="
     assert list(find(run, run.parents[1], *npu, f"{share}0.5", newest=True).sources) == [20]

@@ -98,7 +98,7 @@ def find_model(
             )
     require_trees(spec)
     require_verl_version(spec.line, spec.trees)
-    require_platform(spec.platform)
+    require_platform(spec.platform, "on a CPU take a run or --config-name with recipe.platform=cpu")
     wanted = [max(folders)] if newest else folders
     sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
