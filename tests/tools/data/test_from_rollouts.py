@@ -4,6 +4,7 @@ tests/loop/test_smoke.py makes such data from a real run.
 """
 
 import json
+import shlex
 import shutil
 import uuid
 
@@ -179,9 +180,15 @@ def test_equal_recordings_give_equal_bytes(run, tmp_path):
 
 
 def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
-    """Check a run's data before a start, and the run's dataset; a chain of tests/loop trains on `best`."""
-    made(run, tmp_path, kind="pairs")
-    file = str(tmp_path / "out" / "train.parquet")
+    """Check the printed command, a run's data before a start, and the run's dataset.
+
+    A chain of tests/loop trains on `best`.
+    """
+    _, report = made(run, tmp_path, kind="pairs")
+    file, longest = str(tmp_path / "out" / "train.parquet"), report["longest_tokens"]
+    words = shlex.split(report["command"])
+    assert words[:4] == ["bash", "scripts/smoke.sh", "algo=dpo", f"data.train_files={file}"]
+    assert words[4:] == [f"data.max_{part}_length={longest[part]}" for part in ("prompt", "response")]
 
     def make_run(algo):
         overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
@@ -192,8 +199,12 @@ def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
         return [check.detail for check in data_checks(make_run(algo)) if not check.ok]
 
     assert faults("dpo") == [] and faults("kto")  # control
-    data = OmegaConf.merge(make_run("dpo").verl.data, {"cache_dir": str(tmp_path)})
+    printed = OmegaConf.from_dotlist(words[4:]).data
+    data = OmegaConf.merge(make_run("dpo").verl.data, printed, {"cache_dir": str(tmp_path)})
     row = dataset.PairData([file], tokenizer, data)[0]
+    data = OmegaConf.merge(data, {"max_response_length": longest["response"] - 1})
+    with pytest.raises(ConfigError, match=f"a response has {longest['response']} tokens"):
+        dataset.PairData([file], tokenizer, data)
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
 

@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
+from verl_patches.platform import NO_DEVICE
 from verl_patches.recipe import choices
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
+from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.replay.recording import recording_in
 from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, json_digest, parquet_schema
 from verl_patches.tools.data.output import MANIFEST, TRAIN, replaced_folder, write_rows
@@ -86,6 +88,7 @@ def write_rollout_data(
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
+    longest = {"prompt": 0, "response": 0}
     with replaced_folder(target, overwrite) as work:
         data = _recorded_prompts(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
@@ -100,6 +103,13 @@ def write_rollout_data(
                         if digest in seen:
                             left_out["repeated"] += 1
                             continue
+                        try:
+                            prompt, responses, _ = row_tokens(tokenizer, row)
+                        except ValueError:  # a run would refuse the file
+                            left_out["not whole in the chat template"] += 1
+                            continue
+                        longest["prompt"] = max(longest["prompt"], len(prompt))
+                        longest["response"] = max(longest["response"], *map(len, responses.values()))
                         report["rows"] += 1
                         yield row
                         seen.add(digest)
@@ -107,6 +117,7 @@ def write_rollout_data(
                 progress(1)
 
         write_rows(file, rows(), parquet_schema(COLUMNS[choice.kind]))
+        report["longest_tokens"] = longest
         report["left_out"] = {reason: count for reason, count in sorted(left_out.items()) if count}
         if not report["rows"]:
             why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
@@ -116,7 +127,13 @@ def write_rollout_data(
         manifest = {"format": "verl_patches data", "version": 1, "run": source, "settings": asdict(choice)}
         manifest |= {"report": report, "files": [file_facts(file)]}
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    return {**report, "files": [str(target / TRAIN)]}
+    words = [f"algo={'dpo' if choice.kind == 'pairs' else 'sft'}", f"data.train_files={target / TRAIN}"]
+    words += [f"data.max_{part}_length={count}" for part, count in longest.items()]
+    starts_smoke = spec.platform in NO_DEVICE
+    command = (
+        our_command("smoke.sh", *words) if starts_smoke else our_command("train", "--config-name", "CONFIG", *words)
+    )
+    return {**report, "files": [str(target / TRAIN)], "command": command}
 
 
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
