@@ -129,10 +129,9 @@ def write_rollout_data(
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     words = [f"algo={'dpo' if choice.kind == 'pairs' else 'sft'}", f"data.train_files={target / TRAIN}"]
     words += [f"data.max_{part}_length={count}" for part, count in longest.items()]
-    starts_smoke = spec.platform in NO_DEVICE
-    command = (
-        our_command("smoke.sh", *words) if starts_smoke else our_command("train", "--config-name", "CONFIG", *words)
-    )
+    command = our_command("train", "--config-name", "CONFIG", *words)
+    if spec.platform in NO_DEVICE:
+        command = our_command("smoke.sh", *words)
     return {**report, "files": [str(target / TRAIN)], "command": command}
 
 
