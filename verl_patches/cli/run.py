@@ -99,7 +99,7 @@ def smoke_command(
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Train on a task that the tiny model can learn.")] = False,
-    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name; its first start writes to outputs/NAME/0001.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of model, data and sampling.")] = 0,
     line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins to run.")] = "pypi",
     emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
@@ -110,7 +110,8 @@ def smoke_command(
 ) -> None:
     """Run GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
 
-    Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
+    Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers;
+    algo=NAME (configs/algo) chooses another algorithm.
     """
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
