@@ -2,15 +2,17 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs and docs/support.md), `machines` from
-verl_patches/platform/npu/machine.py, `patches` from the catalogue without the emulation, `recipe` from the docstrings
-of verl_patches/recipe.py, `checks` from the rows of verl_patches/launch/doctor/doctor.py, and `recipes` from
-configs/algo and docs/recipes.json (scripts/recipe_runs.py).
+`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs and docs/support.md), `models` from
+configs/model and verl_patches/model/mindspeed/arguments.py, `machines` from verl_patches/platform/npu/machine.py,
+`patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
+from the rows of verl_patches/launch/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json
+(scripts/recipe_runs.py).
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -27,10 +29,14 @@ import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.launch.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
+from verl_patches.layout.inventory import build_inventory  # noqa: E402
+from verl_patches.layout.model_folder import read_config  # noqa: E402
+from verl_patches.model.mindspeed.arguments import REQUIRED_ARGUMENTS, SIZE_ARGUMENTS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
 from verl_patches.recipe import Recipe, Reward  # noqa: E402
+from verl_patches.run.resolve import CONFIGS_DIR  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
@@ -61,6 +67,29 @@ RUN_WORDS = {  # {runs of RUNS that can have a row on: the word in docs/patches.
     ("production", "emulated"): "npu",
     ("pypi", "a3"): "cpu",
     (): "-",
+}
+MODELS = {  # {file of configs/model: models that have these sizes}
+    "deepseekv3_671b": "DeepSeek-V3, R1, V3-0324, V3.1",
+    "moonlight_16b": "Moonlight-16B-A3B, -Instruct",
+    "kimi_k2": "Kimi-K2-Base, -Instruct",
+}
+# {key of config.json: field of Megatron's configuration on line pypi}; tests/model/test_megatron.py compares the values
+MEGATRON_FIELDS = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "first_k_dense_replace": "moe_layer_freq",
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "n_routed_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "n_shared_experts": "moe_shared_expert_intermediate_size",
+    "n_group": "moe_router_num_groups",
+    "topk_group": "moe_router_group_topk",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "num_attention_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "rms_norm_eps": "layernorm_epsilon",
+    "rope_theta": "rotary_base",
 }
 README_ROWS = ("use", "state", "engine", "Python", "verl")
 SUPPORT_ROWS: tuple[str, ...] = (*README_ROWS, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend")
@@ -165,6 +194,32 @@ def _key_cells(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     return value, text
 
 
+def models_table() -> str:
+    """Return a table with a column per model: the keys of config.json that differ, and what training makes of each."""
+    paths = [CONFIGS_DIR / "model" / f"{name}.json" for name in MODELS]
+    configs = [json.loads(path.read_text()) for path in paths]
+    totals = [sum(p.count for p in build_inventory(read_config(path)).parameters) for path in paths]
+    head = ["", *MODELS.values(), "Megatron (`pypi`)", "MindSpeed-LLM (`a3`)"]
+    rows = [["parameters, without MTP", *(f"{total:,}" for total in totals), "", ""]]
+    for key in ("model_type", *MEGATRON_FIELDS, "rope_scaling", "max_position_embeddings", "vocab_size"):
+        values = [config[key] for config in configs]
+        if values.count(values[0]) == len(values):
+            continue
+        field = MEGATRON_FIELDS.get(key, {"rope_scaling": "rotary_scaling_factor"}.get(key))
+        arguments = {"rope_scaling": "--rope-scaling-*"}.get(key) or SIZE_ARGUMENTS.get(key)
+        arguments = arguments or " ".join(REQUIRED_ARGUMENTS[key])
+        rows.append([f"`{key}`", *map(_model_value, values), f"`{field}`" if field else "", f"`{arguments}`"])
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _model_value(value: object) -> str:
+    """Return the cell of a value of config.json; of yarn what differs between the models."""
+    if isinstance(value, dict):
+        return f"{value['type']}, factor {value['factor']:g}, beta_fast {value['beta_fast']:g}"
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def machines_table() -> str:
     """Return a table with a column per kind of machine."""
     machines = HARDWARE.values()
@@ -176,8 +231,9 @@ def machines_table() -> str:
         ],
         "GiB of a die that a process sees, of 64": [f"{machine.seen_bytes / 2**30:.2f}" for machine in machines],
         "`recipe.hccl.expansion_mode`": [", ".join(machine.expansion_modes) for machine in machines],
-        "MC2: ranks of a rollout instance": [", ".join(map(str, machine.mc2_ranks)) for machine in machines],
-        "MC2: tokens, experts of a rank": [f"{m.mc2_tokens}, {m.mc2_experts}" for m in machines],
+        "MC2: ranks of a rollout instance": [", ".join(map(str, machine.mc2.ranks)) for machine in machines],
+        "MC2: tokens, experts of a rank": [f"{m.mc2.tokens}, {m.mc2.rank_experts}" for m in machines],
+        "MC2: hidden size, experts of a token": [f"{m.mc2.hidden_text}, {m.mc2.top_k}" for m in machines],
         "planned": ["memory, layout" + (", seconds" if machine.timed else "") for machine in machines],
     }
     text = ["| | " + " | ".join(machine.title for machine in machines) + " |", "|---" * (len(HARDWARE) + 1) + "|"]
@@ -222,7 +278,8 @@ def _file_tables(name: str) -> dict[str, str]:
     if name == PINS:
         return {"pins": pins_table(load_pins(), "en")}
     if name == SUPPORT:
-        return {"pins": pins_table(load_pins(), "en", SUPPORT_ROWS), "machines": machines_table()}
+        pins = pins_table(load_pins(), "en", SUPPORT_ROWS)
+        return {"pins": pins, "models": models_table(), "machines": machines_table()}
     if name == RECIPES:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:

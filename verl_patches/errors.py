@@ -11,7 +11,6 @@ import shlex
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 _TEMPLATE_NAMES = "<template>", "<unknown>"  # jinja2's file of a chat template: in run-time and in syntax errors
@@ -107,13 +106,8 @@ def locate_error(message: str, text: str, places: Iterable[str]) -> str:
 def _user_file(path: str, place: str) -> str | None:
     """Return a traceback's file as the user names it, where it is the file `place` or belongs to the folder `place`."""
     if not os.path.isdir(place):
-        return place if _is_same_file(path, place) else None
+        return place if path in (place, os.path.abspath(place)) else None
     if path in _TEMPLATE_NAMES:
         file = os.path.join(place, "chat_template.jinja")
         return file if os.path.isfile(file) else f"{os.path.join(place, 'tokenizer_config.json')}, chat_template"
     return path if path.startswith(os.path.join(os.path.abspath(place), "")) or _MODEL_CODE in path else None
-
-
-def _is_same_file(path: str, file: str) -> bool:
-    """Return whether a traceback's path is that of `file`, which may be relative to another process's folder."""
-    return path == os.path.abspath(file) or Path(path).parts[-len(Path(file).parts) :] == Path(file).parts

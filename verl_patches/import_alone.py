@@ -77,12 +77,14 @@ def _input_reports(trainer: Any, run: RunSpec) -> Iterator[str]:
     """Yield what was found before workers start: of the rows, and of the reward, which scores a made-up answer."""
     from verl_patches.rewards.manager import RewardManager  # imports verl
 
-    for name in ("train_dataset", "val_dataset"):
-        if report := getattr(getattr(trainer, name, None), "row_report", ""):  # set by step/rows.py
+    for part, reward_name, scores in (("train", "reward_fn", run.samples), ("val", "val_reward_fn", run.validates)):
+        rows: Any = getattr(trainer, f"{part}_dataset", None)
+        reward = getattr(trainer, reward_name, None)
+        if report := getattr(rows, "row_report", ""):  # set by step/rows.py
             yield report
-    if run.samples and isinstance(trainer.reward_fn, RewardManager):
-        scores = trainer.reward_fn.try_row(trainer.train_dataset[0], "the first prompt of data.train_files")
-        yield f"reward of a made-up answer to the first prompt: {scores}"
+        if scores and isinstance(reward, RewardManager):
+            place = f"the first prompt of data.{part}_files"
+            yield f"reward of a made-up answer to {place}: {reward.try_row(rows[0], place)}"
 
 
 def _record_text(run: RunSpec) -> str:

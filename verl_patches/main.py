@@ -9,6 +9,7 @@ from verl_patches import prelude_patch  # noqa: F401  (must precede upstream imp
 
 # isort: split
 import contextlib
+import re
 import sys
 import threading
 import traceback
@@ -118,6 +119,8 @@ def run_task_runner(config) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ConfigError:  # also one that Ray brings from the controller
-        traceback.print_exc()  # the launcher reads the reason in the log
-        sys.exit(2)
+    except Exception as error:
+        message = str(getattr(error, "cause", error))  # Ray brings the controller's error as its cause
+        indented = re.sub(r"\n(?!  )", "\n  ", message)  # so that the launcher knows the lines of a message in the log
+        sys.stderr.write(traceback.format_exc().replace(message, indented))
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -155,13 +155,14 @@ def _fault_text(key: str, value: Any, kind: Any) -> str:
     schema = _adapter(kind).json_schema()
     found = "null" if value is None else repr(value)
     below = f", below {MAX_INT64}" if isinstance(value, int) and value > MAX_INT64 else ""
-    why = f": {schema['description']}" if "description" in schema and "pattern" not in schema else ""
-    return f"{key} is {found}; expected {_allowed_text(schema)}{below}{why}"
+    allowed = _allowed_text(schema)
+    why = f": {schema['description']}" if schema.get("description", allowed) not in allowed else ""
+    return f"{key} is {found:.200}; expected {allowed}{below}{why}"
 
 
 def _allowed_text(node: Mapping[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
-    if "pattern" in node:
+    if "pattern" in node or ("description" in node and node.get("type") == "array"):
         return node["description"]
     if "const" in node or "enum" in node:
         return " or ".join(repr(value) for value in node.get("enum", [node.get("const")]))
@@ -177,6 +178,7 @@ def _allowed_text(node: Mapping[str, Any]) -> str:
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_BOUNDS |= {"minLength": "of length >="}
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _TYPES |= {"null": "null", "object": "a section"}
 

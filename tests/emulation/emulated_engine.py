@@ -372,6 +372,23 @@ def sampled(llm: Any, reference: Any) -> dict[str, Any]:
     return {"left": left}
 
 
+def scaled_twice(llm: Any, reference: Any) -> dict[str, Any]:
+    """Scale the routed experts' sum by the square of the model's factor from now on."""
+    return _scale(llm, reference.config.routed_scaling_factor**2)
+
+
+def not_scaled(llm: Any, reference: Any) -> dict[str, Any]:
+    """Scale the routed experts' sum by 1 from now on."""
+    return _scale(llm, 1.0)
+
+
+def _scale(llm: Any, factor: float) -> dict[str, Any]:
+    llm.reset_prefix_cache()
+    for layer in engine_model(llm).model.layers:
+        layer.mlp.routed_scaling_factor = factor
+    return {}
+
+
 def slept(llm: Any, reference: Any) -> dict[str, Any]:
     """Sleep at level 2 by patch memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
     llm.mark_weights_written(last=False)

@@ -47,6 +47,26 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     return found
 
 
+def cut_experts(model: str, cases: dict[str, dict]) -> dict[str, Any]:
+    """Return the result of `compare` of graphs with these options, with experts cut over all ranks (TP)."""
+    from vllm.distributed import parallel_state
+
+    from tests.emulation.emulated_engine import compare, reference_responses
+    from tests.rollout.rebalance_rank import build
+
+    reference, found = reference_responses(model), {}
+    for name, options in cases.items():
+        graphs = {**GRAPHS["torchair_graph_config"], **options}
+        config = {"refresh": True, **GRAPHS, "torchair_graph_config": graphs}
+        llm = build(model, 1, dist.get_world_size(), additional_config=config, enable_expert_parallel=False)
+        found[name] = compare(llm, reference)
+        llm = None
+        gc.collect()
+        torch._dynamo.reset()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def _facts(group: hccl.ProcessGroupHCCL) -> list[Any]:
     return [group.ranks, group.name, group.config.get("hccl_buffer_size")]
 

@@ -39,3 +39,14 @@ def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, r
             (ranks, own, size_mib), (of_ep, shared, small_mib) = right["mc2"], right["ep"]
             assert ranks == of_ep == instance and own != shared and (size_mib, small_mib) == (None, 64)
             assert not right["left"] and f"not MC2's ran on {control['ep'][1]} of ranks {instance}" in control["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@NIGHTLY
+def test_multistream_moe_is_wrong_with_experts_cut_over_tp(model, run_emulated):  # noqa: F811
+    """Check why rollout/checks.py refuses it; the control has experts cut as well."""
+    cases = {"one stream": {}, "streams": {"enable_multistream_moe": True}}
+    for found in run_emulated("tests.emulation.mc2_rank:cut_experts", str(model), cases, size=2):
+        assert found["one stream"]["worst"] < 1e-5 and found["one stream"]["same"]
+        assert found["streams"]["worst"] > 0.1 and not found["streams"]["same"]

@@ -119,13 +119,16 @@ def test_the_line_of_the_models_template_or_own_code_is_named(error_in, tmp_path
 
 
 REFUSE = """
-import runpy, sys
+import runpy, sys, traceback
 from ray.exceptions import RayTaskError
 from verl_patches import spec
 from verl_patches.errors import ConfigError, RecipeError
 
 def refuse(*_):
-    raise RayTaskError("run", "Traceback", {error}("row 5: no prompt")).as_instanceof_cause()
+    try:
+        raise {error}("row 5:\\nno prompt")
+    except Exception as error:
+        raise RayTaskError("run", traceback.format_exc(), error, "ray::Controller.run").as_instanceof_cause() from None
 
 spec.read_run, sys.argv = refuse, ["main", {folder!r}]
 runpy.run_module("verl_patches.main", run_name="__main__")
@@ -133,10 +136,11 @@ runpy.run_module("verl_patches.main", run_name="__main__")
 
 
 @pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RecipeError", 1)])
-def test_an_input_that_the_controller_refuses_ends_the_driver_with_2(run_python, tmp_path, error_in, error, code):
+def test_an_input_that_a_process_of_the_run_refuses_ends_the_driver_with_2(run_python, tmp_path, error_in, error, code):
+    """Raise what Ray hands on: it unwraps the error of a worker that passes through the controller."""
     for name in (CONFIG_FILE, FACTS_FILE):
         (tmp_path / name).write_text("{}")
     env = {"VERL_PATCHES": "line=pypi,platform=cpu"}
     done = run_python(REFUSE.format(error=error, folder=str(tmp_path)), env=env)
     assert done.rc == code
-    assert f"({error})" in error_in(done.err)
+    assert error_in(done.err) == f"verl_patches.errors.{error}: row 5:\n  no prompt"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError
+from verl_patches.launch import ray_cluster
 from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options, require_nodes
 from verl_patches.run import ray_nodes
 from verl_patches.run.resolve import changed_run
@@ -55,6 +56,17 @@ def test_too_few_cpus_and_a_small_object_store_are_refused(run):
     require_nodes(changed_run(own, {"ray_init.num_cpus": own.world_size + 1}))
     with pytest.raises(ConfigError, match="ray_init.num_cpus is 4; expected 5 or more"):
         require_nodes(changed_run(own, {"ray_init.num_cpus": own.world_size}))
+
+
+def test_the_npus_of_a_ray_that_a_run_starts_itself_are_counted(monkeypatch, tmp_path):
+    run = composed("deepseekv3_tiny_cpu", ["layout=pypi/tp2ep2"])
+    run = replace(run, recipe=replace(run.recipe, platform="npu"))
+    monkeypatch.setattr(ray_cluster, "DEVICE_FOLDER", tmp_path)
+    for number in range(4):
+        with pytest.raises(ConfigError, match=f"trainer.n_gpus_per_node is 4, but this machine has {number} NPUs"):
+            require_nodes(run)
+        (tmp_path / f"davinci{number}").touch()
+    require_nodes(run)
 
 
 def test_several_nodes_need_a_ray_that_runs(run):

@@ -9,20 +9,25 @@ from verl_patches.layout.flops import batch_forward_flops, forward_flops, passes
 from verl_patches.layout.inventory import read_model_shape
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
-TINY, BIG = (read_model_shape(MODELS / f"deepseekv3_{name}.json") for name in ("tiny", "671b"))
+NAMES = "deepseekv3_tiny", "deepseekv3_671b", "moonlight_tiny"
+TINY, BIG, MOONLIGHT = (read_model_shape(MODELS / f"{name}.json") for name in NAMES)
 ACTIVE = 37_552_297_472 - 926_679_040  # published; the embedding is looked up
 
 
-def test_the_tiny_models_forward_is_what_a_hand_counts():
-    attention = 128 * 64 + 64 + 64 * 4 * 48 + 128 * 48 + 32 + 32 * 4 * 64 + 4 * 32 * 128  # q, kv, o and two norms
+@pytest.mark.parametrize(("model", "query", "experts", "total"), [
+    (TINY, 128 * 64 + 64 + 64 * 4 * 48, 1 + 4, 560_512),  # shared, top-k
+    (MOONLIGHT, 128 * 4 * 48, 2 + 6, 687_232),  # without a low-rank query
+])  # fmt: skip
+def test_a_tiny_models_forward_is_what_a_hand_counts(model, query, experts, total):
+    attention = query + 128 * 48 + 32 + 32 * 4 * 64 + 4 * 32 * 128  # q, kv, its norm, o
     dense, expert = 3 * 128 * 256, 3 * 128 * 32
-    moe = 16 * 128 + expert + 4 * expert  # router, shared, top-4
+    moe = 16 * 128 + experts * expert  # router
     parameters = 4 * (attention + 2 * 128) + dense + 3 * moe + 512 * 128
-    assert parameters == 560_512
+    assert parameters == total
     squares = 10**2 + 30**2
     scores = 4 * 4 * (48 + 32) * squares  # layers, heads, qk + v; causal: half of 2 FLOPs a pair
-    assert batch_forward_flops(TINY, [10, 30]) == 2 * parameters * 40 + scores
-    assert batch_forward_flops(TINY, []) == 0
+    assert batch_forward_flops(model, [10, 30]) == 2 * parameters * 40 + scores
+    assert batch_forward_flops(model, []) == 0
 
 
 def test_the_step_of_671b_is_6_n_t_and_the_share_of_attention():

@@ -11,6 +11,7 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, read_model_shape
+from verl_patches.layout.model_folder import read_config
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG_CONFIG = json.loads((MODELS / "deepseekv3_671b.json").read_text())
@@ -35,6 +36,14 @@ def test_671b_counts_are_exact():
     assert len(BIG.by_name) == len(BIG.parameters) == 45_395
 
 
+@pytest.mark.parametrize(("name", "total"), [("moonlight_16b", 15_960_110_208), ("kimi_k2", 1_026_408_232_448)])
+def test_the_totals_of_the_family_are_the_published_ones(name, total):
+    """Check Moonlight's index, 2 bytes each and 27 fp32 tables of 32 frequencies, and the hub's count of Kimi-K2."""
+    inventory = build_inventory(read_config(MODELS / f"{name}.json"))
+    assert counts(inventory).total() == total
+    assert name == "kimi_k2" or total + 27 * 32 * 4 // 2 == 15_960_111_936
+
+
 def test_only_the_correction_bias_is_fp32_and_not_trained():
     bias = BIG.by_name["model.layers.3.mlp.gate.e_score_correction_bias"]
     assert (bias.dtype, bias.shape, bias.trainable) == ("float32", (256,), False)
@@ -43,7 +52,7 @@ def test_only_the_correction_bias_is_fp32_and_not_trained():
 
 @pytest.mark.slow
 def test_names_and_shapes_equal_transformers(run_python):
-    """Leave out q_lora_rank null, which transformers 4.51 cannot build: Megatron and vLLM models cover it."""
+    """Leave out q_lora_rank null, which transformers 4.51 cannot build: tests/model/test_family.py has it."""
     changes = [{}, {"first_k_dense_replace": 3}, {"n_shared_experts": 2}]
     configs = [TINY_CONFIG | change for change in changes] + [BIG_CONFIG | {"num_hidden_layers": 4}]
     code = """if True:
@@ -80,13 +89,19 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"model_type": "llama"}, "model_type is 'llama'"),
+    *(({"model_type": other}, f"model_type is '{other}', expected 'deepseek_v3' or 'kimi_k2'")
+      for other in ("deepseek_v2", "deepseek_v32", "glm4_moe", "qwen3_moe", "llama")),
+    ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+     "quantization_config has quant_method 'compressed-tensors', expected 'fp8'"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ({"torch_dtype": "int3"}, "torch_dtype"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),
     ({"hidden_size": "7168"}, "hidden_size is '7168'; expected a whole number >= 1"),
     ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected at most n_routed_experts"),
 ])  # fmt: skip
-def test_another_model_or_a_wrong_size_is_refused_by_its_key(change, words):
+def test_another_model_or_a_wrong_size_is_refused_by_its_key(tmp_path, change, words):
+    """Check the reader of runs, plans and data tools."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG | change))
     with pytest.raises(ConfigError, match=words):
-        build_inventory(TINY_CONFIG | change)
+        build_inventory(tmp_path)

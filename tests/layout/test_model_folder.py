@@ -22,6 +22,7 @@ from verl_patches.layout.model_folder import (
 from verl_patches.model.mindspeed.arguments import command_line_arguments, model_settings
 
 PUBLIC = Path(__file__).with_name("deepseek_v3_public_config.json")
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 SOURCES = ("vllm-ascend", "verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM")
 
 
@@ -114,13 +115,18 @@ def test_a_repository_in_the_hubs_cache_is_refused_with_the_folder_to_give(tiny_
         require_whole_folder(snapshot)
 
 
-VLLM = """
+CONFIG = """
 from verl_patches import prelude_patch
-import sys, torch, types, vllm.platforms
+import json, pathlib, sys, torch, types, vllm.platforms
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from verl_patches.layout.model_folder import edit_for_vllm
 
+def config(folder, **more):
+    return EngineArgs(model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
+                      **{"enforce_eager": True, **more}).create_model_config()
+"""
+ASCEND = """
 for name, has in (("torch_npu.npu.streams", ["Event"]),
                   ("torchair.scope", ["npu_stream_switch", "npu_wait_tensor"])):
     module = sys.modules[name] = types.ModuleType(name)  # imported there, not used here
@@ -128,29 +134,70 @@ for name, has in (("torch_npu.npu.streams", ["Event"]),
 from vllm_ascend.platform import NPUPlatform
 vllm.platforms._current_platform = NPUPlatform()
 torch.utils.rename_privateuse1_backend("npu")  # VllmConfig makes a torch.device of the name
-
-def config(**more):
-    return EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-                      max_model_len=4096, enforce_eager=True, **more).create_model_config()
-
+"""
+PUBLISHED = """
 try:
-    config()
+    config(sys.argv[1])
 except ValueError as error:
     assert "fp8 quantization is currently not supported in npu" in str(error), error
 else:
     raise AssertionError("vllm-ascend takes fp8")
-view = config(hf_overrides=edit_for_vllm)
+view = config(sys.argv[1], hf_overrides=edit_for_vllm, max_model_len=4096)
 assert view.quantization is None and view.compute_hash() and repr(view.hf_config)  # both print the configuration
 made = VllmConfig(model_config=view)
 assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worker_cls
 """
+FAMILY = """
+for folder in sys.argv[1:]:
+    view = config(folder, hf_overrides=edit_for_vllm)
+    stored = json.loads(pathlib.Path(folder, "config.json").read_text())
+    assert (view.use_mla, view.max_model_len) == (True, stored["max_position_embeddings"]), folder
+assert not config(folder).use_mla  # control: the last one is Kimi-K2
+"""
+GRAPHS = """
+options = {"additional_config": {"torchair_graph_config": {"enabled": True}, "refresh": True}}
+for folder in sys.argv[1:]:
+    VllmConfig(model_config=config(folder, hf_overrides=edit_for_vllm, enforce_eager=False), **options)
+try:
+    VllmConfig(model_config=config(folder, enforce_eager=False), **options)
+except NotImplementedError as error:
+    assert "only works with deepseek model" in str(error), error
+else:
+    raise AssertionError("control: Kimi-K2 under its own model_type has graphs")
+"""
+
+
+@pytest.fixture
+def run_ascend(run_warm, a3_sources):
+    """Return run_ascend(code, *arguments), which runs code after CONFIG on vllm-ascend's platform."""
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, a3_sources(*SOURCES)))
+    options = {"patches": "line=a3,platform=cpu", "env": env}
+    return lambda code, *arguments: run_warm(CONFIG + ASCEND + code, *map(str, arguments), **options).check()
+
+
+@pytest.fixture
+def family_folders(tmp_path):
+    """Return folders with the config.json of tiny Moonlight and Kimi-K2."""
+    names = ("moonlight", "kimi_k2")
+    return [write_config(tmp_path / name, json.loads((MODELS / f"{name}_tiny.json").read_text())) for name in names]
 
 
 @pytest.mark.slow
 @pytest.mark.upstream
-def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_warm, tmp_path, a3_sources):
+def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_ascend, tmp_path):
     """Check vllm-ascend alone; tests/rollout/test_parity.py checks vLLM itself."""
     (tmp_path / "config.json").write_text(PUBLIC.read_text())
-    env = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, a3_sources(*SOURCES)))
-    run_warm(VLLM, str(tmp_path), patches="line=a3,platform=cpu", env=env).check()
+    run_ascend(PUBLISHED, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_vllm_ascend_chooses_latent_attention_and_graphs_for_the_family(run_ascend, family_folders):
+    run_ascend(FAMILY + GRAPHS, *family_folders)
+
+
+@pytest.mark.slow
+def test_vllm_chooses_latent_attention_for_the_family(run_warm, family_folders):
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "0"}
+    run_warm(CONFIG + FAMILY, *map(str, family_folders), patches="line=pypi,platform=cpu", env=env).check()

@@ -9,7 +9,9 @@ pytestmark = pytest.mark.slow
 MODELS = {name: f"recipe.model_shape=model/{name}_tiny.json" for name in ("moonlight", "kimi_k2")}
 STEPS = ("--steps", "2", VERIFY, "trainer.save_freq=1")
 ASCEND = ("graphs=true", "graph_batch_sizes=[8]", "chunked_prefill_for_mla=true")
-GRAPHS = ("layout=tp2ep2", "rollout=tp2dp2", *(f"recipe.rollout.ascend.{option}" for option in ASCEND))
+# on Atlas A3 MC2 takes a hidden size of 7168 alone, Kimi-K2's and not Moonlight's
+ROLLOUTS = {"moonlight": ("rollout=tp2", "recipe.rollout.enable_expert_parallel=false"), "kimi_k2": ("rollout=tp2dp2",)}
+GRAPHS = ("layout=tp2ep2", *(f"recipe.rollout.ascend.{option}" for option in ASCEND))
 
 
 @pytest.fixture(params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
@@ -45,18 +47,18 @@ def test_a_line_with_mindspeed_trains_alike(trained, a3, name):
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", MODELS)
-def test_graphs_and_mc2_of_an_npu_sample_from_the_trained_model(a3, name):
-    run = a3("--emulate-npu", MODELS[name], *GRAPHS, *STEPS)
+def test_graphs_of_an_npu_sample_from_the_trained_model(a3, name):
+    run = a3("--emulate-npu", MODELS[name], *ROLLOUTS[name], *GRAPHS, *STEPS)
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
-    assert reached["graphs"] and "npu_moe_distribute_dispatch" in reached["functions"]
+    assert reached["graphs"] and ("npu_moe_distribute_dispatch" in reached["functions"]) == (name == "kimi_k2")
 
 
 @pytest.mark.upstream
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_emulated_devices_train_alike(trained, a3, name):
-    assert_equal_norms(a3("--emulate-npu", MODELS[name], *GRAPHS, *STEPS), trained(name))
+    assert_equal_norms(a3("--emulate-npu", MODELS[name], *ROLLOUTS[name], *GRAPHS, *STEPS), trained(name))
 
 
 @pytest.mark.nightly

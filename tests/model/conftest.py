@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,20 +13,6 @@ import pytest
 from tests.layout.public_folder import as_published
 
 PUBLIC = Path(__file__).resolve().parents[1] / "layout" / "deepseek_v3_public_config.json"
-LENGTHS, WIDTH = (150, 97, 131), 160  # beyond the 64 tokens where yarn starts
-
-
-def _make_batch():
-    import torch
-
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(6, 512, (len(LENGTHS), WIDTH), generator=generator)
-    mask = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.bool)
-    for row, length in enumerate(LENGTHS):
-        start = (WIDTH - length) // 2 * (row % 2)
-        mask[row, start : start + length] = True
-    ids[~mask] = 2
-    return ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +27,11 @@ def reference(tmp_path_factory, tiny_model):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.model.parity import next_token_loss
+    from tests.model.parity import make_batch, next_token_loss
 
     folder = tmp_path_factory.mktemp("parity")
     shutil.copytree(tiny_model, folder / "model")
-    ids, mask, _ = batch = _make_batch()
+    ids, mask, _ = batch = make_batch()
     torch.save(batch, folder / "batch.pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", torch_dtype=torch.float32)
     as_published(folder / "model", json.loads(PUBLIC.read_text()))  # Megatron's side reads this from here on
@@ -62,22 +49,47 @@ def reference(tmp_path_factory, tiny_model):
 
 
 @pytest.fixture(scope="session")
-def run_a3(a3_sources, reference, run_ranks):
-    """Return run_a3("file:function", layout, *arguments, dtype, off, **sizes), which lists each rank's result.
+def family(tmp_path_factory):
+    """Return family(name), the keys of `reference` for tiny Moonlight or Kimi-K2, and its `shapes`, {HF name: shape}.
 
-    layout: (ranks, sizes) of mindspeed_start.LAYOUTS; `sizes` override it. The function gets the folder of `reference`
-    and the engine's configuration before `arguments`, and runs once the engine has been started.
+    logits are sketches, gradients norms and sketches (family_figures.py), weights those of the folder.
+    """
+    import torch
+
+    from tests.model.family_figures import make_model, stored_figures
+    from tests.model.parity import make_batch
+    from tests.weights.cases import read_folder
+
+    @functools.cache
+    def make(name: str) -> dict:
+        folder, figures = tmp_path_factory.mktemp(name), stored_figures(name)
+        ids, mask, _ = batch = make_batch()
+        weights = read_folder(make_model(name, folder / "model"))
+        torch.save(batch, folder / "batch.pt")
+        logits = torch.zeros(*ids.shape, figures["logits"].shape[-1])
+        logits[mask] = figures["logits"]
+        return {**figures, "folder": folder, "mask": mask, "logits": logits, "weights": weights}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_a3(a3_sources, reference, run_ranks):
+    """Return run_a3("file:function", layout, *arguments, dtype, off, folder, **sizes), which lists each rank's result.
+
+    layout: (ranks, sizes) of mindspeed_start.LAYOUTS; `sizes` override it. The function gets the folder, by default
+    that of `reference`, and the engine's configuration before `arguments`, and runs once the engine has been started.
     """
     from tests.model.mindspeed_start import engine_config
 
     sources = a3_sources()
     path = os.pathsep.join(map(str, sources))
 
-    def run(job: str, layout=(1, {}), *arguments, dtype="fp32", off="", **sizes) -> list:
+    def run(job: str, layout=(1, {}), *arguments, dtype="fp32", off="", folder=reference["folder"], **sizes) -> list:
         ranks = layout[0]
         env = {"VERL_PATCHES": f"line=a3,platform=cpu{off}", "PYTHONPATH": path}
-        config = engine_config(reference["folder"] / "model", sources[0], ranks, {**layout[1], **sizes}, dtype)
-        call = f"tests.model.{job}", config, reference["folder"], config, *arguments
+        config = engine_config(folder / "model", sources[0], ranks, {**layout[1], **sizes}, dtype)
+        call = f"tests.model.{job}", config, folder, config, *arguments
         return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None)
 
     return run

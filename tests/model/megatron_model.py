@@ -75,7 +75,7 @@ def converted(folder: Path, cases: list[tuple[dict, dict]]) -> list[dict | str]:
             setattr(hf_config, key, value)
         try:
             fields = vars(hf_to_mcore_config(hf_config, torch.bfloat16, **overrides))
-            found.append({k: v for k, v in fields.items() if isinstance(v, (int, float, str, type(None)))})
+            found.append({k: v for k, v in fields.items() if isinstance(v, (int, float, str, list, type(None)))})
         except ValueError as error:
             found.append(str(error))
     return found

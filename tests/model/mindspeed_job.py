@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from mindspeed_llm.tasks.models.transformer.multi_head_latent_attention import LinearNoTP
 from verl import DataProto
 from verl.utils.megatron_utils import unwrap_model
 
@@ -61,6 +62,46 @@ def controls_job(folder: Path, config, args) -> dict:
                 tensor.data.copy_(change(tensor))
         found[name] = run(*built, torch.load(folder / "batch.pt"))
     return found
+
+
+def family_controls_job(folder: Path, config, faults: dict[str, dict], args) -> dict:
+    """Return logits of a model without q_lora_rank: correct ones, with one fault each, and by upstream's own path.
+
+    faults: {name: arguments of the engine}. The fault "q_norm" keeps the norm of the query, with random weights.
+    """
+    built = build(folder / "model", args, with_ddp=False)
+    batch = torch.load(folder / "batch.pt")
+    found = {"nothing": run(*built, batch)}
+    found["upstream"] = run(*_upstreams_query(built, folder, args), batch)
+    for layer in unwrap_model(built[0])[0].decoder.layers:
+        attention = layer.self_attention
+        attention.q_layernorm = type(attention.k_layernorm)(args.hidden_size)
+        attention.q_layernorm.weight.data.normal_(1, 0.1)
+    found["q_norm"] = run(*built, batch)
+    for name, changes in faults.items():
+        before = {key: getattr(args, key) for key in changes}
+        vars(args).update(changes)
+        found[name] = run(*build(folder / "model", args, with_ddp=False), batch)
+        vars(args).update(before)
+    return found
+
+
+def _upstreams_query(ours, folder: Path, args):
+    """Build MindSpeed-LLM's own model without q_lora_rank, whose linear_qkv has the whole query, of `ours`' weights."""
+    patched = mindspeed_model.InputAndLatent, args.q_lora_rank
+    mindspeed_model.InputAndLatent, args.q_lora_rank = LinearNoTP, None
+    torch.manual_seed(args.seed)
+    built = build_model(folder / "model", args.params_dtype, load=False, line="a3")
+    mindspeed_model.InputAndLatent, args.q_lora_rank = patched
+    weights, group = dict(unwrap_model(ours[0])[0].state_dict()), mpu.get_tensor_model_parallel_group()
+    for name in [name for name in weights if name.endswith("linear_qb.weight")]:
+        query = weights.pop(name)
+        parts = [torch.empty_like(query) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+        torch.distributed.all_gather(parts, query, group=group)
+        name = name.replace("linear_qb", "linear_qkv")
+        weights[name] = torch.cat([*parts, weights[name]])
+    unwrap_model(built[0])[0].load_state_dict(weights)
+    return built
 
 
 def attention_job(folder: Path, config, args) -> list[dict[str, int]]:

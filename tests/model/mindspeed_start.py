@@ -34,6 +34,7 @@ _WORKER_ROWS = {
     "update.dynamic_split",
     "update.mini_batches",
     "update.sample_weights",
+    "model.family_config",
     "model.train_dtype",
     "model.optimizer_dtype",
 }

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+LENGTHS, WIDTH = (150, 97, 131), 160  # beyond the 64 tokens where yarn starts
 # for tests of critics: number of samples, first column of their responses, token whose logits the head computes
 SAMPLES, RESPONSE_START, WORD = 8, 60, 7
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (ids, mask, position_ids), each [3, WIDTH], padded left and right as verl pads prompts and responses."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(6, 512, (len(LENGTHS), WIDTH), generator=generator)
+    mask = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.bool)
+    for row, length in enumerate(LENGTHS):
+        start = (WIDTH - length) // 2 * (row % 2)
+        mask[row, start : start + length] = True
+    ids[~mask] = 2
+    return ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of the real tokens: logits [B, S, V], ids and mask [B, S]."""
     wanted = mask[:, 1:] & mask[:, :-1]
     return torch.nn.functional.cross_entropy(logits[:, :-1][wanted].float(), ids[:, 1:][wanted])
+
+
+@functools.cache
+def _directions(size: int) -> torch.Tensor:
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(size))
+
+
+def sketch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [..., 6], fixed random projections of the last dimension: a relative error stays about what it is."""
+    return tensor @ _directions(tensor.shape[-1])
 
 
 def logits_error(reference, found):

@@ -106,19 +106,12 @@ def layouts_job(folder: Path, layouts: dict[str, dict], answers=answers) -> dict
     return found
 
 
-def controls_job(folder: Path) -> dict:
-    """Return logits of the whole model, and with one part left out each time."""
+def controls_job(folder: Path, faults: dict[str, dict]) -> dict:
+    """Return logits of the whole model, and with one fault each time; faults: {name: overrides}, "bias" has none."""
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     start_parallel(ParallelLayout(torch.distributed.get_world_size()))
-    left_out = {
-        "nothing": {},
-        "groups": {"moe_router_num_groups": None, "moe_router_group_topk": None},
-        "mscale": {"mscale": 0.0, "mscale_all_dim": 0.0},
-        "yarn": {"rope_type": "rope"},
-        "bias": {},
-    }
     found = {}
-    for name, overrides in left_out.items():
+    for name, overrides in {"nothing": {}, **faults}.items():
         chunks, config, hf_config = build_model(model, overrides=overrides)
         if name == "bias":
             for tensor_name, tensor in named_weights(unwrap_model(chunks)[0]):

@@ -1,9 +1,12 @@
 """Test row model.config, the config converter, and names that reshard/parameters.py refuses."""
 
 import pytest
+from readme_tables import MEGATRON_FIELDS, MODELS
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import read_config
 from verl_patches.reshard.parameters import parse_name
+from verl_patches.run.resolve import CONFIGS_DIR
 
 WRONG = [
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
@@ -14,7 +17,9 @@ WRONG = [
     ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0}}, "mscale and mscale_all_dim must be given"),
     ({"rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "mscale and mscale_all_dim"),
 ]
+FAMILY = {name: read_config(CONFIGS_DIR / "model" / f"{name}.json") for name in MODELS}
 CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}, {}), *((c, {}) for c, _ in WRONG)]
+CASES += [(hf, {}) for hf in FAMILY.values()]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,7 @@ def convert(run_ranks, tiny_model):
 
 @pytest.mark.slow
 def test_groups_router_and_balancing(convert):
-    plain, overridden, ungrouped, *refused = convert()
+    plain, overridden, ungrouped, *refused = convert()[: -len(FAMILY)]
     assert (plain["moe_router_num_groups"], plain["moe_router_group_topk"]) == (4, 2)
     assert plain["moe_router_dtype"] == "fp32"
     assert plain["moe_router_load_balancing_type"] == "none"
@@ -44,8 +49,22 @@ def test_groups_router_and_balancing(convert):
 
 
 @pytest.mark.slow
+def test_the_fields_of_the_family_are_those_of_the_documented_table(convert):
+    for hf, found in zip(FAMILY.values(), convert()[-len(FAMILY) :], strict=True):
+        dense, shared = hf["first_k_dense_replace"], hf["n_shared_experts"] * hf["moe_intermediate_size"]
+        made = hf | {"n_shared_experts": shared}
+        made["first_k_dense_replace"] = [0] * dense + [1] * (hf["num_hidden_layers"] - dense)
+        if hf["n_group"] == 1:
+            made |= {"n_group": None, "topk_group": None}
+        assert {key: found[field] for key, field in MEGATRON_FIELDS.items()} == {
+            key: made[key] for key in MEGATRON_FIELDS
+        }
+        assert found["rotary_scaling_factor"] == hf["rope_scaling"]["factor"]
+
+
+@pytest.mark.slow
 def test_without_the_row_groups_are_dropped(convert):
-    plain, *_, unequal_mscale = convert(",-model.config")
+    plain, *_, unequal_mscale = convert(",-model.config")[: -len(FAMILY)]
     assert plain["moe_router_num_groups"] is None
     assert plain["moe_router_dtype"] == "fp64"
     assert plain["moe_router_load_balancing_type"] == "seq_aux_loss"

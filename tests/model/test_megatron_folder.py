@@ -11,10 +11,11 @@ from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
 EIGHT = {"pipeline_model_parallel_size": 2, "layers": [1, 3]}
-CASES = {  # name -> ranks and sizes of the engine, our layout
+CASES = {  # name -> ranks and sizes of the engine, our layout; of Moonlight where the name begins so
     "ep2": (LAYOUTS["ep2"], "ep2 @2"),
     "tp2": (LAYOUTS["tp2"], "tp2 @2"),
     "tp2_ep2": (LAYOUTS["tp2_ep2"], "tp2 ep4 etp1 @4"),
+    "moonlight_tp2_ep2": (LAYOUTS["tp2_ep2"], "tp2 ep4 etp1 @4"),
     "tp2_pp2_ep2": ((8, {**LAYOUTS["tp2_ep2"][1], **EIGHT}), "tp2 pp2 ep4 etp1 @8 layers=1,3"),
 }
 
@@ -26,10 +27,11 @@ def converted(model, folder, layout, line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_megatrons_load_checkpoint_reads_it(case, run_a3, reference, tmp_path):
+def test_megatrons_load_checkpoint_reads_it(case, run_a3, reference, family, tmp_path):
     layout, text = CASES[case]
-    folder = converted(reference["folder"] / "model", tmp_path / "megatron", text, "a3")
-    ranks = run_a3("megatron_folder_job:load_checkpoint_job", layout, folder)
+    model = (family("moonlight") if case.startswith("moonlight") else reference)["folder"]
+    folder = converted(model / "model", tmp_path / "megatron", text, "a3")
+    ranks = run_a3("megatron_folder_job:load_checkpoint_job", layout, folder, folder=model)
     assert ranks == [[]] * layout[0]
     if case == "ep2":
         path = folder / ITERATION_FOLDER / "mp_rank_00_001" / "model_optim_rng.pt"
@@ -47,9 +49,11 @@ def test_a_run_of_another_layout_reads_it(run_a3, reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_line_pypi_loads_its_file_strictly(tiny_model, tmp_path, run_ranks):
+@pytest.mark.parametrize("name", ["deepseek_v3", "moonlight"])
+def test_a_model_of_line_pypi_loads_its_file_strictly(name, tiny_model, family, tmp_path, run_ranks):
+    model = tiny_model if name == "deepseek_v3" else family(name)["folder"] / "model"
     layouts = ("pp2 @2", "tp2 @2", "tp2 ep2 etp1 @2")
-    folders = {text: converted(tiny_model, tmp_path / text, text, "pypi") for text in layouts}
+    folders = {text: converted(model, tmp_path / text, text, "pypi") for text in layouts}
     options = {"patches": "line=pypi,platform=cpu", "backend": "nccl", "size": 2}
-    ranks = run_ranks("tests.model.megatron_folder_job:load_state_dict_job", tiny_model, folders, **options)
+    ranks = run_ranks("tests.model.megatron_folder_job:load_state_dict_job", model, folders, **options)
     assert ranks == [dict.fromkeys(layouts, [])] * 2

@@ -52,7 +52,7 @@ def found(run):
 def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
-        run = composed(config_name, overrides, Trees(verl=verl))
+        run = composed(config_name, ["recipe.line=a3", *overrides], Trees(verl=verl))
         section = OmegaConf.to_container(worker_section(run))
         found[name] = {"world_size": ranks, "config": section, "hf": dict(run.hf_config)}
     return found
@@ -80,6 +80,22 @@ def test_upstream_takes_both_256_die_configs_as_they_are(run):
     layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_method": "block", "sequence_parallel": True}
     optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.95, "clip_grad": 1.0}
     assert (layout | optimizer).items() <= found["learning"].items()
+
+
+def test_upstream_takes_the_presets_of_the_family_at_their_sizes(run):
+    """Check the control too: 16 heads are refused for CP32."""
+    ranks = {"moonlight_16die": 16, "moonlight_8die": 8, "moonlight_32die_8k": 32}
+    ranks |= {"kimi_k2_192die": 192, "kimi_k2_256die": 256, "deepseekv3_256die_16k": 256}
+    cases = {name: (name, size, [], None) for name, size in ranks.items()}
+    control = ("moonlight_32die_8k", 32, [f"{ACTOR}context_parallel_size=32"], None)
+    found = run({"base": cases["moonlight_16die"], **cases, "control": control})
+    assert "num_attention_heads" in found["control"]
+    assert all(isinstance(found[name], dict) for name in cases), found
+    moonlight, kimi = found["moonlight_16die"], found["kimi_k2_192die"]
+    sizes = {"q_lora_rank": 2048, "rope_scaling_factor": 1.0, "num_experts": 64, "n_shared_experts": 2, "n_group": 1}
+    assert (sizes | {"expert_model_parallel_size": 16, "padded_vocab_size": 163_840}).items() <= moonlight.items()
+    assert {"q_lora_rank": 1536, "rope_scaling_factor": 32.0, "num_experts": 384}.items() <= kimi.items()
+    assert {found[name]["context_parallel_size"] for name in ("moonlight_32die_8k", "deepseekv3_256die_16k")} == {2}
 
 
 def test_megatron_before_mindspeed_is_refused(run):

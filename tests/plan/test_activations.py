@@ -30,7 +30,9 @@ MEASURED = {
     "tp1_unpadded": (1, {"train": {"unpadded_attention": True}}),
     "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
 }
+MEASURED["cp2"] = (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2})  # a rank has half of the tokens
 MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"moe_alltoall_overlap_comm": True}})
+MEASURED["tp2_without_q_lora"] = MEASURED["tp2_extends_ep"]
 # switches that the public recipe's script for random weights sets too (docs/plan.md, Recompute)
 _PUBLIC = dict.fromkeys(("moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion", "balanced_routing"), True)
 MEASURED["tp2_published"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": _PUBLIC})
@@ -45,13 +47,16 @@ def saved(a3_sources, run_ranks, tmp_path_factory):
         ranks, changes = MEASURED[case]
         folder = tmp_path_factory.mktemp("model")
         text = json.loads((MODELS / "deepseekv3_tiny.json").read_text()) | SIZES
+        if case.endswith("without_q_lora"):
+            text["q_lora_rank"] = None
         (folder / "config.json").write_text(json.dumps(text))
         sources = a3_sources()
         config = engine_config(folder, sources[0], ranks, dict(changes), "bf16")
         env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
         call = "tests.plan.saved_job:saved_by_layers", config, folder, TOKENS, case.endswith("published")
         found = run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None)
-        layout = ParallelLayout(ranks, tp=ranks, ep=ranks, etp=1)
+        cp = changes.get("context_parallel_size", 1)
+        layout = ParallelLayout(ranks, tp=ranks // cp, cp=cp, ep=ranks, etp=1)
         means = {n: {i: sum(rank[n][i] for rank in found) / ranks for i in found[0][n]} for n in TOKENS}
         return read_model_shape(text), layout, means
 
@@ -67,7 +72,8 @@ def test_a_layer_saves_what_the_formulas_say(saved, name, monkeypatch):
         monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
     for tokens, layers in means.items():
         for layer, size_bytes in layers.items():
-            terms = layer_terms(model, model.is_moe(layer), tokens, layout, unpadded=name == "tp1_unpadded")
+            local = tokens // layout.cp
+            terms = layer_terms(model, model.is_moe(layer), local, layout, unpadded=name == "tp1_unpadded")
             assert sum(terms.values()) == pytest.approx(size_bytes, rel=0.02), (tokens, layer, terms)
             for term, part in terms.items():  # control: without a large term the sum is wrong
                 assert part < 0.04 * size_bytes or sum(terms.values()) - part != pytest.approx(size_bytes, rel=0.02), (

@@ -84,6 +84,15 @@ def test_the_scripts_keep_the_exit_code_and_name_the_fault(override, code, messa
     assert done.returncode == code and message in done.stderr, done.stdout + done.stderr
 
 
+def test_the_script_of_one_node_plans_its_own_config():
+    script = ROOT / "scripts" / "train_moonlight_16die.sh"
+    done = subprocess.run(["bash", script, "--dry-run", "--json"], capture_output=True, text=True, timeout=600)
+    plan = json.loads(done.stdout)
+    assert done.returncode == 0 and plan["ok"] and plan["config"] == "moonlight_16die"
+    (started,) = (command["command"] for command in plan["commands"] if command["where"] == "this machine")
+    assert started.endswith("train --config-name moonlight_16die")
+
+
 @pytest.mark.parametrize(("name", "random"), [("random_init", True), ("true_weight", False)])
 def test_the_configs_have_the_settings_of_the_published_run(name, random):
     config = compose_config(f"deepseekv3_256die_{name}")

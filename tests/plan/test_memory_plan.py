@@ -6,6 +6,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.runs import composed
 from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import memory_rows
 from verl_patches.errors import ConfigError
@@ -225,6 +226,15 @@ def test_a_die_that_is_short_is_named_with_its_largest_terms(big):
     (said,) = memory_shortages(followed_peaks(run)["phases"], A3_SEEN_BYTES)
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
     assert memory_shortages(followed_peaks(big)["phases"], A3_SEEN_BYTES) == []
+
+
+def test_logits_that_do_not_fit_name_the_key_of_their_micro_batch():
+    """Count 163,840 words in bf16 and fp32 for 16 sequences of 4096 tokens; the control: the preset has 2."""
+    key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    (said,) = memory_shortages(followed_peaks(composed("moonlight_16die", [f"{key}=16"]))["phases"], A3_SEEN_BYTES)
+    logits = 16 * 4096 * (6 * 163_840 + 2 * 2048) / 1e9  # and the input of the head
+    assert f"largest: logits {logits + 0.02:.2f}, " in said and said.endswith(f"; lower {key}")
+    assert memory_shortages(followed_peaks(composed("moonlight_16die"))["phases"], A3_SEEN_BYTES) == []
 
 
 def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):

@@ -19,7 +19,13 @@ from verl_patches.run.resolve import CONFIGS_DIR
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
 BIG, TRUE_WEIGHT, NODE = "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight", "deepseekv3_16die"
-PRESETS = {"16": (16, 8), "64": (64, 32), "128": (128, 61), "384": (384, 61)}  # name: dies, layers
+PRESETS = {  # name: dies, layers
+    **{f"deepseekv3_{dies}die": (dies, layers) for dies, layers in ((16, 8), (64, 32), (128, 61), (384, 61))},
+    "deepseekv3_256die_16k": (256, 61),
+    **{f"moonlight_{dies}die": (dies, 27) for dies in (8, 16, 32)},
+    "moonlight_32die_8k": (32, 27),
+    **{f"kimi_k2_{dies}die": (dies, 61) for dies in (192, 256)},
+}
 
 
 def make_plan(name, *overrides, workload=Workload()):  # noqa: B008 frozen
@@ -30,11 +36,38 @@ def make_plan(name, *overrides, workload=Workload()):  # noqa: B008 frozen
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_pass_the_plan(name):
     dies, layers = PRESETS[name]
-    plan = make_plan(f"deepseekv3_{name}die")
+    plan = make_plan(name)
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
     assert len(plan["train"]["ranks"]) == dies and sum(map(len, plan["train"]["layers"])) == layers
+    assert all("LESS THAN" not in check["detail"] for check in plan["checks"])  # 5 GB are left
+    if plan["step"] is None:  # A2 has no seconds
+        assert composed(name).recipe.hardware == "800t_a2"
+        return
     seconds = [phase["seconds"] for phase in plan["step"]["phases"]]
     assert plan["step"]["modelled"] and plan["step"]["total_s"] == pytest.approx(sum(seconds), abs=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("deepseekv3")])
+def test_presets_of_the_family_pass_the_plan_for_sft_too(name):
+    assert make_plan(name, "algo=sft")["ok"] and composed(name).recipe.trust_remote_code
+
+
+def test_responses_beyond_the_models_positions_are_refused():
+    long = "data.max_response_length=16384"
+    (fault,) = (check for check in make_plan("moonlight_32die_8k", long)["checks"] if not check["ok"])
+    assert fault["name"] == "lengths" and "17408 tokens; expected at most the model's 8192" in fault["detail"]
+
+
+def test_context_parallelism_halves_the_tokens_of_a_rank():
+    """Compare the activations of an update with all layers recomputed at CP1 and CP2."""
+    found = []
+    for cp in (1, 2):
+        key = "actor_rollout_ref.actor.megatron.context_parallel_size"
+        plan = make_plan("deepseekv3_256die_16k", f"{key}={cp}", f"{LAYERS_KEY}=8")
+        (order,) = (order for order in plan["memory"]["orders"] if order["order"] == plan["memory"]["followed"])
+        (update,) = (phase["bytes"] for phase in order["phases"] if phase["phase"] == "update")
+        found.append(update["kept_activations"] + update["working_activations"])
+    assert found[0] == pytest.approx(2 * found[1], rel=0.01)
 
 
 def test_a_plan_has_traffic_and_ports():

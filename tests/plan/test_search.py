@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.family import MOONLIGHT, family_config
 from tests.runs import composed
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
@@ -23,11 +24,12 @@ from verl_patches.plan.search import (
 )
 from verl_patches.plan.step_plan import Workload
 from verl_patches.rules import RULES, SIZE_RULES
-from verl_patches.run.resolve import CONFIGS_DIR
+from verl_patches.run.resolve import CONFIGS_DIR, MODEL_LAYERS_KEY
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
 BIG, TRUE_WEIGHT, NODE = "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight", "deepseekv3_16die"
+K2 = "kimi_k2_192die"
 ACTOR = "actor_rollout_ref.actor.megatron"
 A2 = ("recipe.hardware=800t_a2", "recipe.hccl.expansion_mode=HOST")
 
@@ -108,6 +110,21 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
         search(run, SIZE_RULES, 256, Workload())
 
 
+def test_several_instances_are_proposed_where_no_power_of_two_holds_the_weights(monkeypatch):
+    """Search Kimi-K2 on 192 dies; with the control, the cheapest pair alone, which a weight sync's memory refuses."""
+    run = composed(K2, as_overrides(ANY_LAYOUT_KEYS))
+    splits = [32, 64, 96, 192]
+
+    def first():
+        return search_module._list_layouts(run, SIZE_RULES, Workload(), splits, {}, 1)
+
+    (row,), _ = first()
+    assert row["rollout"] == "3 x (DP16 TP4 EP64)" and make_plan(K2, *row["overrides"])["ok"]
+    monkeypatch.setattr(search_module, "_MOST_PAIRS", 1)
+    listed_rows, refused = first()
+    assert listed_rows == [] and "memory: " in (reason := next(iter(refused))) and "reshard: die" in reason
+
+
 @pytest.mark.parametrize(
     ("dies", "override", "message"),
     [
@@ -146,6 +163,17 @@ def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
 def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
     run = composed(BIG, [f"recipe.memory.host_gib={gib}"])
     try:
-        assert search_module._plan_candidate(run, SIZE_RULES, Workload(), {"recipe.rollout.instances": None}) and fits
+        assert search_module._plan_candidate(run, SIZE_RULES, Workload(), {}) and fits
     except ConfigError as error:
         assert "host memory" in str(error) and not fits
+
+
+def test_a_model_that_mc2_does_not_take_is_searched_without_expert_parallelism(tmp_path):
+    """Check Moonlight on a node of A3: with expert parallelism the search says what to set, and nothing is listed."""
+    shape = tmp_path / "moonlight.json"
+    shape.write_text(json.dumps(family_config(MOONLIGHT)))
+    moonlight = f"recipe.model_shape={shape}", f"{MODEL_LAYERS_KEY}=27"
+    with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*enable_expert_parallel=false"):
+        listed(NODE, *moonlight, dies=16)
+    (row,) = listed(NODE, *moonlight, "recipe.rollout.enable_expert_parallel=false", dies=16)
+    assert row["rollout"] == "16 x (DP1 TP1 EP1)" and "recipe.rollout.data_parallel_size=1" in row["overrides"]

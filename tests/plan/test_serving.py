@@ -9,8 +9,9 @@ from verl_patches.plan.expected import group_bytes
 from verl_patches.plan.memory_plan import run_memory
 from verl_patches.plan.serving import instance_checks, instance_config, serving_plan, serving_text
 from verl_patches.run.compose import compose_config
-from verl_patches.run.resolve import LayoutError, change_config, resolve
+from verl_patches.run.resolve import MODEL_LAYERS_KEY, LayoutError, change_config, resolve
 
+PP = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
 BIG, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
 TP, SHARE = "actor_rollout_ref.rollout.tensor_model_parallel_size", "actor_rollout_ref.rollout.gpu_memory_utilization"
 
@@ -33,6 +34,15 @@ def test_a_node_of_16_dies_does_not_hold_671b_and_four_do():
     plan = serving_plan(composed(BIG))
     assert (plan["nodes"], plan["dies"], plan["dp"]) == (4, 16, 32) and plan["die_bytes"] <= plan["share_bytes"]
     assert serving_plan(composed(BIG, [f"{SHARE}=0.6"]))["nodes"] == 8
+
+
+def test_a_model_that_a_die_holds_is_served_as_the_run_samples_it():
+    """Check four layers of 671B, whose experts the run does not split over ranks; the control splits them."""
+    few = [f"{MODEL_LAYERS_KEY}=4", "recipe.train.layers_per_stage=null", f"{PP}=1"]
+    cut = ["recipe.rollout.enable_expert_parallel=false", "recipe.rollout.data_parallel_size=1"]
+    plan = serving_plan(composed(BIG, [*few, *cut, "recipe.rollout.instances=128"]))
+    assert (plan["nodes"], plan["dp"]) == (1, 1)
+    assert serving_plan(composed(BIG, few))["dp"] == 8
 
 
 def test_a_model_that_no_instance_holds_is_said():
@@ -58,3 +68,5 @@ def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
     with pytest.raises(ConfigError, match=r"has 8 ranks .*n_gpus_per_node=3"):
         instance(change_config(config, {"trainer.n_gpus_per_node": 3}))
     assert any("MC2" in fault for fault in faults("recipe.rollout.data_parallel_size=24"))
+    (streams, _) = faults("recipe.rollout={enable_expert_parallel: false, data_parallel_size: 1}")
+    assert "multistream_moe is true with experts cut over 2 TP ranks" in streams  # what rollout/checks.py says of runs

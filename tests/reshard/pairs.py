@@ -25,7 +25,7 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
         num_hidden_layers=layers,
         first_k_dense_replace=draw(st.integers(0, 2)),
         n_routed_experts=draw(st.sampled_from((6, 8))),
-        n_shared_experts=draw(st.integers(0, 1)),
+        n_shared_experts=draw(st.integers(0, 2)),
         q_lora_rank=draw(st.sampled_from((None, 8))),
         vocab_size=draw(st.sampled_from((36, 64, 72, 136))),
         torch_dtype=draw(DTYPES),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.family import KIMI_K2, MOONLIGHT, family_config
 from tests.reshard.pairs import pairs
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
@@ -92,6 +93,32 @@ def test_published_bytes_of_a_die(pair, needs, holds_best, must_arrive):
     for rank in (0, 38, 255):
         assert plan.lower_bound_bytes[rank] == _needed(plan, rank) - _held_and_needed(plan, rank)
     assert sum(plan.lower_bound_bytes) / 256 / GB == pytest.approx(must_arrive, abs=0.01)
+
+
+FAMILY_PAIRS = {
+    "moonlight 16, 8 x TP2": (MOONLIGHT, "tp1 pp1 ep16 etp1 @16", (8, 1, 2, False)),
+    "moonlight 16, EP16": (MOONLIGHT, "tp1 pp1 ep16 etp1 @16", (1, 16, 1)),
+    "moonlight 32, 16 x TP2": (MOONLIGHT, "tp2 pp1 ep16 etp1 @32", (16, 1, 2, False)),
+    "kimi k2 192, 3 x EP64": (KIMI_K2, "tp4 pp6 ep32 etp1 @192 layers=11,11,11,11,11,6", (3, 16, 4)),
+    "kimi k2 256, 2 x EP128": (KIMI_K2, TRAIN, (2, 64, 2)),
+    "kimi k2 384, 3 x EP128": (KIMI_K2, "tp4 pp8 ep48 etp1 @384 layers=7,7,8,8,8,8,8,7", (3, 64, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", FAMILY_PAIRS)
+def test_the_plan_of_a_model_of_the_family_moves_only_what_must_move(pair):
+    """Check that nothing moves where Moonlight's experts lie alike on both sides, and DeepSeek-V3's limits."""
+    sizes, train, rollout = FAMILY_PAIRS[pair]
+    inventory = build_inventory(family_config(sizes))
+    plan = make_plan(train, rollout_layout(*rollout), inventory, "mindspeed", "vllm-ascend")
+    assert (plan.received_bytes == [0] * 16) == (pair == "moonlight 16, EP16")
+    bounds = zip(plan.received_bytes, plan.lower_bound_bytes, strict=True)
+    assert all(must <= got <= 1.0001 * must for got, must in bounds)
+    for rank in (0, plan.world_size // 2 + 1, plan.world_size - 1):
+        assert plan.lower_bound_bytes[rank] == _needed(plan, rank) - _held_and_needed(plan, rank)
+    busiest = max(*plan.sent_bytes, *plan.received_bytes)
+    assert plan.bucket_count <= 1.15 * busiest / plan.bucket_bytes and plan.peak_extra_bytes <= 4 * plan.bucket_bytes
 
 
 def _held_and_needed(plan, rank, experts=True):

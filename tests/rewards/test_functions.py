@@ -75,7 +75,7 @@ REFUSED = {
 @pytest.mark.parametrize(("code", "words"), REFUSED.items())
 def test_a_function_that_verl_cannot_call_is_refused_before_it_is_called(tmp_path, code, words):
     with pytest.raises(ResultError, match=words):
-        score_response(*write_function(tmp_path, code))
+        score_response(*write_function(tmp_path, code), KEYWORDS)
 
 
 def test_a_function_of_verls_contract_may_take_more_and_is_loaded_once(tmp_path):

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ from verl.workers.reward_manager import NaiveRewardManager
 
 from tests.ranks import HANG_S
 from verl_patches.errors import ConfigError
+from verl_patches.import_alone import _input_reports
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
 from verl_patches.rewards.parts import part_means, slowest_sample
@@ -194,6 +196,19 @@ def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypat
         make_manager(slow).try_row(ROW, "row 0")
 
 
+def test_the_first_rows_of_training_and_validation_are_tried(monkeypatch):
+    made = make_manager({"name": "maths"})
+    trainer = SimpleNamespace(
+        reward_fn=made, val_reward_fn=made, train_dataset=[ROW], val_dataset=[{"data_source": "d"}]
+    )
+    train = SimpleNamespace(samples=True, validates=False)
+    (report,) = _input_reports(trainer, train)
+    assert report.startswith("reward of a made-up answer to the first prompt of data.train_files: maths 0.1")
+    train.validates = True
+    with pytest.raises(ConfigError, match="made-up answer to the first prompt of data.val_files: .*gold answer None"):
+        list(_input_reports(trainer, train))
+
+
 def test_the_length_part_needs_no_gold_answer():
     made = make_manager({"name": "length", "buffer_tokens": 4, "weight": 0.5})
     assert made(length_batch(4, 5, 8)).sum(-1).tolist() == [0.0, -0.125, -0.5]
@@ -214,11 +229,13 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     assert torch.equal(naive(data), scores)  # the control: verl's takes these alone
     whole = torch.zeros(3, 8)  # [B, S_response], as verl's own worker gives them
     for more, words in (({}, "found none"), ({"rm_scores": whole}, r"found \[3, 8\]")):
-        with pytest.raises(RewardError, match=rf"recipe.rewards\[0\] \(reward_model\): .*\[3, 2\], {words}"):
+        with pytest.raises(RewardError, match=rf"recipe.rewards: .*\[3, 2\], {words}"):
             make_manager(*entries)(length_batch(*LENGTHS, **more))
     bad = scores.clone()
     bad[1, 1] = float("nan")
-    with pytest.raises(RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*finite score, found nan"):
+    with pytest.raises(
+        RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*returned nan; expected a finite"
+    ):
         make_manager(*entries)(length_batch(*LENGTHS, rm_scores=bad))
     # validation runs no reward model
     validation = make_manager(*entries, validates=1)(length_batch(*LENGTHS), return_dict=True)
@@ -288,8 +305,9 @@ def test_what_is_no_score_is_refused(tmp_path, code, words):
 
 
 def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"\(python\), while it is loaded: .*own.py:3: JSONDecodeError: Expecting"):
-        make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
+    made = make_manager(python_entry(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
+    with pytest.raises(ConfigError, match=r"a made-up answer to row 0: .*own.py:3: JSONDecodeError: Expecting"):
+        made.try_row(ROW, "row 0")
 
 
 @pytest.mark.parametrize("absolute", [True, False])

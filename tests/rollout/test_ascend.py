@@ -35,6 +35,9 @@ CASES = [
                            "without": ["rollout.ascend_decode_kv"]}}},
     {"model": "16 experts", "options": {"max_num_batched_tokens": 512, "enforce_eager": True}, "checks": {
         "groups": {}, "groups, upstream": {"without": ["rollout.ascend_expert_groups"]}}},
+    {"model": "64 experts", "options": {"max_num_batched_tokens": 512, "enforce_eager": True}, "checks": {
+        "one group": {}, "one group, scaled twice": {"before": "scaled_twice"},
+        "one group, not scaled": {"before": "not_scaled"}}},
     *({"model": "256 experts", "options": {"dtype": "bfloat16", "max_num_batched_tokens": 512, "enforce_eager": True},
        "without": rows, "checks": {name: {"before": "routes", "tokens": 12}}}
       for name, rows in (("router", []), ("router, upstream", ["rollout.ascend_fp32_router"]))),
@@ -43,6 +46,15 @@ CASES = [
         "whole": {"lengths": [5, 140, 270]}, "whole, cached": {"lengths": [5, 140, 270]},
         "slept": {"before": "slept"}, "slept, upstream": {"before": "slept_without_the_row"}}},
 ]  # fmt: skip
+
+
+def router(experts, top_k, factor, groups=1, chosen=1, norm=True):
+    """Return a router's keys of config.json."""
+    sizes = {"n_routed_experts": experts, "num_experts_per_tok": top_k, "n_group": groups, "topk_group": chosen}
+    return sizes | {"routed_scaling_factor": factor, "norm_topk_prob": norm}
+
+
+MOONLIGHT, KIMI_K2, GROUPS = router(64, 6, 2.446), router(384, 8, 2.827), router(64, 6, 2.5, groups=8, chosen=4)
 
 
 def build_model(folder, seed=0, **overrides):
@@ -57,6 +69,7 @@ def models(tmp_path_factory):
         "256 experts": str(build_model(folder / "many", **many)),
         "others": str(build_model(folder / "others", seed=1, **many)),
         "16 experts": str(build_model(folder / "few")),
+        "64 experts": str(build_model(folder / "one group", **MOONLIGHT)),
     }
 
 
@@ -68,16 +81,20 @@ def run(run_emulated):
 
 @pytest.fixture(scope="module")
 def found(models, run):
-    served = {name: models[name] for name in ("256 experts", "16 experts")}
+    served = {name: models[name] for name in ("256 experts", "16 experts", "64 experts")}
     return run("tests.emulation.emulated_engine:main", served, CASES, TORCHDYNAMO_DISABLE="1")
 
 
-@pytest.mark.parametrize("name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "whole", "slept"])
+@pytest.mark.parametrize(
+    "name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "one group", "whole", "slept"]
+)
 def test_log_probs_are_those_of_transformers(found, name):
     assert found[name]["worst"] < MAX_LOGP_ERROR and found[name]["same"], found[name]
 
 
-@pytest.mark.parametrize("name", ["mixed, upstream", "groups, upstream", "whole, cached"])
+@pytest.mark.parametrize("name", [
+    "mixed, upstream", "groups, upstream", "one group, scaled twice", "one group, not scaled", "whole, cached",
+])  # fmt: skip
 def test_they_are_not_without_the_row_or_where_the_configuration_is_refused(found, name):
     """Check `whole, cached`: the Ascend scheduler, chunked_prefill_for_mla and a cached prefix (rollout/checks.py)."""
     assert found[name]["worst"] > 0.1 and not found[name]["same"], found[name]
@@ -99,6 +116,32 @@ def test_tokens_are_routed_as_in_fp32(found):
     (tokens, other), (_, other_upstream) = (found[name]["routed"] for name in ("router", "router, upstream"))
     assert tokens > 400 and other == 0 and other_upstream > 0.01 * tokens
     assert found["router"]["worst"] < found["router, upstream"]["worst"]
+
+
+EXPERT_GROUPS = ["rollout.ascend_expert_groups"]
+FAULTS = ("the bias is left in the weights", "weights are not scaled", "weights are scaled twice")
+ROUTED = {
+    "moonlight": {"config": MOONLIGHT},
+    "moonlight, upstream": {"config": MOONLIGHT, "without": EXPERT_GROUPS},
+    "kimi k2": {"config": KIMI_K2},
+    "kimi k2, upstream": {"config": KIMI_K2, "without": EXPERT_GROUPS},
+    "not normalised": {"config": router(64, 6, 2.446, norm=False)},
+    "groups": {"config": GROUPS},
+}
+ROUTED_OTHERWISE = {
+    "groups, upstream": {"config": GROUPS, "without": EXPERT_GROUPS},
+    "a mask of groups": {"config": MOONLIGHT, "wrong": {"n_group": 8, "topk_group": 4}},
+    "bf16": {"config": MOONLIGHT, "dtype": "bfloat16"},  # why row rollout.ascend_fp32_router
+}
+
+
+def test_without_256_experts_tokens_are_routed_and_weighted_as_in_transformers(run):
+    """Check that the controls have other experts, or other weights."""
+    wrong = {fault: {"config": MOONLIGHT, "fault": fault} for fault in FAULTS}
+    found = run("tests.rollout.routing_rank:main", ROUTED | ROUTED_OTHERWISE | wrong)
+    assert all(found[name][0] == 0 and found[name][1] < 1e-6 for name in ROUTED), found
+    assert all(found[name][0] > 0.01 for name in ROUTED_OTHERWISE), found
+    assert all(found[fault][0] == 0 and found[fault][1] > 0.1 for fault in FAULTS), found
 
 
 def test_top_k_and_top_p_leave_the_words_that_they_should(found):

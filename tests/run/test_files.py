@@ -87,7 +87,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
     assert check.ok and check.note  # control: a plan for another machine
 
 
-def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_columns(tmp_path):
+def test_files_that_a_dataset_of_the_users_reads_need_not_be_parquet(tmp_path):
     """Check also with algo=sft, whose own class is a control, as verl's is without one."""
     rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     rows.write_text('{"question": "1 + 1"}\n' * 8)

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.family import KIMI_K2, MOONLIGHT
 from tests.runs import composed
 from verl_patches.errors import ConfigError
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import hccl
 from verl_patches.run.environment import environment_variables
 from verl_patches.run.resolve import changed_run
@@ -155,6 +157,53 @@ def test_the_machine_has_such_nodes_and_takes_what_is_asked_of_hccl_and_mc2(chan
     assert check.ok == (fault is None) and re.search(fault or "dies of a node of", check.detail), check.detail
 
 
+def shape_with(model, sizes):
+    """Return a ModelShape with those of `sizes` that it has."""
+    return replace(model, **{key: value for key, value in sizes.items() if hasattr(model, key)})
+
+
+NARROW = "hidden size is 2048, MC2 allows 7168: set recipe.rollout.enable_expert_parallel=false"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model", "ranks", "fault"),
+    [
+        ("a3", MOONLIGHT, 16, NARROW),
+        ("a3", MOONLIGHT | {"hidden_size": 7168}, 16, None),  # the control
+        ("800t_a2", MOONLIGHT, 16, None),
+        ("800t_a2", MOONLIGHT | {"hidden_size": 2064}, 16, "is 2064, MC2 allows multiples of 32 up to 7168"),
+        ("800t_a2", MOONLIGHT, 8, "has 8 ranks, MC2 allows 16, 32, 64"),
+        ("a3", KIMI_K2, 64, None),
+        ("a3", KIMI_K2, 96, "has 96 ranks, MC2 allows 8, 16, 32, 64, 128, 144, 256, 288"),
+        ("a3", KIMI_K2, 128, None),
+        ("a3", KIMI_K2 | {"num_experts_per_tok": 9}, 64, "a token has 9 experts, MC2 allows 8"),
+        ("a3", KIMI_K2 | {"n_routed_experts": 768}, 64, "a layer has 768 experts, MC2 allows 512"),
+        ("800t_a2", KIMI_K2, 16, None),  # 24 experts a rank
+        ("800t_a2", KIMI_K2 | {"n_routed_experts": 400}, 16, "a rank has 25 experts, MC2 allows 24"),
+        ("800t_a2", KIMI_K2 | {"num_experts_per_tok": 9}, 64, None),
+        ("800t_a2", KIMI_K2, 128, "has 128 ranks, MC2 allows 16, 32, 64"),
+    ],
+)
+def test_mc2_takes_the_sizes_of_a_machine(hardware, model, ranks, fault):
+    faults = hccl.mc2_faults(HARDWARE[hardware].mc2, shape_with(composed_run().model, model), ranks, tokens=64)
+    assert len(faults) == (fault is not None) and (fault or "") in "".join(faults)
+
+
+def test_moonlight_on_a_node_of_a3_must_not_split_experts():
+    """Check that fewer than 16 ranks are accepted, which use no MC2."""
+    node = NODE | {"trainer__n_gpus_per_node": 16, SIZE("expert_model"): 8, "recipe__rollout__data_parallel_size": 8}
+
+    def check(**changes):
+        run = composed_run(**{**node, **changes})
+        return hccl.check_machine(replace(run, model=shape_with(run.model, MOONLIGHT)))
+
+    assert NARROW in check().detail
+    assert NARROW in check(recipe__rollout__data_parallel_size=4, recipe__rollout__instances=2).detail
+    alone = {"recipe__rollout__instances": 8, "recipe__rollout__data_parallel_size": 1}
+    assert check(recipe__rollout__enable_expert_parallel=False, **alone).ok
+    assert check(**NODE).ok
+
+
 def test_the_need_of_a2_by_its_own_formula():
     # 2 x (32 tokens x 64 ranks x min(4 experts, top 8) x 7168 x 2 bytes + 2 MiB), in MiB
     assert 2 * (32 * 64 * 4 * 7168 * 2 / 2**20 + 2) == 228
@@ -186,10 +235,3 @@ def test_groups_of_context_parallelism():
         ("dp_modulo_exp", 4, False),
         ("dp_modulo_exp_cp", 4, True),
     ]
-
-
-def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
-    run = composed_run(**{**NODE_800T, "recipe__rollout__data_parallel_size": 8})
-    assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
-    more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
-    assert not more.ok and "has 32 experts, MC2 allows 24" in more.detail

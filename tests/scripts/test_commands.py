@@ -58,6 +58,7 @@ CLASSES = {
 SCRIPTS = {"smoke": ["smoke"]}
 for run in ("random_init", "true_weight"):
     SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"deepseekv3_256die_{run}"]
+SCRIPTS["train_moonlight_16die"] = ["train", "--config-name", "moonlight_16die"]
 
 
 # {words of a call of our_command, * for a value: a command with such words, which is run}

@@ -51,15 +51,24 @@ def row(number=0, text=None, gold="1", **columns):
     return {"data_source": "x", "reward_model": {"style": "rule", "ground_truth": gold}, **columns}
 
 
+USER = {"role": "user", "content": "1+1?"}
 NULL_CONTENT = row(prompt=[{"role": "user", "content": None}])
 ANSWERED = row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+CALL = {"function": {"name": "add", "arguments": "{}"}}
 BAD = {
-    "null content": (NULL_CONTENT, "prompt: expected role and content in each message, both text, found None as cont"),
-    "null prompt": (row(prompt=None), "prompt: expected text or a list of messages, found none"),
+    "calls": (row(prompt=[{**USER, "tool_calls": [CALL]}]), "the text of prompt leaves out or changes tool_calls;"),
+    "text calls": (row(prompt=[{**USER, "tool_calls": "[]"}]), "prompt: tool_calls is text, which verl hands to"),
+    "no call": (row(prompt=[{**USER, "tool_calls": [{"id": "c1"}]}]), "prompt: expected a function with a name in"),
+    "null content": (
+        NULL_CONTENT,
+        "prompt: expected text or a list of messages, each with role and content, both text; f",
+    ),
+    "null prompt": (row(prompt=None), "prompt: expected text or a list of messages, each .* found null"),
     "assistant": (ANSWERED, "prompt ends with a message of assistant; expected a last message of user or tool"),
-    "null extra_info": (row(extra_info=None), "extra_info is null"),
+    "null extra_info": (row(extra_info=None), "extra_info is None; expected an object, such as"),
     "gold": (row(gold="#### 34"), r"recipe.rewards\[0\] \(maths\): the gold answer .* is '#### 34', a `####` line"),
     "null gold": (row(reward_model=None), ".*the gold answer .* is None"),
+    "a name": (row(prompt=[{**USER, "name": "Ann"}]), "the text of prompt .* changes name;"),
 }
 
 
@@ -73,6 +82,12 @@ def test_a_bad_row_is_refused_by_file_and_row_or_dropped_and_counted(read, kind)
     assert [dataset[n]["index"] for n in range(len(dataset))] == [0, 1, 3]
     report = "data: 3 of 4 rows of .*0.parquet are used; bad and dropped: 1, the first is .*0.parquet, row 2: "
     assert re.match(report, dataset.row_report)
+
+
+def test_tools_that_verls_prompts_leave_out_are_refused(read):
+    with pytest.raises(ConfigError, match="row 1: the text of prompt leaves out or changes tools; remove it from the"):
+        read([row(tools=None), row(tools='[{"name": "add"}]')])
+    assert len(read([row(tools=None)])) == 1
 
 
 def test_good_rows_are_those_of_verl_and_need_no_report(read, tokenizer, monkeypatch):
@@ -104,16 +119,15 @@ def test_prompts_over_the_limit_are_counted_and_left_out_cut_or_refused(read, mo
 
 def test_files_that_verl_cannot_join_are_refused(read):
     texts = [row(n, extra_info={"index": f"u-{n}"}) for n in range(2)]
-    words = "1.parquet: column extra_info is .*string.*; expected .*int64.*, as in .*0.parquet"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=r"same types, in .*0.parquet, .*1.parquet; found .* key index of"):
         read([row()], texts)
     assert len(read(texts)) == 2
     without = [{name: value for name, value in row().items() if name != "extra_info"}]
-    with pytest.raises(ConfigError, match="1.parquet: column extra_info is absent"):
+    with pytest.raises(ConfigError, match="1.parquet, row 0: extra_info is None"):
         read([row()], without)
     assert len(read(without)) == 1
-    with pytest.raises(ConfigError, match="1.parquet: column reward_model is .*int64.*; expected .*string"):
-        read([row()], [row(gold=1)])
+    with pytest.raises(ConfigError, match="0.parquet, row 0: reward_model is '1'; expected an object, such as {ground"):
+        read([row(reward_model="1")])
 
 
 def test_images_are_refused_for_a_model_of_text(read):

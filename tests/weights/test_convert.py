@@ -27,7 +27,7 @@ from tests.weights.cases import (
 )
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.model_folder import INDEX, MTP_LAYERS
+from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.shared_files import lock_file
@@ -121,6 +121,9 @@ def test_fp8_to_bf16_and_megatron_and_back_to_fp8(tmp_path):
     run(tmp_path / "megatron", tmp_path / "from_megatron")
     assert is_same(read_folder(tmp_path / "from_megatron"), values)
     run(tmp_path / "megatron", tmp_path / "again", dtype="fp8")
+    settings = json.loads((tmp_path / "again" / "config.json").read_text())
+    settings[QUANTIZATION]["scale_fmt"] = "ue8m0"  # as DeepSeek-V3.1 has it, whose scales are powers of two in fp32
+    (tmp_path / "again" / "config.json").write_text(json.dumps(settings))
     run(tmp_path / "again", tmp_path / "last")
     assert open_source(tmp_path / "again").block == (128, 128)
     again, last = in_fp8(values)
@@ -144,12 +147,13 @@ def test_fp32_is_kept_or_rounded_and_the_bias_never(tmp_path):
         run(tmp_path / "hf", tmp_path / "mixed", SMALL_LAYOUT)
 
 
-def test_layers_for_multi_token_prediction_are_left_out(tmp_path, small):
+def test_layers_for_multi_token_prediction_and_rotary_frequencies_are_left_out(tmp_path, small):
     tensors = make_folder(tmp_path / "other", SMALL)
     more = {
         "model.layers.2.eh_proj.weight": torch.ones(2, 2),
         "model.layers.2.mlp.x.weight_scale_inv": torch.ones(1, 1),
     }
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)} | more  # as in Moonlight's files
     store(small, tensors | more)
     (small / "config.json").write_text(json.dumps(SMALL | {MTP_LAYERS: 1}))
     assert open_source(small).left_out == tuple(more)

@@ -166,7 +166,8 @@ def _require_startable(run: RunSpec) -> str:
     Return a sentence that names the rows that the user has switched off.
     """
     require_trees(run)
-    require_loggers(run.verl.trainer.logger, None if run.recipe.ray_address else os.environ)
+    if run.recipe.ray_address is None:  # otherwise the controller, which checks its own, has the variables of that Ray
+        require_loggers(run.verl.trainer.logger, os.environ)
     run_folder.require_start(run)
     require_checks(RULES.checks(run))
     _refuse_planned_keys(run)
@@ -276,7 +277,7 @@ def search_layouts(
     if failed := [check for rule in RULES.files for check in rule(run) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in failed))
     dies = run.world_size if dies is None else dies
-    with progress_bar("layouts planned", None, "") as advance:
+    with progress_bar("layouts tried", None, "") as advance:
         layouts = search(run, RULES.sizes, dies, workload, top, advance)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
 

@@ -90,7 +90,7 @@ def convert_command(
         print_json(result)
         return
     left_out = (
-        f"; left out: {len(opened.left_out)} tensors of layers beyond num_hidden_layers (multi-token prediction)"
+        f"; left out: {len(opened.left_out)} tensors of multi-token prediction or of rotary frequencies"
         if opened.left_out
         else ""
     )

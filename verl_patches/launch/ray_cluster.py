@@ -11,6 +11,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError, RecipeError, our_command
+from verl_patches.plan.memory_plan import DEVICE_FOLDER
 from verl_patches.platform import NO_DEVICE
 from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
@@ -113,6 +114,11 @@ def require_nodes(run: RunSpec) -> None:
             raise ConfigError(
                 f"ray_init.num_cpus is {cpus}; expected {workers + 1} or more, one for each worker and one for the "
                 "controller, as Ray would wait for them without end; these need not be cores. Raise it, or set null"
+            )
+        if run.platform == "npu" and (found := len([*DEVICE_FOLDER.glob("davinci[0-9]*")])) < workers:
+            raise ConfigError(
+                f"trainer.n_gpus_per_node is {workers}, but this machine has {found} NPUs ({DEVICE_FOLDER}/davinci*); "
+                "lower it, give the container more, or set recipe.ray_address to join a Ray of several nodes"
             )
         _require_object_store(run, object_store_bytes(run))
 

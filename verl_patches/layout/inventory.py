@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import config_mismatches, read_config, rename_to_deepseek_v3
+from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.values import Count, Natural, field_types, value_faults
 
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # a value model's head; HF's ...ForSequenceClassification has no bias
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # dtypes of a model; single tensors of it may be fp8
-_NAMING_KEYS = ("model_type", "tie_word_embeddings", "attention_bias")  # keys on which the names of tensors depend
+# keys that tell DeepSeek-V3's family from other models with such names; the names of tensors depend on the last two
+_FAMILY_KEYS = ("model_type", "scoring_func", "tie_word_embeddings", "attention_bias")
 
 
 class Parameter(NamedTuple):
@@ -91,11 +92,9 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     (model_folder.REQUIRED_VALUES).
     """
     where = "HF config"
-    if isinstance(config, Mapping):
-        rename_to_deepseek_v3(config := dict(config))
-    else:
+    if not isinstance(config, Mapping):
         where, config = str(config), read_config(config)
-    if fault := config_mismatches({"model_type": "none", **config}, _NAMING_KEYS):
+    if fault := config_mismatches({"model_type": "none", **config}, _FAMILY_KEYS):
         raise ConfigError(f"{where} does not describe a DeepSeek-V3 model: {fault}")
     types = field_types(ModelShape)
     required = dict.fromkeys(field.name for field in fields(ModelShape) if field.default is MISSING)

@@ -63,8 +63,19 @@ _TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return config.json (the file, or the folder that holds it) as training reads it; ConfigError without it."""
-    config = without_fp8_and_mtp(read_stored_config(path))
+    """Return config.json (the file, or the folder that holds it) as training reads it; ConfigError without it.
+
+    Raise ConfigError too for weights in another format than bf16 and DeepSeek's FP8, such as Kimi-K2-Thinking's int4.
+    """
+    config = read_stored_config(path)
+    stored = config.get(QUANTIZATION)
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if method not in (None, "fp8"):
+        raise ConfigError(
+            f"{path}: {QUANTIZATION} has quant_method {method!r}, expected 'fp8' or no {QUANTIZATION}: beside bf16, "
+            "only DeepSeek's FP8 is supported; give a folder in one of these"
+        )
+    config = without_fp8_and_mtp(config)
     rename_to_deepseek_v3(config)
     return config
 
@@ -176,8 +187,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def config_mismatches(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED_VALUES) -> str:
     """Return those of `keys` whose values differ from `REQUIRED_VALUES` in a config, as text; empty without any."""
-    found = {key: config[key] for key in keys if config.get(key) not in (None, REQUIRED_VALUES[key])}
-    return ", ".join(f"{key} is {value!r}, expected {REQUIRED_VALUES[key]!r}" for key, value in found.items())
+    accepted = {key: (value,) for key, value in REQUIRED_VALUES.items()} | {"model_type": MODEL_TYPES}
+    found = {key: config[key] for key in keys if config.get(key) not in (None, *accepted[key])}
+    return ", ".join(f"{k} is {v!r}, expected {' or '.join(map(repr, accepted[k]))}" for k, v in found.items())
 
 
 def edit_for_training(hf_config: Any) -> None:

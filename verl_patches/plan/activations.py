@@ -22,8 +22,9 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
     shared     3 b T f shared / tp                         as dense_mlp
 
 w is the head width padded to a multiple of 128, 256 at 671B; with `unpadded` q and k have their own width and v is a
-part of kv_b_proj's output. moe_alltoall_overlap_comm saves the same bytes; those that it holds at once are not
-modelled, nor are context parallelism, dynamic batches and fragmentation.
+part of kv_b_proj's output. Under context parallelism T is a rank's part of the tokens: Ulysses has all tokens of 1/CP
+of the heads in attention. moe_alltoall_overlap_comm saves the same bytes; those that it holds at once are not
+modelled, nor are dynamic batches and fragmentation.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def recomputed_layers(layers: PerStage, stage: int) -> int:
 class Passes:
     """Hold what decides a run's activations beside model and layout.
 
-    `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
-    replica. `recompute_layers`: layers of a stage whose activations are recomputed in backward, one number for all
-    stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
-    `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
+    `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch on a rank. `micro_batches`: of an
+    update on one replica. `recompute_layers`: layers of a stage whose activations are recomputed in backward, one
+    number for all stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method
+    block. `imbalance`: rows of the busiest rank's experts over the mean. `unpadded`: recipe.train.unpadded_attention.
     `entropy`: whether the update's loss has it. `chunked_logits`: whether log-probs are computed in chunks (rows
     logprob.*). `recorded_tokens`: tokens of a replica's step whose routed experts are recorded
     (recipe.train.routing_replay). `gemm_gradient_accumulation_fusion`, `gradient_accumulation_fusion`: whether weight

@@ -41,6 +41,12 @@ MARGIN_BYTES = 5 * 10**9
 CHECKPOINTING_KEY = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
 LAYERS_KEY = f"{_KWARGS}num_layers"
+# {phase: key of the samples of its micro batches}: what to lower where the logits or activations of a pass do not fit
+_MICRO_BATCH_KEYS = {
+    "ref": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "old_log_prob": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "rm_scores": "reward_model.micro_batch_size_per_gpu",
+}
 
 
 class RunMemory(NamedTuple):
@@ -180,7 +186,7 @@ def with_recompute(run: RunSpec) -> RunSpec:
 def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
     """Return a sentence for each group of phases that a die of `room` bytes cannot hold, grouped by the largest terms.
 
-    It says how much the die needs, of which terms, in which phases.
+    It says how much the die needs, of which terms, in which phases, and which key to lower where a pass is the most.
     """
     short = [phase for phase in phases if phase["peak_bytes"] > room]
     failing: dict[tuple, list[dict[str, Any]]] = {}  # phases that fail alike, such as wake_kv and rollout
@@ -193,7 +199,9 @@ def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
         terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
         names = ", ".join(each["phase"] for each in phases)
         need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {room / 1e9:.2f}"
-        sentences.append(f"{names}: die {rank} needs {need}; largest: {terms}")
+        keys = [_MICRO_BATCH_KEYS[each["phase"]] for each in phases if each["phase"] in _MICRO_BATCH_KEYS]
+        todo = f"; lower {' and '.join(keys)}" if keys and largest[0] in ("logits", "working_activations") else ""
+        sentences.append(f"{names}: die {rank} needs {need}; largest: {terms}{todo}")
     return sentences
 
 
@@ -245,10 +253,10 @@ def recomputation(run: RunSpec) -> tuple[PerStage, int]:
 def run_passes(run: RunSpec, replicas: int) -> Passes:
     """Return the passes whose activations a plan counts, at the longest samples.
 
-    On line a3, which alone counts them, verl sizes micro batches in samples.
+    On line a3, which alone counts them, verl sizes micro batches in samples; a rank has 1/CP of a sample's tokens.
     """
     data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
-    longest, actor = run.longest_tokens, section.actor
+    longest, actor = -(-run.longest_tokens // run.train.cp), section.actor
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
     size = actor.ppo_micro_batch_size_per_gpu or 1  # another check refuses null
     layers, together = recomputation(run)

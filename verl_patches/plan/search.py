@@ -32,8 +32,8 @@ MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
 GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
 _TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
 PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
-# a search ends when so many pairs were planned, or passed; a smaller `top` ends none earlier, as costs are not exact
-_MOST_PLANS, _FEWEST_RESULTS = 60, 12
+# a search ends when so many pairs were tried, planned or passed; a smaller `top` ends none earlier: costs are not exact
+_MOST_PAIRS, _MOST_PLANS, _FEWEST_RESULTS = 120, 60, 12
 
 
 def search(
@@ -47,7 +47,7 @@ def search(
     """Return the `top` best layouts of the run's model and batch on `dies` that keep `rules` and pass a plan.
 
     The best comes first; total_s, tokens_per_s_per_die and phases are None on machines without seconds. advance: called
-    for each layout that is planned. Raises ConfigError for another platform than npu, another line than a3, dies that
+    for each layout that is tried. Raises ConfigError for another platform than npu, another line than a3, dies that
     do not fill nodes, and where nothing fits, which names the most layers that would.
     """
     machine = run.hardware
@@ -71,6 +71,9 @@ def search(
     if not splits:
         experts = base.model.n_routed_experts
         raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
+    refusals = ["; ".join(hccl.mc2_faults(machine.mc2, base.model, ranks, tokens=1)) for ranks in splits]
+    if hccl.decodes_by_mc2(base) and all(refusals):
+        raise ConfigError(f"plan --search: {min(refusals, key=len)}")
 
     def list_layouts(tried: RunSpec, wanted: int) -> tuple[list[dict[str, Any]], Counter[str]]:
         return _list_layouts(tried, rules, workload, splits, given, wanted, advance)
@@ -103,23 +106,31 @@ def _list_layouts(
     wanted: int,
     advance: Callable[[int], Any],
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return (rows of the first layouts that pass a plan, `wanted` at most; how often each reason refused one)."""
-    listed, refused, step = [], Counter[str](), step_input(run, workload)
+    """Return (rows of the first layouts that pass a plan, `wanted` at most; how often each reason refused one).
+
+    Memory comes first: costs do not know that a weight sync holds both sides' weights, so that the cheapest pairs of a
+    model that just fits are refused by it, and the rest of a plan takes most of the time.
+    """
+    listed, refused, step, planned = [], Counter[str](), step_input(run, workload), 0
     rollouts = list(_rollout_sides(run, step, splits))
     pairs = itertools.product(_train_sides(run, step, splits), rollouts)
-    for train, rollout in heapq.nsmallest(_MOST_PLANS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
+    for train, rollout in heapq.nsmallest(_MOST_PAIRS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         advance(1)
+        keys = given | train[1] | rollout[1]
         try:
-            listed.append(_plan_candidate(run, rules, workload, given | train[1] | rollout[1]))
+            tried = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
+            peak_bytes = _fitting_peak(tried)
+            planned += 1
+            listed.append(_plan_candidate(tried, rules, workload, keys) | {"peak_bytes": peak_bytes})
         except ConfigError as error:
             refused[" ".join(str(error).split())] += 1
-        if len(listed) == wanted:
+        if len(listed) == wanted or planned == _MOST_PLANS:
             break
     if not (listed or refused):
         side = (
             "training layout fits a die"
             if rollouts
-            else "rollout layout fits a die, among instances whose number of ranks the MC2 operator (if used) accepts"
+            else "rollout layout fits a die, among those that the MC2 operator (if used) accepts"
         )
         refused[f"memory: no {side}"] += 1
     return listed, refused
@@ -155,13 +166,17 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
 
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
-    """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
-    machine, sizes = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes
+    """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response.
+
+    A run that does not split experts has instances of TP ranks alone.
+    """
+    machine, sizes, by_mc2 = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes, hccl.decodes_by_mc2(run)
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
-    for tp, ranks in itertools.product(_TP_SIZES, splits):
-        if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
+    cut = not run.recipe.rollout.enable_expert_parallel
+    for tp, ranks in zip(_TP_SIZES, _TP_SIZES, strict=True) if cut else itertools.product(_TP_SIZES, splits):
+        if ranks % tp or (by_mc2 and hccl.mc2_faults(machine.mc2, step.model, ranks, tokens=1)):
             continue
-        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
+        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=not cut)
         seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
         graphs = [*(size for size in sizes or () if size < seqs), seqs]
         keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}
@@ -180,20 +195,26 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
             yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
 
 
+def _fitting_peak(run: RunSpec) -> int:
+    """Return the peak bytes of a run's fullest die; raise ConfigError unless it leaves MARGIN_BYTES."""
+    peaks, margin = memory_plan.followed_peaks(run), memory_plan.MARGIN_BYTES
+    if short := memory_plan.memory_shortages(peaks["phases"], run.hardware.seen_bytes - margin):
+        raise ConfigError(f"memory: modelled, with {margin / 1e9:g} GB left: {'; '.join(short)}")
+    return peaks["peak_bytes"]
+
+
 def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of one candidate; raise ConfigError where its plan refuses it."""
-    run = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
+    """Return the row of one candidate, which `keys` made; raise ConfigError where its plan refuses it."""
     checks, figures = plan.plan_figures(run, (check for rule in rules for check in rule(run)), workload)
-    require_checks(replace(check, ok=check.ok and not (check.name == "memory" and check.note)) for check in checks)
+    require_checks(checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     host = figures["memory"]["host"]
     return {
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
         "sent_bytes": sum(figures["traffic"]["sent"].values()),
         "train": str(run.train),
-        "rollout": f"{rollout.edp} x (DP{rollout.ep // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
+        "rollout": f"{rollout.edp} x (DP{rollout.ep * rollout.etp // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
         "recompute_layers": layers,
-        "peak_bytes": memory_plan.followed_peaks(run)["peak_bytes"],
         "host": {name: host[name] for name in ("node_bytes", "limit_bytes")},
         "overrides": as_overrides(keys | memory_plan.recompute_keys(layers)),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan.expected import served_bytes
 from verl_patches.plan.memory_plan import cached_inventory
+from verl_patches.rollout.checks import ascend_checks
 from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
 from verl_patches.spec import RunSpec
@@ -45,10 +47,10 @@ def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
     return {**alone, **sizes}
 
 
-def _single_instance(run: RunSpec, dp: int, dies: int) -> RunSpec:
-    """Return `run` as one instance of `dp` x tp ranks with experts split over them, on nodes of `dies`."""
-    layout = rollout_layout(1, dp, run.rollout.tp)
-    rollout = replace(run.recipe.rollout, data_parallel_size=dp, instances=1, enable_expert_parallel=True)
+def _single_instance(run: RunSpec, dp: int, dies: int, split: bool) -> RunSpec:
+    """Return `run` as one instance of `dp` x tp ranks on nodes of `dies`; experts are split over ranks, or cut."""
+    layout = rollout_layout(1, dp, run.rollout.tp, expert_parallel=split)
+    rollout = replace(run.recipe.rollout, data_parallel_size=dp, instances=1, enable_expert_parallel=split)
     recipe = replace(run.recipe, rollout=rollout, objective=replace(run.recipe.objective, name="rl"))
     nodes = {"trainer.nnodes": layout.world_size // dies, "trainer.n_gpus_per_node": dies}
     return replace(run.with_verl(nodes), recipe=recipe, train=ParallelLayout(layout.world_size), rollout=layout)
@@ -61,26 +63,29 @@ def instance_checks(run: RunSpec) -> list[Check]:
     if need > share:
         text += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
         text += f"; {serving_text(serving_plan(run))}"
-    return [*hccl.hccl_checks(run), Check("memory", need <= share, text)]
+    return [*hccl.hccl_checks(run), *ascend_checks(run), Check("memory", need <= share, text)]
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:
     """Return {nodes, dies, dtype, dp, die_bytes, share_bytes} of the rollout instance that needs the fewest nodes.
 
     dies: of a node. dp: its recipe.rollout.data_parallel_size. die_bytes: weights on the fullest die with the KV of one
-    longest response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run. If no number of
-    nodes suffices, nodes and the last three are None.
+    longest response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run; one that does not
+    split experts is tried as it is, then with experts split over whole nodes. If no number of nodes suffices, nodes
+    and the last three are None.
     """
     dies, tp = run.hardware.node_dies, run.rollout.tp
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
-    for ranks in range(dies, experts + 1, dies):
-        if experts % ranks or ranks % tp:
-            continue
-        tried = _single_instance(run, ranks // tp, dies)
+    sizes = [(ranks, True) for ranks in range(dies, experts + 1, dies) if not (experts % ranks or ranks % tp)]
+    if not run.recipe.rollout.enable_expert_parallel and tp <= dies:
+        sizes.insert(0, (tp, False))
+    for ranks, split in sizes:
+        tried = _single_instance(run, ranks // tp, min(dies, ranks), split)
         need, share = _die_bytes(tried)
         if need <= share and hccl.check_machine(tried).ok:
-            return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
+            nodes = math.ceil(ranks / dies)
+            return {**found, "nodes": nodes, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
     return {**found, **dict.fromkeys(("nodes", "dp", "die_bytes", "share_bytes"))}
 
 

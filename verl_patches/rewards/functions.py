@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_KEYWORDS = "data_source", "solution_str", "ground_truth", "extra_info"
 _RESULTS = "a finite number, a dict or a dataclass with `score`, or (score, dict), for one response"
 
 
@@ -31,20 +30,17 @@ class ResultError(Exception):
 def score_response(path: str, name: str, kwargs: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> Any:
     """Return (score, other values) that function `name` of the file gives for verl's keywords of one response.
 
-    Without keywords the function is only loaded and its signature checked; the result is then True, which a
-    HelperProcess expects of its trial.
+    Without keywords the function is only loaded; the result is then True, which a HelperProcess expects of its trial.
     """
     function, where = _load_function(path, name)
-    if keywords is not None:
-        return read_result(function(**keywords, **kwargs), where)
+    if keywords is None:
+        return True
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_KEYWORDS), **kwargs)
+        inspect.signature(function).bind(**keywords, **kwargs)
     except TypeError as error:
-        expected = f"{name}({', '.join([*_KEYWORDS, *kwargs])})"
+        expected = f"{name}({', '.join([*keywords, *kwargs])})"
         raise ResultError(f"{where}: {error}; expected {expected}, called once for each response") from None
-    except ValueError:
-        pass  # a function in C need not have a signature
-    return True
+    return read_result(function(**keywords, **kwargs), where)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ compares answers must give it 1: maths, by_source, and verl's own maths scores b
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ class GoldCheck:
     def __init__(self, parts: Sequence[Part], verls_score: Callable[..., Any]):
         self.skipped = [part for part in parts if part.entry.name == "python"]
         self._parts = [part for part in parts if part.entry.name in ("maths", "by_source", "learnable", "data_source")]
-        self._verls_score, self._sources = verls_score, set[str]()  # sources that verl has a score for
+        self._verls_score = verls_score
 
     def row_fault(self, source: str, prompt: str, gold: Any, extra_info: Mapping[str, Any] | None) -> str | None:
         """Return why a right answer to `prompt` would not score 1, and what to do; None if it would."""
@@ -71,7 +72,7 @@ class GoldCheck:
             known = ", ".join(learnable.KINDS)
             return None if gold in learnable.KINDS else f"the gold answer is {gold!r:.60}; expected one of {known}"
         if name == "data_source" and not _VERLS_MATHS.fullmatch(source):
-            return self._source_fault(source)
+            return _source_fault(self._verls_score, source)
         if fault := gold_fault(gold):
             return f"the gold answer (reward_model.ground_truth) {fault}: {_REMEDY}"
         text = maths.last_box(str(gold)) or str(gold).strip()
@@ -89,18 +90,17 @@ class GoldCheck:
         )
         return f"the gold answer {form} scores below 1, and so would right answers; use in recipe.rewards {remedy}"
 
-    def _source_fault(self, source: str) -> str | None:
-        if source in self._sources:
-            return None
-        try:
-            self._verls_score(source, "", "0")
-        except NotImplementedError:
-            remedy = "name another reward in recipe.rewards, or build with a data_source of verl.utils.reward_score"
-            return f"verl has no score for data_source {source!r}; {remedy}"
-        except Exception:  # it is known, and needs more than an empty answer
-            pass
-        self._sources.add(source)
-        return None
+
+@functools.cache
+def _source_fault(verls_score: Callable[..., Any], source: str) -> str | None:
+    try:
+        verls_score(source, "", "0")
+    except NotImplementedError:
+        remedy = "name another reward in recipe.rewards, or build with a data_source of verl.utils.reward_score"
+        return f"verl has no score for data_source {source!r}; {remedy}"
+    except Exception:  # it is known, and needs more than an empty answer
+        pass
+    return None
 
 
 def _is_right(result: Any) -> bool:

@@ -1,7 +1,7 @@
 """Call an importable function in a helper process with limits of CPU time, wall-clock time and memory.
 
-The kernel ends the process at a limit; a Python signal handler cannot stop one long C call, such as 10**10**10. A
-function may set SIGALRM for itself, so the parent ends the process soon after its wall-clock limit.
+The kernel ends the process at its limit of CPU time, and the parent at that of wall-clock time; a Python signal handler
+cannot stop one long C call, such as 10**10**10.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from verl_patches.errors import ConfigError
 MEMORY_BYTES = 1 << 30  # limit of the helper's memory beyond its imports
 _WALL_FACTOR = 4.0  # a call's wall-clock limit over its CPU limit
 _TRIAL_LIMITS_S = 60.0, 240.0  # limits of the trial call: CPU, wall clock
-_GRACE_S = 1.0  # from the wall-clock limit of a call to its end by the parent
 
 
 class CallError(Exception):
@@ -49,25 +48,24 @@ class HelperProcess:
         self._lock = threading.Lock()
         self._process: Popen[bytes] | None = None
 
-    def call(self, *arguments: Any, cpu_limit_s: float | None = None, wall_limit_s: float | None = None) -> Any:
+    def call(self, *arguments: Any, cpu_limit_s: float = 0.0, wall_limit_s: float | None = None) -> Any:
         """Return the function's result, or raise CallError; replace a lost process once.
 
         Without `wall_limit_s` it is 4 times the limit of CPU time; without `cpu_limit_s` only the clock counts.
         """
-        wall_s = wall_limit_s or _WALL_FACTOR * (cpu_limit_s or 0.0)
+        wall_s = wall_limit_s or _WALL_FACTOR * cpu_limit_s
         with self._lock:
             for _ in range(2):
                 process, self._process = self._process or self._start(), None  # put back after a reply
                 began = time.monotonic()
-                reply = _reply(process, arguments, (cpu_limit_s or 0.0, wall_s))
+                reply = _reply(process, arguments, cpu_limit_s, wall_s)
                 if reply is not None:
                     self._process = process
                     result, error, trace = reply
                     if error:
                         raise CallError(error) from RuntimeError(trace)
                     return result
-                over = time.monotonic() - began > wall_s
-                if over or process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
+                if time.monotonic() - began > wall_s or process.returncode == -signal.SIGPROF:
                     cpu = f"{cpu_limit_s} s of CPU time, or " if cpu_limit_s else ""
                     raise LimitError(f"more than {cpu}{wall_s:g} s by the clock")
         raise CallError(f"the helper process ended twice, the last time with exit code {process.returncode}")
@@ -78,7 +76,7 @@ class HelperProcess:
         # The import path is that of this process, as a Ray worker finds this package where its driver put it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, start_new_session=True)
-        result, error, trace = _reply(process, self._trial, _TRIAL_LIMITS_S) or (None, "no reply", "")
+        result, error, trace = _reply(process, self._trial, *_TRIAL_LIMITS_S) or (None, "no reply", "")
         if not result:
             process.kill()
             found = error or f"{result} for a trial with {self._trial}"
@@ -90,17 +88,14 @@ class HelperProcess:
 
 
 def _reply(
-    process: Popen[bytes], arguments: tuple[Any, ...], limits_s: tuple[float, float]
+    process: Popen[bytes], arguments: tuple[Any, ...], cpu_limit_s: float, wall_limit_s: float
 ) -> tuple[Any, str, str] | None:
-    """Return (result, error, traceback) of one call; None if the process was lost and has ended.
-
-    limits_s: of CPU time, 0 for none, and by the clock.
-    """
+    """Return (result, error, traceback) of one call; None if the process was lost and has ended."""
     assert process.stdin and process.stdout
     try:
-        pickle.dump((arguments, limits_s), process.stdin)
+        pickle.dump((arguments, cpu_limit_s), process.stdin)
         process.stdin.flush()
-        if not select.select([process.stdout], [], [], limits_s[1] + _GRACE_S)[0]:
+        if not select.select([process.stdout], [], [], wall_limit_s)[0]:
             process.kill()
         return pickle.load(process.stdout)
     except (BrokenPipeError, EOFError, pickle.UnpicklingError):  # UnpicklingError: it ended within a reply
@@ -112,22 +107,19 @@ def _reply(
 
 def serve(function: str, memory_bytes: int) -> None:
     """Reply to each call on standard input, until it closes; the memory limit holds after the first call."""
-    for number in (signal.SIGPROF, signal.SIGALRM):  # end this process, even in a long C call
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends this process, even in a long C call
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep the function's prints out of the replies
 
     def answer_call() -> None:
-        arguments, (cpu_s, wall_s) = pickle.load(sys.stdin.buffer)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        arguments, cpu_limit_s = pickle.load(sys.stdin.buffer)
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         try:
             reply = pickle.dumps((pkgutil.resolve_name(function)(*arguments), "", ""))
         except Exception as why:  # MemoryError and RecursionError too
             reply = pickle.dumps((None, f"{type(why).__name__}: {why}", traceback.format_exc()))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(reply)
         replies.flush()
 

@@ -7,7 +7,6 @@ one response after the other, as in verl's `naive` manager; a `python` entry wit
 from __future__ import annotations
 
 import functools
-import math
 import numbers
 import time
 import traceback
@@ -33,17 +32,19 @@ _FUNCTIONS = {
     "format": maths.format_score,
 }
 MADE_UP_ANSWER = r"This is a made-up answer: \boxed{0}"
-TRY_S = 120.0  # limit of loading a file, and of a part's call for the made-up answer, without timeout_s
-# (verl's keywords of a response, its tokens) -> (score, other values); None for a reward model
-Score = Callable[[dict[str, Any], int], tuple[float, dict[str, Any]]]
+TRY_S = 120.0  # limit of a part's call for the made-up answer, which loads a file, without timeout_s
 
 
 class Sample(NamedTuple):
-    """Hold verl's keywords of a response, its number of tokens, and the words that name it in errors."""
+    """Hold verl's keywords of a response, its number of tokens, the words that name it in errors, RM_SCORES of it."""
 
     keywords: dict[str, Any]
     tokens: int
     place: str
+    model_scores: Sequence[float] = ()
+
+
+Score = Callable[[Sample], tuple[float, dict[str, Any]]]  # returns (score, other values)
 
 
 class RewardError(RecipeError):
@@ -54,11 +55,11 @@ class RewardError(RecipeError):
 class RewardManager:
     """Compute rewards of a batch; called like verl's reward managers.
 
-    validates: for verl's validation, which runs no reward model, so that a reward model's part is left out.
+    validates: for verl's validation, whose columns have neither parts' other numbers nor seconds.
     first: {label of a part: values beside the score of its first response}, whose keys all others must have.
     """
 
-    parts: Sequence[tuple[Part, Score | None]]
+    parts: Sequence[tuple[Part, Score]]
     tokenizer: Any
     reward_fn_key: str
     validates: bool = False
@@ -89,16 +90,17 @@ class RewardManager:
 
         Raises ConfigError for all that would fail at a real answer, and where a part takes more than TRY_S.
         """
-        sample, scores = self._sample(row, MADE_UP_ANSWER, 1, f"a made-up answer to {where}"), []
+        sample, scores = Sample(self._keywords(row, MADE_UP_ANSWER), 1, f"a made-up answer to {where}"), []
         for part, score in self.parts:
-            if score is not None:
-                began = time.perf_counter()
-                try:
-                    with functions.time_limit(TRY_S) if part.entry.timeout_s is None else nullcontext():
-                        value, self.first[part.label] = score(sample.keywords, sample.tokens)
-                except Exception as error:
-                    raise ConfigError(str(part_error(part, error, sample.place))) from error
-                scores.append(f"{part.label} {value:g} ({time.perf_counter() - began:.1f} s)")
+            if part.entry.name == "reward_model":  # no model runs yet
+                continue
+            began = time.perf_counter()
+            try:
+                with functions.time_limit(TRY_S) if part.entry.timeout_s is None else nullcontext():
+                    value, self.first[part.label] = score(sample)
+            except Exception as error:
+                raise ConfigError(str(part_error(part, error, sample.place))) from error
+            scores.append(f"{part.label} {value:g} ({time.perf_counter() - began:.1f} s)")
         return ", ".join(scores)
 
     def _add_up(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
@@ -107,27 +109,13 @@ class RewardManager:
         rewards, columns = torch.zeros(responses.shape), dict[str, list[Any]]()
         totals, seconds = torch.zeros(len(responses), dtype=torch.float64), [0.0] * len(responses)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
-        scores, expected = data.batch.get(RM_SCORES, None), (sum(score is None for _, score in self.parts),)
-        model_index = 0
         for part, score in self.parts:
             name = f"{REWARD_PREFIX}{part.label}"
-            if score is not None:
-                values, more = self._results(part, score, samples, seconds)
-                columns = more | columns
-                for key, column in () if self.validates else more.items():
-                    if all(isinstance(value, numbers.Real) for value in column):
-                        columns[f"{name}/{key}"] = column
-            elif self.validates:
-                continue
-            elif scores is None or scores.shape[1:] != expected:
-                found = "none" if scores is None else f"{list(scores.shape)}"
-                shape = f"{[len(responses), *expected]}, found {found}; patch row reward.models must be on"
-                raise RewardError(f"{part}: expected {RM_SCORES} [responses, reward models] of shape {shape}")
-            else:
-                values, model_index = scores[:, model_index].tolist(), model_index + 1
-                for row, value in enumerate(values):
-                    if not math.isfinite(value):
-                        raise RewardError(f"{part}, sample {row} of the batch: expected a finite score, found {value}")
+            values, more = self._results(part, score, samples, seconds)
+            columns = more | columns
+            for key, column in () if self.validates else more.items():
+                if all(isinstance(value, numbers.Real) for value in column):
+                    columns[f"{name}/{key}"] = column
             totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
             columns[name] = values
         if samples and not self.validates:
@@ -136,20 +124,26 @@ class RewardManager:
         return rewards, columns
 
     def _samples(self, data: DataProto, lengths: Sequence[int]) -> list[Sample]:
+        responses, models = data.batch["responses"], sum(part.entry.name == "reward_model" for part, _ in self.parts)
+        scores = data.batch.get(RM_SCORES, None) if models else torch.empty(len(responses), 0)
+        if scores is None or scores.shape[1:] != (models,):
+            found = "none" if scores is None else f"{list(scores.shape)}"
+            shape = f"{[len(responses), models]}, found {found}; patch row reward.models must be on"
+            raise RewardError(f"recipe.rewards: expected {RM_SCORES} [responses, reward models] of shape {shape}")
         samples = []
-        for number, (ids, tokens) in enumerate(zip(data.batch["responses"], lengths, strict=True)):
+        for number, (ids, tokens) in enumerate(zip(responses, lengths, strict=True)):
             row = {name: column[number] for name, column in data.non_tensor_batch.items()}
             uid = f", uid {row['uid']}" if "uid" in row else ""
             place = f"sample {number} of the batch (data_source {row.get(self.reward_fn_key)!r}{uid})"
             text = self.tokenizer.decode(ids[:tokens], skip_special_tokens=True)
-            samples.append(self._sample(row, text, tokens, place))
+            samples.append(Sample(self._keywords(row, text), tokens, place, scores[number].tolist()))
         return samples
 
-    def _sample(self, row: Mapping[str, Any], response: str, tokens: int, place: str) -> Sample:
-        """Return a response to a row of the data; None stands for what the row lacks."""
+    def _keywords(self, row: Mapping[str, Any], response: str) -> dict[str, Any]:
+        """Return verl's keywords of a response to a row of the data; None stands for what the row lacks."""
         gold = (row.get("reward_model") or {}).get("ground_truth")
-        keywords = {"data_source": row.get(self.reward_fn_key), "ground_truth": gold}
-        return Sample({**keywords, "extra_info": row.get("extra_info"), "solution_str": response}, tokens, place)
+        given = {"data_source": row.get(self.reward_fn_key), "ground_truth": gold, "extra_info": row.get("extra_info")}
+        return {**given, "solution_str": response}
 
     def _results(
         self, part: Part, score: Score, samples: Sequence[Sample], seconds: list[float]
@@ -162,7 +156,7 @@ class RewardManager:
         for row, sample in enumerate(samples):
             began = time.perf_counter()
             try:
-                value, found = score(sample.keywords, sample.tokens)
+                value, found = score(sample)
                 if found.keys() != (first := self.first.setdefault(part.label, found)).keys():
                     expected = ", ".join(first) or "none"
                     raise ResultError(f"expected the keys of the first response, {expected}; found {', '.join(found)}")
@@ -198,36 +192,35 @@ def load_parts(original: Callable) -> Callable:
     def load(config: Any, tokenizer: Any, num_examine: int, **kwargs: Any) -> RewardManager:
         longest = config.data.max_response_length
         verls_manager = functools.partial(original, config, tokenizer, num_examine)
-        parts = [(part, _score_function(part, longest, verls_manager)) for part in reward_parts(config)]
-        return RewardManager(parts, tokenizer, config.data.reward_fn_key, validates=num_examine > 0)
+        parts = [part for part in reward_parts(config) if not num_examine or part.entry.name != "reward_model"]
+        models = [part for part in parts if part.entry.name == "reward_model"]
+        scored = [(part, _score_function(part, longest, verls_manager, models)) for part in parts]
+        return RewardManager(scored, tokenizer, config.data.reward_fn_key, validates=num_examine > 0)
 
     return load
 
 
-def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score | None:
+def _score_function(part: Part, longest: int, verls_manager: Callable[[], Any], models: list[Part]) -> Score:
+    """Return the score of a part; `models`: the parts with a reward model, in the order of RM_SCORES."""
     entry, options = part.entry, {}
     if entry.name == "reward_model":
-        return None
+        number = models.index(part)
+        return lambda sample: functions.read_result(sample.model_scores[number], "the model")
     if entry.name == "length":
-        return lambda keywords, tokens: (length_penalty(tokens, longest, entry.penalty_tokens(longest)), {})
+        return lambda sample: (length_penalty(sample.tokens, longest, entry.penalty_tokens(longest)), {})
     if entry.name == "python":
         return _python_score(part)
     if entry.name == "data_source":
         function = verls_manager().compute_score
     else:
         function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in REWARD_KEYS[entry.name]}
-    return lambda keywords, tokens: functions.read_result(function(**keywords, **options), entry.name)
+    return lambda sample: functions.read_result(function(**sample.keywords, **options), entry.name)
 
 
 def _python_score(part: Part) -> Score:
     """Return the score of a Python file's function: called here, or with a time limit in a helper process."""
     given, limit_s = (part.path, part.entry.function, part.entry.kwargs), part.entry.timeout_s
-    if limit_s is not None:
-        helper = HelperProcess(f"{functions.__name__}:score_response", given, memory_bytes=0)
-        return lambda keywords, tokens: helper.call(*given, keywords, wall_limit_s=limit_s)
-    try:
-        with functions.time_limit(TRY_S):
-            functions.score_response(*given)
-    except Exception as error:
-        raise ConfigError(str(part_error(part, error, "while it is loaded"))) from error
-    return lambda keywords, tokens: functions.score_response(*given, keywords)
+    if limit_s is None:
+        return lambda sample: functions.score_response(*given, sample.keywords)
+    helper = HelperProcess(f"{functions.__name__}:score_response", given, memory_bytes=0)
+    return lambda sample: helper.call(*given, sample.keywords, wall_limit_s=limit_s)

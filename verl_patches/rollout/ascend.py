@@ -75,10 +75,13 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
     """Return scores `topk_weights` [tokens, experts] with -inf outside of the `topk_group` best groups of each token.
 
     Replaces native_grouped_topk. DeepSeek-V3 ranks a group by the sum of its two best experts (its inference/model.py),
-    upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
+    upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours. One group, as Moonlight and
+    Kimi-K2 have, is not ranked: decode graphs get no operator for it.
     """
     import torch
 
+    if num_expert_group == 1:
+        return topk_weights
     groups = topk_weights.view(topk_weights.shape[0], num_expert_group, -1)
     best_two = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
     chosen = torch.zeros_like(best_two, dtype=torch.bool)

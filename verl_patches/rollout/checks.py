@@ -11,6 +11,7 @@ from verl_patches.spec import RunSpec
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ASCEND = "recipe.rollout.ascend"
+_DOCUMENTED_HEADS = (32, 64, 128)  # of a rank, for decode of MLA in graphs
 
 
 def rollout_checks(run: RunSpec) -> Iterator[Check]:
@@ -20,7 +21,7 @@ def rollout_checks(run: RunSpec) -> Iterator[Check]:
         return
     rollout, engine, recipe = run.rollout, run.engine, run.recipe.rollout
     experts, heads = run.model.n_routed_experts, run.model.num_attention_heads
-    if rollout.ep <= experts and experts % rollout.ep:
+    if rollout.ep <= experts and experts % rollout.ep and not run.as_npu:  # vllm-ascend's exchanges need equal parts
         per_rank = experts // rollout.ep
         last = experts - (rollout.ep - 1) * per_rank
         yield Check("rollout experts", True, f"{per_rank} of {experts} experts a rank, {last} on the last")
@@ -44,7 +45,8 @@ def rollout_checks(run: RunSpec) -> Iterator[Check]:
 def ascend_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse options with which the pinned vllm-ascend would compute wrongly or wait forever, on NPUs."""
     if run.as_npu and run.samples:
-        for rule in (_scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups):
+        graph_rules = _expert_streams, _decode_heads, _graphs, _graph_sizes
+        for rule in (_scheduler, _prefix_cache, _mixed_batches, *graph_rules, _groups):
             yield from rule(run)
 
 
@@ -97,6 +99,33 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
     )
     text = f"row {row} writes the KV of all tokens in batches of decodes and prefills"
     yield either("mixed batches", row in run.rows, text, fault)
+
+
+def _expert_streams(run: RunSpec) -> Iterator[Check]:
+    """Refuse multistream_moe with experts cut over TP: parts of different tokens are added up, without an error.
+
+    With multistream_moe each TP rank has its own tokens (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).
+    """
+    tp = run.rollout.tp
+    if run.graphs.get("enable_multistream_moe") and tp > 1 and not run.recipe.rollout.enable_expert_parallel:
+        text = (
+            f"{_ASCEND}.multistream_moe is true with experts cut over {tp} TP ranks, expected false, or "
+            "recipe.rollout.enable_expert_parallel=true: an all-reduce would add up outputs of different tokens "
+            "(vllm_ascend.ops.fused_moe.AscendFusedMoE.forward)"
+        )
+        yield Check("expert streams", False, text)
+
+
+def _decode_heads(run: RunSpec) -> Iterator[Check]:
+    """Note a number of heads with which no document says that graphs can decode."""
+    heads = run.model.num_attention_heads // run.rollout.tp
+    if run.graphs and run.platform == "npu" and heads not in _DOCUMENTED_HEADS:
+        text = (
+            f"{heads} a rank, with graphs: npu_fused_infer_attention_score is documented for 32, 64 and 128 "
+            "(op-plugin 7.1.0), vllm-ascend's PR 1404 says that newer CANN takes others; not tried. If a run ends with "
+            f'"MLA only support {{32, 64, 128}}", set {_ASCEND}.graphs=false'
+        )
+        yield Check("decode heads", True, text, note=True)
 
 
 def _graphs(run: RunSpec) -> Iterator[Check]:

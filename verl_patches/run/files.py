@@ -5,7 +5,6 @@ The sizes of what it writes are modelled: checkpoints from the model's parameter
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl_patches.errors import Check, ConfigError, config_error_text, either
 from verl_patches.layout.inventory import SCORE, build_inventory, first_layers, read_model_shape, size_differences
@@ -26,7 +25,6 @@ from verl_patches.run.resolve import model_changes
 from verl_patches.run.run_start import start_checkpoints
 from verl_patches.shared_files import disk_folder, file_fault, free_bytes
 from verl_patches.spec import RunSpec
-from verl_patches.step.objectives.settings import file_columns
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
 from verl_patches.weights.run_folders import value_model_folder
@@ -147,130 +145,63 @@ def _absent_check(name: str, files: Iterable[object], key: str, must_exist: bool
 
 
 def data_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that data files are parquet in verl's schema, and that those for training hold at least a batch.
+    """Check that data files are parquet files; step/rows.py checks their rows.
 
     The trainer's node reads them. A dataset class of the user may read any files.
     """
-    for key, least in zip(_DATA_KEYS, (run.verl.data.train_batch_size, 1), strict=True):
+    for key in _DATA_KEYS:
         files = run.verl.data.get(key.removeprefix("data.")) or []
         files = [files] if isinstance(files, str) else files
-        absent = [file for file in files if not os.path.isfile(file)]
-        if absent:
+        if absent := [file for file in files if not os.path.isfile(file)]:
             yield _absent_check("data", absent, key, key in run.given_keys, "parquet of `data build` (docs/data.md)")
-            continue
-        if has_own_dataset(run.verl.data.custom_cls.path):
+        elif has_own_dataset(run.verl.data.custom_cls.path):
             text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
             yield Check("data", True, text, note=True)
-            continue
-        try:
-            rows = sum(_row_count(file, run) for file in files)
-        except ConfigError as error:
-            yield Check("data", False, f"{key}: {error}")
-            continue
-        if rows < least:
-            yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
+        elif faults := list(filter(None, (config_error_text(_row_count, file) for file in files))):
+            yield Check("data", False, f"{key}: {'; '.join(faults)}")
 
 
-def _row_count(file: str, run: RunSpec) -> int:
-    """Return the number of rows of a parquet file, from its footer.
+def _row_count(file: str) -> int:
+    """Return the number of rows of a parquet file, from its footer; raise ConfigError where it cannot be read."""
+    from pyarrow import ArrowException, parquet  # imported here, as most commands read no data
 
-    Raise ConfigError where the file cannot be read or lacks a column.
-    """
-    from pyarrow import ArrowException, parquet, types  # imported here, as most commands read no data
-
-    def is_list(kind: Any) -> bool:
-        return types.is_list(kind) or types.is_large_list(kind)
-
-    def is_struct(kind: Any, *names: str) -> bool:
-        return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
-
-    columns = {
-        run.verl.data.prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
-        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
-        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
-    }
     try:
-        with parquet.ParquetFile(file) as opened:
-            schema, rows = opened.schema_arrow, opened.metadata.num_rows
-            if rows:
-                opened.read_row_group(0)
+        return parquet.read_metadata(file).num_rows
     except (ArrowException, OSError) as error:
         fault = file_fault(Path(file)) or f"is not a complete parquet file ({error}); write it again"
         raise ConfigError(f"{file} {fault}") from error
-    if not run.samples:  # fixed data, whose values step/objectives/dataset.py checks at the start
-        columns = dict.fromkeys(file_columns(run.recipe.objective.name, schema.names), lambda kind: True)
-    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
-    if faults:
-        raise ConfigError(
-            f"{file}: column {' or '.join(faults)} is missing or of another type; expected the columns "
-            "of docs/own-data-and-reward.md (data.prompt_key names that of the prompts; for fixed data, data.val_files "
-            "needs the same columns)"
-        )
-    return rows
 
 
-# the user's code must parse, and define what the configuration names
-
-_FILE_HOOK_KEYS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # keys of hooks that are files, not modules
+# the user's code, which the run's controller imports, and whose reward it calls, before workers start
 
 
-class Hook(NamedTuple):
-    """Hold a file or module of the user, what it must define ("": it is imported only), and the key that names it."""
-
-    where: str
-    name: str
-    key: str
-
-
-def user_hooks(run: RunSpec) -> Iterator[Hook]:
-    """Return the user's code that a run names."""
-    for part in run.rewards:
-        if part.entry.name == "python":
-            yield Hook(part.path, part.entry.function, part.where)
-    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
-        yield Hook(dataset.path, dataset.name, "data.custom_cls")
+def user_hooks(run: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield each Python file or module of the user that a run names, and the key that names it."""
+    yield from ((part.path, f"{part.where}.path") for part in run.rewards if part.entry.name == "python")
+    if has_own_dataset(path := run.verl.data.custom_cls.path):
+        yield path, "data.custom_cls.path"
     if hook := run.recipe.worker_process_setup_hook:
-        module, _, name = hook.rpartition(".")
-        yield Hook(module, name, "recipe.worker_process_setup_hook")
+        yield hook.rpartition(".")[0], "recipe.worker_process_setup_hook"
     if library := run.verl.actor_rollout_ref.model.external_lib:
-        yield Hook(library, "", "actor_rollout_ref.model.external_lib")
+        yield library, "actor_rollout_ref.model.external_lib"
 
 
 def user_places(run: RunSpec) -> list[str]:
     """Return the user's files, and the folder of the model, whose code the processes of a run execute."""
-    files = [where if where.endswith(".py") else source_file(where) for where, *_ in user_hooks(run)]
+    files = [where if key.endswith(".path") else source_file(where) for where, key in user_hooks(run)]
     return [str(place) for place in (*files, run.model_folder) if place]
 
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that the user's files are Python and define what the configuration names, and that his packages exist.
-
-    The code is read and not run: the run's controller imports the files, and calls the reward, before workers start.
-    """
+    """Check that the user's files and the packages of his modules exist; nothing is imported."""
     folders = [*map(str, run.trees.folders), *sys.path]
-    for where, name, key in user_hooks(run):
-        if not key.startswith(_FILE_HOOK_KEYS):
-            if PathFinder.find_spec(package := where.partition(".")[0], folders) is None:
-                yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
-        elif Path(where).is_file():
-            fault = _source_fault(Path(where), name)
-            yield either("hooks", not fault, f"{name} of {where}", f"{key}: {fault}; correct the file or the key")
-        else:
-            must_exist = bool({f"{key}.path", key.partition("[")[0]} & run.given_keys)
-            yield _absent_check("hooks", [where], f"{key}.path", must_exist, "a Python file")
-
-
-def _source_fault(file: Path, name: str) -> str:
-    """Return what is wrong with a Python file: its syntax, or that no statement of it binds `name`."""
-    if file.suffix != ".py":
-        return f"{file}: expected a name that ends with .py"
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        return f"{file}:{getattr(error, 'lineno', None) or 1}: {type(error).__name__}: {error}"
-    nodes = [node for node in ast.walk(tree) if not isinstance(getattr(node, "ctx", None), ast.Load)]
-    bound = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "id")}
-    return "" if bound & {name, "*", "__getattr__"} else f"{file} does not define {name}"
+    for where, key in user_hooks(run):
+        if key.endswith(".path"):
+            must_exist = bool({key, key.partition("[")[0]} & run.given_keys)
+            if not Path(where).is_file():
+                yield _absent_check("hooks", [where], key, must_exist, "a Python file")
+        elif PathFinder.find_spec(package := where.partition(".")[0], folders) is None:
+            yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
 
 
 # disk space for what the run writes
@@ -349,7 +280,7 @@ def total_steps(run: RunSpec) -> int | None:
         return run.verl.trainer.total_training_steps
     files = run.verl.data.train_files or []
     try:
-        rows = sum(_row_count(file, run) for file in ([files] if isinstance(files, str) else files))
+        rows = sum(map(_row_count, [files] if isinstance(files, str) else files))
     except ConfigError:  # the file is absent, or has a fault that the rule about data names
         return None
     return rows // run.verl.data.train_batch_size * run.verl.trainer.total_epochs or None

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import Check, ConfigError, either
+from verl_patches.layout.inventory import ModelShape
 from verl_patches.platform.npu import MC2_MIN_RANKS
 from verl_patches.platform.npu.groups import ROLLOUT_EXPERT_GROUP, TRAINING_EXPERT_GROUPS
-from verl_patches.platform.npu.machine import HARDWARE
+from verl_patches.platform.npu.machine import HARDWARE, Mc2Limits
 from verl_patches.recipe import HCCL_PORTS
 from verl_patches.run.ray_nodes import RayPorts
 from verl_patches.spec import RunSpec
@@ -24,6 +25,10 @@ BUFFERS_PER_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, H
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
 IF_PORTS = 16  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074)
+_WITHOUT_MC2_TEXT = (
+    "set recipe.rollout.enable_expert_parallel=false and recipe.rollout.data_parallel_size=1, as vllm-ascend has no "
+    f"other exchange in decode from {MC2_MIN_RANKS} ranks of a run on"
+)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 
@@ -59,12 +64,27 @@ def buffer_need_mib(run: RunSpec) -> int:
 
 
 def _expert_exchange(run: RunSpec) -> tuple[int, int, int]:
-    """Return the rollout's (ranks of an expert group, experts of its last rank, tokens of a rank in decode)."""
+    """Return the rollout's (ranks of an expert group, experts of each rank, tokens of a rank in decode)."""
     tp = run.rollout.tp
     ep, experts = tp * run.recipe.rollout.data_parallel_size, run.model.n_routed_experts
-    local = experts // ep + experts % ep  # the last rank also has the remainder
     batch = max(run.max_num_seqs, *run.graph_sizes, 0)  # decode batches are padded to a graph's size
-    return ep, local, math.ceil(batch / tp)
+    return ep, experts // ep, math.ceil(batch / tp)
+
+
+def mc2_faults(limits: Mc2Limits, model: ModelShape, ranks: int, tokens: int) -> list[str]:
+    """Return why MC2 cannot exchange a rank's `tokens` in decode among the experts of an instance of `ranks` ranks."""
+    hidden, experts, top_k = model.hidden_size, model.n_routed_experts, model.num_experts_per_tok
+    split, group_sizes = experts // ranks, ", ".join(map(str, limits.ranks))
+    change, without = "change recipe.rollout.data_parallel_size", _WITHOUT_MC2_TEXT
+    checks = [
+        (ranks in limits.ranks, f"a rollout instance has {ranks} ranks", group_sizes, change),
+        (tokens <= limits.tokens, f"a rank decodes {tokens} tokens", limits.tokens, "lower max_num_seqs"),
+        (split <= limits.rank_experts, f"a rank has {split} experts", limits.rank_experts, change),
+        (experts <= limits.experts, f"a layer has {experts} experts", limits.experts, without),
+        (hidden in limits.hidden, f"the model's hidden size is {hidden}", limits.hidden_text, without),
+        (top_k <= limits.top_k, f"a token has {top_k} experts", limits.top_k, without),
+    ]
+    return [f"{found}, MC2 allows {allowed}: {todo}" for fits, found, allowed, todo in checks if not fits]
 
 
 def check_machine(run: RunSpec) -> Check:
@@ -79,18 +99,8 @@ def check_machine(run: RunSpec) -> Check:
         modes = " or ".join(machine.expansion_modes)
         faults.append(f"recipe.hccl.expansion_mode is {mode}, expected {modes} for training")
     if decodes_by_mc2(run):
-        ep, local, tokens = _expert_exchange(run)
-        if ep not in machine.mc2_ranks:
-            sizes = ", ".join(map(str, machine.mc2_ranks))
-            faults.append(
-                f"a rollout instance has {ep} ranks, MC2 allows {sizes}: change recipe.rollout.data_parallel_size"
-            )
-        if tokens > machine.mc2_tokens:
-            faults.append(f"a rank decodes {tokens} tokens, MC2 allows {machine.mc2_tokens}: lower max_num_seqs")
-        if local > machine.mc2_experts:
-            faults.append(
-                f"a rank has {local} experts, MC2 allows {machine.mc2_experts}: raise recipe.rollout.data_parallel_size"
-            )
+        ep, _, tokens = _expert_exchange(run)
+        faults += mc2_faults(machine.mc2, run.model, ep, tokens)
     if faults:
         return Check("hardware", False, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
     kinds = [name for name, kind in HARDWARE.items() if kind.node_dies == dies < most]

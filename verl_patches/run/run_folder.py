@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.run.run_start import recipe_saves_checkpoints, run_homes
-from verl_patches.shared_files import locked_folder
+from verl_patches.shared_files import can_write_below, locked_folder
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress
 from verl_patches.weights.run_folders import take_start
@@ -25,13 +24,8 @@ _WRITABLE_FOLDER = "expected a writable folder (recipe.output_root, recipe.run)"
 
 def require_output_folder(run: RunSpec) -> None:
     """Refuse a run whose folder could not be made; nothing is written."""
-    folder = run.home
-    try:
-        existing = next(place for place in (folder, *folder.parents) if place.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise OSError(f"{existing} is not a writable folder")
-    except OSError as error:
-        raise ConfigError(f"{folder}: {_WRITABLE_FOLDER}, found: {error}") from error
+    if not can_write_below(str(run.home)):
+        raise ConfigError(f"{run.home}: {_WRITABLE_FOLDER}, found one that this user cannot write, or no folder")
 
 
 def require_lasting_folders(run: RunSpec) -> None:

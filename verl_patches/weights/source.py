@@ -103,10 +103,10 @@ class Source:
     """Hold all tensors of a folder, by HF name, in the inventory's order.
 
     `kind`: "hf", "megatron" or "checkpoint". `config`: read_stored_config's. `block`: the FP8 block, None without FP8.
-    `left_out`: names of tensors beyond the counted layers. `identity`: digest that tells folders apart, from the files'
-    sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity of a manifest. `files`: the
-    manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the optimizer, by role and HF
-    name.
+    `left_out`: names of tensors beyond the counted layers, and of rotary frequencies. `identity`: digest that tells
+    folders apart, from the files' sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity
+    of a manifest. `files`: the manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the
+    optimizer, by role and HF name.
     """
 
     folder: Path
@@ -181,7 +181,7 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     by_name: dict[str, list[TensorPart]] = {}
     for each in stored:
         by_name.setdefault(each.part.region.name, []).append(each)
-    beyond = sorted(name for name in by_name if _is_uncounted_layer(name, model.num_hidden_layers))
+    beyond = sorted(name for name in by_name if _is_left_out(name, model.num_hidden_layers))
     for name in beyond:
         del by_name[name]
     if SCORE in by_name:
@@ -372,7 +372,13 @@ def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterabl
             )
 
 
-def _is_uncounted_layer(name: str, num_layers: int) -> bool:
+def _is_left_out(name: str, num_layers: int) -> bool:
+    """Return whether a tensor is of a layer beyond the counted ones, or a table that follows from config.json.
+
+    Moonlight's files hold the rotary frequencies of each layer.
+    """
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= num_layers
 

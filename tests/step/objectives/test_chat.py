@@ -3,7 +3,7 @@
 import pytest
 
 from verl_patches.model.tiny import CHAT_TEMPLATE, _make_tokenizer, tiny_config
-from verl_patches.step.objectives.chat import read_conversation, row_tokens, split_tokens
+from verl_patches.step.objectives.chat import row_tokens
 
 # a template with tools, calls and reasoning; a call's arguments are written as JSON, as in Qwen's
 TOOLS_TEMPLATE = (
@@ -54,8 +54,8 @@ def split(tokenizer):
 
     def texts(template, *messages, tools=None):
         tokenizer.chat_template = template
-        ids = split_tokens(tokenizer, *read_conversation({"messages": messages, "tools": tools}))
-        return tuple(map(tokenizer.decode, ids))
+        prompt, responses, _ = row_tokens(tokenizer, {"messages": messages, "tools": tools})
+        return tokenizer.decode(prompt), tokenizer.decode(responses["response"])
 
     return texts
 

@@ -110,19 +110,20 @@ def test_marks_of_steps_move_with_the_cut(make, tokenizer, truncation, kept):
     assert len(found["responses"][0]) == 8
 
 
-MISSING = "row 1: {} is None; expected {}"
+MISSING = "row 1: {} is null; expected {}"
 
 
 @pytest.mark.parametrize(("name", "columns", "words"), [
     ("PairData", {"chosen": ["x"]}, "d.parquet: dpo needs the columns prompt, chosen, rejected; found prompt, chosen"),
     ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or messages or text; found prompt, answer"),
-    ("SftData", {"response": ["x", None]}, MISSING.format("response", "text, not empty")),
-    ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text, not empty"),
+    ("SftData", {"response": ["x", None]}, MISSING.format("response", "text of length >= 1")),
+    ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text of length >= 1"),
     ("KtoData", {"response": ["x", "y"], "label": [1, 0]}, "row 0: label is 1; expected true or false"),
     ("KtoData", {"response": ["x", "y"], "label": [True, None]}, MISSING.format("label", "true or false")),
     ("StepData", {"steps": [["x"]], "labels": [[2.0]]}, r"row 0: labels is \[2.0\]; expected a list of true or false"),
     ("StepData", {"steps": [["x", "y"]], "labels": [[1.0]]}, "row 0: found 2 steps and 1 labels; expected a label"),
-    ("SftData", {"response": ["x", "y"], "tools": [None, "[]"]}, "row 1: tools is '.*expected null, as only rows with"),
+    ("SftData", {"response": ["x", "y"], "tools": [None, "[{}]"]}, "row 1: the chat template leaves out .* tools"),
+    ("SftData", {"prompt": None, "text": ["x"], "tools": ["[{}]"]}, "row 0: raw text is trained without tools"),
     ("SftData", {"prompt": None, "messages": [[*PROMPT, ANSWER], PROMPT]}, "row 1: .* role assistant, found user"),
     ("SftData", {"prompt": None, "messages": [[*PROMPT, ANSWER]], "tools": ["{"]}, "row 0: expected tools to be JSON"),
     ("SftData", {"prompt": None, "messages": [[*PROMPT, ANSWER]], "tools": ["[{}]"]}, "row 0: .* or changes tools"),

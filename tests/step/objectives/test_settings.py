@@ -15,7 +15,7 @@ from verl_patches.rules import RULES
 from verl_patches.run import hccl
 from verl_patches.step.objectives import dataset
 from verl_patches.step.objectives.checks import objective_checks
-from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns, objective_faults
+from verl_patches.step.objectives.settings import COLUMNS, file_columns, objective_faults
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ALGORITHMS = ("sft", "dpo", "ipo", "kto", "rm", "prm")
@@ -69,12 +69,9 @@ def test_grpo_has_no_such_rules():
     assert list(objective_faults(composed(TINY))) == list(objective_checks(composed(TINY))) == []
 
 
-def test_columns_have_known_kinds_and_raw_text_stands_for_a_prompt_and_a_response():
-    kinds = {kind for ways in COLUMNS.values() for way in ways for kind in way.values()}
-    assert kinds | {"tools", "no tools"} == KIND_TEXTS.keys()
-    assert file_columns("sft", ["messages", "tools"]) == {"messages": "messages", "tools": "tools"}
-    assert file_columns("sft", ["prompt", "response", "tools"])["tools"] == "no tools"
-    assert file_columns("sft", ["text", "id"]) == {"text": "text"}
+def test_raw_text_stands_for_a_prompt_and_a_response():
+    assert file_columns("sft", ["messages", "tools"]).keys() == {"messages", "tools"}
+    assert file_columns("sft", ["text", "id"]).keys() == {"text"}
     assert file_columns("sft", ["text", "prompt", "response"]).keys() == {"prompt", "response"}
     assert file_columns("kto", ["text"]).keys() == {"prompt", "response", "label"}  # the columns that a message shows
 

@@ -89,6 +89,24 @@ def test_recorded_experts_are_selected_with_the_gates_of_the_routers_own_scores(
     assert replay.samples == {} and current_replay.value is None
 
 
+def test_ids_above_255_are_recorded_whole():
+    """Check Kimi-K2's 384 experts, whose ids do not fit a byte."""
+    layers = torch.nn.ModuleList([Layer(2, experts=384)])
+    replay = RoutingReplay([layers])
+
+    def route(seed):
+        _, params = attach_micro_batch(preprocess)(IDS, MASK)
+        logits = torch.randn(6, 384, generator=torch.Generator().manual_seed(seed))
+        return layers[0](logits, torch.zeros(384), packed_seq_params=params)[1]
+
+    with replay.recording():
+        recorded = route(0)
+    with replay.replaying():
+        real = torch.tensor([0, 1, 2, 4, 5])  # without the token that is padding
+        assert route(1)[real].equal(recorded[real]) and recorded[real, 256:].any()
+    assert replay.end_step()["bytes"] == 2 * 5 * K
+
+
 def test_samples_are_found_by_their_tokens_in_another_packing_and_order(model):
     layers, replay = model
     with replay.recording():

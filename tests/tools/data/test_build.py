@@ -288,15 +288,24 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
 
 
+def test_a_call_restores_the_output_of_one_that_was_killed_between_its_two_renames(tmp_path):
+    old = tmp_path / ".out.partial" / "scratch" / "old"
+    old.mkdir(parents=True)
+    (old / "train.parquet").write_text("rows")
+    with pytest.raises(ConfigError, match="found an existing one"), replaced_folder(tmp_path / "out", False):
+        pass
+    assert (tmp_path / "out" / "train.parquet").read_text() == "rows"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_signal_while_workers_start_or_work_ends_all_with_a_sentence(tmp_path, number):
+def test_an_end_signal_while_workers_work_ends_all_with_a_sentence(tmp_path, number):
     """Send the signal to the process group of the command, as a terminal or `timeout` does."""
     source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
     keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
     (tmp_path / "build.yaml").write_text(json.dumps(keys))
     command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
-    for lines in (0, 1, 5):  # of progress
+    for lines in (2, 5):  # of progress
         with (tmp_path / "log").open("w") as log:
             process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
         children = []

@@ -58,7 +58,7 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found none"),
+        ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, each with role and content"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
         (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found invalid JSON"),
     ],

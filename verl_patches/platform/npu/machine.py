@@ -17,23 +17,42 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
+class Mc2Limits:
+    """Describe what npu_moe_distribute_dispatch and npu_moe_distribute_combine (MC2) accept on a machine.
+
+    ranks: sizes of a group. tokens, rank_experts: the most of a rank. hidden: sizes of a token's hidden state. top_k:
+    the most experts of a token. experts: the most of a group, of which each rank has equally many.
+    """
+
+    ranks: tuple[int, ...]
+    tokens: int
+    rank_experts: int
+    hidden: range
+    top_k: int
+    experts: int = 512
+
+    @property
+    def hidden_text(self) -> str:
+        """Return the accepted hidden sizes in words."""
+        most = str(self.hidden[-1])
+        return most if len(self.hidden) == 1 else f"multiples of {self.hidden.step} up to {most}"
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Describe one kind of machine.
 
     node_dies: devices of a node; module_dies: of each of its modules: a run on more than one uses the whole node.
-    seen_bytes: bytes that a process sees of a die's 64 GiB. mc2_ranks, mc2_tokens, mc2_experts: the sizes of a group,
-    and the most tokens and experts of a rank, that npu_moe_distribute_dispatch accepts (op-plugin 7.1.0).
-    expansion_modes: values of HCCL_OP_EXPANSION_MODE that training may use (CANN 8.2.RC1, envref_07_0096). timed:
-    whether a published run of this model states the time of a step.
+    seen_bytes: bytes that a process sees of a die's 64 GiB. expansion_modes: values of HCCL_OP_EXPANSION_MODE that
+    training may use (CANN 8.2.RC1, envref_07_0096). timed: whether a published run of this model states the time of a
+    step.
     """
 
     title: str
     node_dies: int
     module_dies: int
     seen_bytes: int
-    mc2_ranks: tuple[int, ...]
-    mc2_tokens: int
-    mc2_experts: int
+    mc2: Mc2Limits
     expansion_modes: tuple[str, ...]
     timed: bool
 
@@ -42,13 +61,16 @@ class Hardware:
         return dies if dies <= self.module_dies else self.node_dies
 
 
-_A3_RANKS, _A2_RANKS = (8, 16, 32, 64, 128, 144, 256, 288), (16, 32, 64)
+# op-plugin 7.1.0, docs/context/torch_npu-npu_moe_distribute_dispatch.md. CANN refuses the same (hicann/ops-transformer,
+# mc2/moe_distribute_dispatch/op_host/op_tiling/moe_distribute_dispatch_tiling.cpp): on A3 "H only supports 7168"
+_A3_MC2 = Mc2Limits((8, 16, 32, 64, 128, 144, 256, 288), 512, 512, range(7168, 7169), 8)
+_A2_MC2 = Mc2Limits((16, 32, 64), 256, 24, range(32, 7169, 32), 16)
 # sources of seen_bytes: sgl-project/sglang issue 29838 (A3), vllm-project/vllm-ascend issue 5020 (A2). AIV on A2 is
 # for inference alone, and for one communicator; HCCL_INTRA_PCIE_ENABLE describes a Box16's modules (envref_07_0081)
 HARDWARE = {
-    "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_RANKS, 512, 512, ("AIV", "AI_CPU"), True),
-    "800t_a2": Hardware("Atlas 800T A2", 8, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
-    "200t_a2_box16": Hardware("Atlas 200T A2 Box16", 16, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
+    "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_MC2, ("AIV", "AI_CPU"), True),
+    "800t_a2": Hardware("Atlas 800T A2", 8, 8, int(60.96 * _GIB), _A2_MC2, ("HOST",), False),
+    "200t_a2_box16": Hardware("Atlas 200T A2 Box16", 16, 8, int(60.96 * _GIB), _A2_MC2, ("HOST",), False),
 }
 # folders of Ubuntu (libjemalloc2), of openEuler (jemalloc), and of jemalloc's own `make install`
 JEMALLOC = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/local/lib")

@@ -18,10 +18,10 @@ _KEYLESS_MODES = ("offline", "local", "disabled")
 
 
 class Logger(NamedTuple):
-    """Describe a logger: the package that verl imports, and what says where it writes and with which key.
+    """Describe a logger: its package, (variable, value) for where it writes, with {} for the run's folder, and its key.
 
-    folder: (variable, its value, with {} for the run's folder). key: the variable with the key; mode: the variable
-    that, at one of _KEYLESS_MODES, makes a key unnecessary; login: the file of the home folder that may have one.
+    key: a variable; login: a file of the home folder that may have the key in place of it; mode: the variable that, at
+    one of _KEYLESS_MODES, makes a key unnecessary.
     """
 
     package: str
@@ -49,16 +49,13 @@ def chosen_loggers(given: str | Iterable[str]) -> dict[str, Logger]:
     return {name: LOGGERS[name] for name in names if name in LOGGERS}
 
 
-def require_loggers(given: str | Iterable[str], environ: Mapping[str, str] | None) -> None:
-    """Raise ConfigError where a process with the variables `environ` lacks the package or the key of a logger.
-
-    With environ None, the variables are those of another process, and only packages are looked for.
-    """
+def require_loggers(given: str | Iterable[str], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where a process with the variables `environ` lacks the package or the key of a logger."""
     for name, logger in chosen_loggers(given).items():
         package = importlib.util.find_spec(logger.package)
         if package is None or package.origin is None:  # without: a folder of that name, such as wandb makes
             expected, todo = f"the package {logger.package} in this Python", "install it"
-        elif environ is None or _has_key(logger, environ):
+        elif _has_key(logger, environ):
             continue
         else:
             expected = f"{logger.key} or ~/{logger.login}" if logger.login else logger.key
@@ -71,7 +68,6 @@ def _has_key(logger: Logger, environ: Mapping[str, str]) -> bool:
     if not logger.key or environ.get(logger.key) or environ.get(logger.mode) in _KEYLESS_MODES:
         return True
     login = Path(os.path.expanduser(f"~/{logger.login}"))
-    if logger.login != ".netrc" or not login.is_file():
+    if not login.is_file() or logger.login != ".netrc":  # which may have the passwords of other servers alone
         return login.is_file()
-    server = urlsplit(environ.get("WANDB_BASE_URL", "")).hostname or logger.package
-    return server in login.read_text(errors="replace")  # it may have the passwords of other servers alone
+    return (urlsplit(environ.get("WANDB_BASE_URL", "")).hostname or logger.package) in login.read_text(errors="replace")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate, chain
 from os.path import commonprefix
@@ -29,15 +29,15 @@ def present_fields(message: Mapping[str, Any]) -> Message:
     return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
-def read_conversation(row: Mapping[str, Any]) -> tuple[list[Message], Any]:
-    """Return the messages and the tools (None without) of a row with `messages`, whose last is the assistant's."""
-    messages = [present_fields(one) for one in row["messages"]]
+def read_conversation(given: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages of a conversation, whose last is the assistant's."""
+    messages = [present_fields(one) for one in given]
     for one in messages:
         if "tool_calls" in one:
             one["tool_calls"] = parse_calls(one["tool_calls"])
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(f"expected the last message of messages to have role assistant, found {role}")
-    return messages, parse_functions(row["tools"], "tools") if row.get("tools") else None
+    return messages
 
 
 def parse_json(value: Any, name: str) -> Any:
@@ -93,7 +93,7 @@ def split_text(tokenizer: Any, messages: list[Message], tools: Any = None) -> tu
         if header := probed[len(commonprefix((head, probed))) :].partition(_PROBE)[0].strip():
             text = f"the chat template ignores add_generation_prompt: {header!r:.60} would be trained as a response"
             raise ValueError(f"{text}; {_REMEDY}")
-    for name in _parts_left_out(tokenizer, messages, tools, whole, whole[len(commonprefix((whole, bare))) :]):
+    for name in parts_left_out(tokenizer, messages, tools, whole, whole[len(commonprefix((whole, bare))) :]):
         raise ValueError(f"the chat template leaves out or changes {name}; {_REMEDY}")
     return head, whole[len(head) :]
 
@@ -102,7 +102,7 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())  # templates add and strip blanks
 
 
-def _parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str, answer: str) -> Iterator[str]:
+def parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: str, answer: str) -> Iterator[str]:
     """Yield what the text of a conversation lacks; `answer` is the part of its last message.
 
     Reasoning and blanks of earlier answers may be left out, and so may tool_call_id and name of tool results that only
@@ -187,25 +187,28 @@ def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> RowTokens:
 
     The prompt of raw text is its first token. Steps are encoded one by one, so that each ends with a token.
     """
+    tools = parse_functions(row["tools"], "tools") if row.get("tools") else None
     if "text" in row:
+        if tools:
+            raise ValueError("raw text is trained without tools; remove column tools, or give messages")
         ids = tokenizer.encode(row["text"])
         ids += [tokenizer.eos_token_id] if ids[-1] != tokenizer.eos_token_id or len(ids) < 2 else []
         return ids[:1], {"text": ids[1:]}, []
     if "messages" in row:
-        ids, response = split_tokens(tokenizer, *read_conversation(row))
+        ids, response = split_tokens(tokenizer, read_conversation(row["messages"]), tools)
         return ids, {"response": response}, []
     prompt = [present_fields(one) for one in row["prompt"]]
     if "steps" in row:
-        return _step_tokens(tokenizer, prompt, row["steps"])
+        return _step_tokens(tokenizer, prompt, row["steps"], tools)
     ids, responses = list[int](), dict[str, list[int]]()
     for name in (name for name in ("response", "chosen", "rejected") if name in row):
-        ids, responses[name] = split_tokens(tokenizer, [*prompt, {"role": "assistant", "content": row[name]}])
-    return ids or tokenizer.encode(render(tokenizer, prompt), add_special_tokens=False), responses, []
+        ids, responses[name] = split_tokens(tokenizer, [*prompt, {"role": "assistant", "content": row[name]}], tools)
+    return ids or tokenizer.encode(render(tokenizer, prompt, tools), add_special_tokens=False), responses, []
 
 
-def _step_tokens(tokenizer: Any, prompt: list[Message], steps: list[str]) -> RowTokens:
+def _step_tokens(tokenizer: Any, prompt: list[Message], steps: list[str], tools: Any) -> RowTokens:
     content = "".join(steps)
-    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}])
+    head, rest = split_text(tokenizer, [*prompt, {"role": "assistant", "content": content}], tools)
     before, found, after = rest.partition(content)
     if not found:
         raise ValueError(f"the chat template changes the steps, {content!r:.60}; {_REMEDY}")

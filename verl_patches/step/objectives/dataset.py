@@ -8,34 +8,20 @@ the start, so that a wrong one ends the run before workers start.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pyarrow import parquet
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.errors import ConfigError
 from verl_patches.step.batches.exchange import RaggedTensor, prompt_inputs
 from verl_patches.step.objectives.chat import row_tokens
-from verl_patches.step.objectives.settings import COLUMNS, KIND_TEXTS, file_columns
-from verl_patches.step.rows import RowCheck
+from verl_patches.step.objectives.settings import COLUMNS, file_columns
+from verl_patches.step.rows import read_checked_rows
+from verl_patches.values import value_faults
 
 _TRUNCATIONS = ("error", "left", "right")
-_VALUE_TESTS: dict[str, Callable[[Any], bool]] = {
-    "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
-    "text": lambda value: isinstance(value, str) and value != "",
-    "bool": lambda value: isinstance(value, bool),
-    "texts": lambda value: _is_list(value, _VALUE_TESTS["text"]),
-    "marks": lambda value: _is_list(value, lambda one: isinstance(one, bool | int | float) and 0 <= one <= 1),
-    "tools": lambda value: value is None or isinstance(value, str),
-    "no tools": lambda value: not value,
-}
-
-
-def _is_list(value: Any, fits: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(map(fits, value))
 
 
 class FixedDataset(RLHFDataset):
@@ -55,31 +41,20 @@ class FixedDataset(RLHFDataset):
         super().__init__(data_files, tokenizer, config, processor)
 
     def _read_files_and_tokenize(self) -> None:
-        found = [self._columns(str(file)) for file in self.data_files]
-        if any(columns != found[0] for columns in found):
-            raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {found}")
-        check = RowCheck(self, functools.partial(self._check_rows, found[0]), [*found[0]])
-        check.read(super()._read_files_and_tokenize)
+        read_checked_rows(self, super()._read_files_and_tokenize, self._check_rows)
 
-    def _columns(self, file: str) -> dict[str, str]:
-        """Return the {column: kind} that a file is read by."""
-        names = parquet.read_schema(file).names
-        columns = file_columns(self.objective, names)
-        if not columns.keys() <= set(names):
-            column_sets = " or ".join(", ".join(columns) for columns in COLUMNS[self.objective])
-            raise ConfigError(f"{file}: {self.objective} needs the columns {column_sets}; found {', '.join(names)}")
-        return columns
-
-    def _check_rows(self, columns: dict[str, str], rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:
-        """Yield (fault or None, tokens of the prompt) of each row."""
+    def _check_rows(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str | None, int]]:
+        """Yield (fault or None, tokens of the prompt) of each row; raise ConfigError where the files lack columns."""
+        columns = file_columns(self.objective, rows[0])
+        if not columns.keys() <= rows[0].keys():
+            needed = " or ".join(", ".join(columns) for columns in COLUMNS[self.objective])
+            found = f"{self.objective} needs the columns {needed}; found {', '.join(rows[0])}"
+            raise ConfigError(f"{', '.join(self.data_files)}: {found}")
         for row in rows:
-            wrong = [name for name, kind in columns.items() if not _VALUE_TESTS[kind](row[name])]
-            if wrong:
-                name = wrong[0]
-                yield f"{name} is {row[name]!r:.80}; expected {KIND_TEXTS[columns[name]]}, not empty", 0
-                continue
+            row = {name: row[name] for name in columns}
             try:
-                yield None, self._prompt_size(row)
+                faults = value_faults(columns, row)
+                yield faults[0] if faults else None, 0 if faults else self._prompt_size(row)
             except ValueError as error:
                 yield str(error), 0
 
@@ -94,7 +69,7 @@ class FixedDataset(RLHFDataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row, most = self.dataframe[item], self.max_prompt_length
-        columns = file_columns(self.objective, [*row])  # their text is not sent through the step
+        columns = file_columns(self.objective, row)  # their text is not sent through the step
         given = self._row_tokens({name: row.pop(name) for name in columns})
         ids = given.pop("prompt")
         prompt = torch.tensor(ids[-most:] if self.truncation == "left" else ids[:most])

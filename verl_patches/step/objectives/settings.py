@@ -6,43 +6,55 @@ responses has weight 1/B, and its loss has no other term: `objective_faults` nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from verl_patches.spec import VALUE_OBJECTIVES, RunSpec
+from verl_patches.values import Share, Text
 
-_PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
-# objective -> columns of a data file and their kinds, with alternatives
-COLUMNS: dict[str, tuple[dict[str, str], ...]] = {
-    "sft": ({"prompt": "messages", "response": "text"}, {"messages": "messages"}, {"text": "text"}),
+
+class _Message(TypedDict):
+    role: str
+    content: str | None
+
+
+class _TextMessage(TypedDict):
+    role: str
+    content: str
+
+
+def _list_type(kind: Any, description: str) -> Any:
+    return Annotated[list[kind], Field(min_length=1, description=f"{description}, not empty")]
+
+
+TEXT_MESSAGES = _list_type(_TextMessage, "a list of messages with text as role and content")  # prompts of RL
+_MESSAGES = _list_type(_Message, "a list of messages with role and content")
+_PROMPT = {"prompt": _MESSAGES}
+_PAIR = {**_PROMPT, "chosen": Text, "rejected": Text}
+_MARKS = _list_type(Share | bool, "a list of true or false, or of numbers from 0 to 1")
+# objective -> columns of a data file and their types, with alternatives
+COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
+    "sft": ({**_PROMPT, "response": Text}, {"messages": _MESSAGES}, {"text": Text}),
     "dpo": (_PAIR,),
     "ipo": (_PAIR,),
     "rm": (_PAIR,),
-    "kto": ({"prompt": "messages", "response": "text", "label": "bool"},),
-    "prm": ({"prompt": "messages", "steps": "texts", "labels": "marks"},),
-}
-KIND_TEXTS = {
-    "messages": "a list of messages with role and content",
-    "text": "text",
-    "bool": "true or false",
-    "texts": "a list of texts",
-    "marks": "a list of true or false, or of numbers from 0 to 1",
-    "tools": "the JSON text of a list, or null",
-    "no tools": "null, as only rows with messages are trained with tools",
+    "kto": ({**_PROMPT, "response": Text, "label": bool},),
+    "prm": ({**_PROMPT, "steps": _list_type(Text, "a list of texts"), "labels": _MARKS},),
 }
 RESPONSES_PER_PROMPT = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # in a batch
 REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def file_columns(objective: str, names: list[str]) -> dict[str, str]:
-    """Return the {column: kind} by which a file with these columns is read; the first way if none is complete."""
+def file_columns(objective: str, names: Collection[str]) -> dict[str, Any]:
+    """Return the {column: type} by which a file with these columns is read; the first way if none is complete."""
     column_sets = COLUMNS[objective]
-    found = next((columns for columns in column_sets if columns.keys() <= set(names)), column_sets[0])
-    tools = {"tools": "tools" if "messages" in found else "no tools"} if "tools" in names else {}
-    return {**found, **tools}
+    found = next((columns for columns in column_sets if columns.keys() <= {*names}), column_sets[0])
+    return {**found, "tools": str | None} if "tools" in names else found
 
 
 def objective_faults(run: RunSpec) -> Iterator[str]:

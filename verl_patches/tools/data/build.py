@@ -1,15 +1,15 @@
 """Build data (`data build`): read, make rows, leave out, shuffle, split, write. Equal input and keys give equal bytes.
 
-The records, and the rows made of them (as JSON), are Arrow files of package `datasets`, in the order of the input, in a
-scratch folder beside the output; memory holds only the number and the digests of each row.
+The rows (as JSON) are an Arrow file of package `datasets`, in the order of the input, in a scratch folder beside the
+output; memory holds only the number and the digests of each row.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
-import pickle
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import END_SIGNALS, die_with_parent
@@ -34,7 +36,7 @@ from verl_patches.tools.data.handlers import (
     parquet_schema,
     read_template,
 )
-from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, replaced_folder, write_rows
+from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_manifest, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
 from verl_patches.tools.data.sources import Source, file_facts, input_sources, read_tokenizer
 from verl_patches.values import printable
@@ -55,17 +57,15 @@ RESULT_COLUMNS |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_
 RESULT_COLUMNS |= {"conversation": "bool"}  # whether the row has CONVERSATION_COLUMNS
 
 
-def make_rows(settings: Settings, origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
-    """Return the RESULT_COLUMNS of some pickled records; this runs in any process."""
-    pairs = zip(origins, map(pickle.loads, records), strict=True)
-    made = [_make_result(settings, origin, record) for origin, record in pairs]
-    return {name: [each.get(name) for each in made] for name in RESULT_COLUMNS}
+def make_rows(settings: Settings, records: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Return the RESULT_COLUMNS of some (origin, record)s; this runs in any process."""
+    return [_make_result(settings, origin, record) for origin, record in records]
 
 
 def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
     template, tokenizer = _template_and_tokenizer(*settings.tokenizer_choice)
     handler, additional = settings.handler, settings.dataset_additional_keys
-    made: dict[str, Any] = {"origin": origin}
+    made: dict[str, Any] = {**dict.fromkeys(RESULT_COLUMNS), "origin": origin}
     try:
         if isinstance(record, ValueError):
             raise record
@@ -118,53 +118,41 @@ def _example(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("prompt", "text", *RESPONSE_KEYS, "tools") if name in row}
 
 
-def _pickled_records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
-    for source in sources:
-        for line, record in source.rows():
-            yield {"origin": f"{source.name}:{line}", "record": pickle.dumps(record)}
+def _made_rows(settings: Settings, sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
+    """Yield the RESULT_COLUMNS of each record, in order, with a progress bar."""
+    size = _BATCH_ROWS * (_BATCHES_OF_A_WORKER * settings.workers if settings.workers > 1 else 1)
+    records = ((f"{source.name}:{line}", record) for source in sources for line, record in source.rows())
+    with _row_maker(settings) as make, tqdm(desc="Making rows", unit=" rows") as bar:
+        while some := list(itertools.islice(records, size)):
+            for row in make(some):
+                yield row
+                bar.update()
 
 
 @contextmanager
-def _row_maker(settings: Settings, workers: int) -> Iterator[Callable[..., dict[str, list[Any]]]]:
+def _row_maker(settings: Settings) -> Iterator[Callable[..., Iterable[dict[str, Any]]]]:
     """Yield make_rows, which with more than one worker runs in that many processes."""
-    if workers < 2:
-        yield functools.partial(make_rows, settings)
+    make = functools.partial(make_rows, settings)
+    if settings.workers < 2:
+        yield make
         return
-    executor = ProcessPoolExecutor(workers, get_context("fork"), _start_worker)
+    executor = ProcessPoolExecutor(settings.workers, get_context("fork"), _start_worker)
 
-    def make(origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
-        parts = [slice(first, first + _BATCH_ROWS) for first in range(0, len(origins), _BATCH_ROWS)]
-        futures = [executor.submit(make_rows, settings, origins[part], records[part]) for part in parts]
-        made = [future.result() for future in futures]
-        return {name: [value for columns in made for value in columns[name]] for name in RESULT_COLUMNS}
+    def make_in_workers(records: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+        parts = [records[first : first + _BATCH_ROWS] for first in range(0, len(records), _BATCH_ROWS)]
+        return itertools.chain.from_iterable(executor.map(make, parts))
 
     try:
-        with _deferred_end_signals():
-            executor.submit(os.getpid)  # the first submit forks all workers
-        yield make
+        yield make_in_workers
     except BrokenProcessPool as error:
-        text = f"data build: one of {workers} worker processes was killed"
+        text = f"data build: one of {settings.workers} worker processes was killed"
         raise RecipeError(f"{text}; lower workers, or give the machine more memory") from error
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _deferred_end_signals() -> Iterator[None]:
-    """Hold end signals back until the block ends, because Python ignores errors of their handlers while it forks."""
-    came: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in END_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for sent in came:
-            signal.raise_signal(sent)
-
-
 def _start_worker() -> None:
-    """Prepare a worker. The fork gave it the handlers that hold end signals back; it gets the default ones.
+    """Prepare a worker: it gets the default handlers of end signals in place of those that the fork gave it.
 
     In its own session it gets no signal of a terminal: only the command does, which ends its workers. A kill -9 of the
     command ends it too.
@@ -182,25 +170,12 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
 
     if all(next(source.rows(), None) is None for source in sources):  # otherwise datasets raises an error of its own
         raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
-    features = Features({"origin": Value("string"), "record": Value("binary")})
-    given = {"cache_dir": str(scratch / "records"), "gen_kwargs": {"sources": tuple(sources)}}
+    features = Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()})
+    given = {"cache_dir": str(scratch / "rows"), "gen_kwargs": {"settings": settings, "sources": tuple(sources)}}
     try:
-        records = Dataset.from_generator(_pickled_records, features, **given)
+        return Dataset.from_generator(_made_rows, features, **given)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    workers = min(settings.workers, len(records))
-    with _row_maker(settings, workers) as make:
-        return records.map(
-            make,
-            input_columns=["origin", "record"],
-            batched=True,
-            batch_size=_BATCH_ROWS * (_BATCHES_OF_A_WORKER * workers if workers > 1 else 1),
-            remove_columns=["record"],
-            features=Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()}),
-            cache_file_name=str(scratch / "rows.arrow"),
-            new_fingerprint="rows",  # a function that holds processes has no fingerprint
-            desc="Making rows",
-        )
 
 
 def _read_columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
@@ -265,8 +240,6 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
     target = Path(settings.output_prefix)
     with replaced_folder(target, overwrite) as work:
         os.environ["HF_HOME"] = str((work / "hub").absolute())  # also for workers; set before HF's imports
-        from tqdm import tqdm
-
         sources = list(input_sources(settings, work))
         _template_and_tokenizer(*settings.tokenizer_choice)  # faults end the command here
         made = _make_dataset(settings, sources, work)
@@ -285,11 +258,9 @@ def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]
             report[Path(name).stem] = len(numbers)
             rows = tqdm(_read_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
             write_rows(work / "out" / name, (json.loads(row["text"]) for row in rows), schema)
-        manifest = {"format": "verl_patches data", "version": 1}
-        manifest["settings"] = settings.model_dump(exclude=_UNRECORDED_KEYS)
-        manifest |= {"inputs": [source.facts for source in sources], "report": report}
-        manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
-        (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        facts = {"settings": settings.model_dump(exclude=_UNRECORDED_KEYS), "inputs": [each.facts for each in sources]}
+        files = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
+        write_manifest(work / "out", **facts, report=report, files=files)
         (first,) = _read_columns(made.select(parts[TRAIN][:1]), "text")
         tokenizer = _template_and_tokenizer(*settings.tokenizer_choice)[1]
         report["example"] = _example(tokenizer, json.loads(first["text"]))

@@ -12,7 +12,6 @@ prompts and rewards, and depend only on the recording, the data and the options.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,8 +30,8 @@ from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.replay.recording import recording_in
-from verl_patches.tools.data.handlers import EXTRA_INFO_KEYS, json_digest, parquet_schema
-from verl_patches.tools.data.output import MANIFEST, TRAIN, replaced_folder, write_rows
+from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
+from verl_patches.tools.data.output import TRAIN, replaced_folder, write_manifest, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
 
@@ -124,9 +123,7 @@ def write_rollout_data(
             text = f"{run}: expected rows, found none among {report['responses']} responses ({why})"
             raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
         source = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
-        manifest = {"format": "verl_patches data", "version": 1, "run": source, "settings": asdict(choice)}
-        manifest |= {"report": report, "files": [file_facts(file)]}
-        (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        write_manifest(work / "out", run=source, settings=asdict(choice), report=report, files=[file_facts(file)])
     words = [f"algo={'dpo' if choice.kind == 'pairs' else 'sft'}", f"data.train_files={target / TRAIN}"]
     words += [f"data.max_{part}_length={count}" for part, count in longest.items()]
     command = our_command("train", "--config-name", "CONFIG", *words)
@@ -240,12 +237,5 @@ def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, orig
     if choice.kind == "conditional":
         messages[-1]["content"] = REWARD_TAG.format(input=messages[-1]["content"], reward=reward)
     answer = (data.get("reward_model") or {}).get("ground_truth")
-    answer = "" if answer is None else str(answer)
-    row = {
-        "data_source": data.get("data_source") or "",
-        "prompt": messages,
-        **columns,
-        "ability": data.get("ability") or "",
-    }
-    extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, "", origin), strict=True))
-    return row | {"reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": extra}
+    answer, source = "" if answer is None else str(answer), data.get("data_source") or ""
+    return verl_row(source, {"prompt": messages, **columns}, data.get("ability") or "", answer, origin)

@@ -304,15 +304,21 @@ def make_row(
     if "prompt" in row:
         row["prompt"] = _prompt(record, row["prompt"], template)
         row |= _responses(handler, row, parse_functions(record.get("tools", needed=False) or [], "tools"))
-    extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, solution, origin), strict=True))
+    row = verl_row(data_source, row, handler.ability, answer, origin, solution)
     for name in additional:
         if name not in record.values:
             raise ValueError(f"dataset_additional_keys: expected a column {name}, found {record.column_names}")
         value = record.values[name]
         text = value if isinstance(value, str) else json.dumps(value, default=str, allow_nan=False)
-        extra[name] = require_text(text, name, may_be_empty=True)
+        row["extra_info"][name] = require_text(text, name, may_be_empty=True)
+    return row
+
+
+def verl_row(source: str, columns: Row, ability: str, answer: str, origin: str, solution: str = "") -> Row:
+    """Return a row with verl's columns beside `columns`."""
+    extra = dict(zip(EXTRA_INFO_KEYS, (-1, "", answer, solution, origin), strict=True))
     reward = {"style": "rule", "ground_truth": answer}
-    return {"data_source": data_source, **row, "ability": handler.ability, "reward_model": reward, "extra_info": extra}
+    return {"data_source": source, **columns, "ability": ability, "reward_model": reward, "extra_info": extra}
 
 
 def _responses(handler: Handler, row: Row, tools: list[dict[str, Any]]) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -66,6 +67,12 @@ def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             with suppress(OSError):
                 (work / LOCK).unlink()
                 work.rmdir()
+
+
+def write_manifest(folder: Path, **facts: Any) -> None:
+    """Write what a folder of data was made of."""
+    manifest = {"format": "verl_patches data", "version": 1, **facts}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
