@@ -183,11 +183,12 @@ def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
 
     A chain of tests/loop trains on `best`.
     """
+    save(run, changed_run(read_spec(run), {"data.max_response_length": 2}))
     _, report = made(run, tmp_path, kind="pairs")
     file, longest = str(tmp_path / "out" / "train.parquet"), report["longest_tokens"]
     words = shlex.split(report["command"])
     assert words[:4] == ["bash", "scripts/smoke.sh", "algo=dpo", f"data.train_files={file}"]
-    assert words[4:] == [f"data.max_{part}_length={longest[part]}" for part in ("prompt", "response")]
+    assert words[4:] == [f"data.max_prompt_length={P_WIDTH}", f"data.max_response_length={longest['response']}"]
 
     overrides = ["algo=dpo", f"data.train_files=[{file}]", f"data.val_files=[{file}]", "data.train_batch_size=2"]
     overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"actor_rollout_ref.model.path={tiny_model}"]

@@ -125,7 +125,8 @@ def write_rollout_data(
         source = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
         write_manifest(work / "out", run=source, settings=asdict(choice), report=report, files=[file_facts(file)])
     words = [f"algo={'dpo' if choice.kind == 'pairs' else 'sft'}", f"data.train_files={target / TRAIN}"]
-    words += [f"data.max_{part}_length={count}" for part, count in longest.items()]
+    for part, count in longest.items():  # not below the run's, which its validation data may need
+        words.append(f"data.max_{part}_length={max(count, spec.verl.data[f'max_{part}_length'])}")
     command = our_command("train", "--config-name", "CONFIG", *words)
     if spec.platform in NO_DEVICE:
         command = our_command("smoke.sh", *words)
