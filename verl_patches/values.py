@@ -59,7 +59,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the keys and values of a YAML file, as Hydra reads it; raise ConfigError for any other file."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found: {_one_line(error)}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found a {type(found).__name__}")
@@ -131,7 +133,7 @@ def unknown_key(key: str, known: Mapping[str, Any], hint: str = "docs/configurat
         return f"unknown key {key}; it was renamed in version 0.2: write {RENAMED_KEYS[key]}"
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
-    near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
+    near += [name for name in known if f"{name.rpartition('.')[2]}_".startswith(f"{leaf}_") and name not in near]
     todo = f"did you mean {' or '.join(near[:3])}?" if near else hint
     return f"unknown key {key}; {todo}"
 

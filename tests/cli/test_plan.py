@@ -53,7 +53,10 @@ def test_a_search_lists_as_many_layouts_as_asked_for():
     assert found["layouts"][0]["total_s"] <= found["layouts"][1]["total_s"]
     shown = call("plan", NODE, "--search", "--top", "1")
     assert shown.exit_code == 0 and f"\n1: python -m verl_patches plan {NODE} " in shown.stdout
-    assert shown.stdout.splitlines()[-1].startswith("fits: 1 layouts on 16 dies")
+    verdict, note = shown.stdout.splitlines()[-1], "HOST MEMORY NOT COMPARED: a node needs "
+    assert verdict.startswith("fits: 1 layouts on 16 dies") and note in verdict
+    compared = call("plan", NODE, "--search", "--top", "1", "recipe.memory.host_gib=2000").stdout.splitlines()[-1]
+    assert compared.startswith("fits: ") and "NOT COMPARED" not in compared
 
 
 def next_command(text):

@@ -116,7 +116,7 @@ def test_several_instances_are_proposed_where_no_power_of_two_holds_the_weights(
     splits = [32, 64, 96, 192]
 
     def first():
-        return search_module._list_layouts(run, SIZE_RULES, Workload(), splits, {}, 1)
+        return search_module._list_layouts(run, SIZE_RULES, Workload(), splits, {}, 1, lambda layouts: None)
 
     (row,), _ = first()
     assert row["rollout"] == "3 x (DP16 TP4 EP64)" and make_plan(K2, *row["overrides"])["ok"]

@@ -71,6 +71,8 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
         ("data.max_prompt_len=3", r"unknown key data\.max_prompt_len; did you mean data\.max_prompt_length"),
         ("data.image_key=x", r"verl reads it: add it as \+data\.image_key="),
         ("recipe.train.swap_optimiser=true", r"did you mean recipe\.train\.swap_optimizer"),
+        ("layuot=tp2ep2", "unknown key layuot; did you mean layout"),
+        ("recipe.rewards=[{name:", r"no viable alternative at input '\[{name:'; put an override with blanks"),
         ("recipe.dtype=fp16", "expected one of fp32, bf16"),
         ("~recipe.run", "does not support deletion"),
         ("actor_rollout_ref.rollout.dtype=bfloat16", "set recipe.dtype only"),
@@ -159,6 +161,13 @@ ALGORITHMS = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
 def test_a_name_of_no_run_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match=f"{name}: expected one of {', '.join(RUNS)}, "):
         compose_config(name)
+
+
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+def test_a_layout_without_a_folder_is_one_of_the_runs_line(line):
+    config = compose_config(TINY, ["layout=tp2ep2", f"recipe.line={line}"])
+    assert config == compose_config(TINY, [f"layout={line}/tp2ep2", f"recipe.line={line}"])
+    assert config.trainer.n_gpus_per_node == 4 and config.recipe.line == line
 
 
 def test_an_unknown_algorithm_is_refused_with_the_list():

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, print_text, progress_bar
+from verl_patches.cli.output import Json, print_command, print_json, print_text, progress_bar
 from verl_patches.run.compose import output_root
 from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, write_rollout_data
 from verl_patches.weights.run_folders import find_start
@@ -61,7 +61,8 @@ def from_rollouts_command(
         return
     why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
     print_text("{rows} rows from {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
-    print_text(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
+    print_text("train on it:")
+    print_command(report["command"])
 
 
 def _print_build_report(report: dict[str, Any], output: str) -> None:

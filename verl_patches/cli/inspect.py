@@ -294,6 +294,7 @@ def _print_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[st
         absolute, largest = ("-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest))
         numbers = (absolute, compare.percent(error.relative), largest, "-" if error.at is None else str(error.at))
         rows.append((error.metric, *error.names, steps, *numbers, words[ok.get(error.metric)]))
-    columns = ("metric", "in a", "in b", "common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
+    measured = ("common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
+    columns = ("metric", "name in a", "name in b", *measured)
     red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
-    print_table(f"a: {a.name} ({a.kind}); b: {b.name} ({b.kind})", columns, rows, red)
+    print_table(f"a, judged: {a.name} ({a.kind}); b, the reference: {b.name} ({b.kind})", columns, rows, red)

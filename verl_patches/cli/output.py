@@ -220,7 +220,7 @@ def _figure_text(value: Any, key: str) -> str:
     if isinstance(value, list):
         return (" to " if len(value) == 2 else ", ").join(map(str, value))
     if isinstance(value, int | float):
-        return size_text(value) if "bytes" in key else f"{value or 0:.6g}"
+        return size_text(value) if "bytes" in key or key.startswith("traffic.sent") else f"{value or 0:.6g}"
     return "-" if value is None else str(value)
 
 

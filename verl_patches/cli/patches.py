@@ -12,7 +12,7 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.cli.live import print_run_state
-from verl_patches.cli.output import Json, print_json, print_table
+from verl_patches.cli.output import Json, print_json, print_table, print_text
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot import install_prelude
@@ -87,6 +87,9 @@ def status_command(
     else:
         title = f"patches for {replace(engine.switches, rows=None).text()}"
         _print_role_tables(title, ("id", "state", "target", "reason"), rows)
+        print_text(
+            "waiting: on; a run applies the row when it imports the module. status --run RUN shows a run's states."
+        )
 
 
 def _print_recorded_rows(run: Path, as_json: bool) -> NoReturn:

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text
+from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text, progress_bar
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_recompute
-from verl_patches.plan.plan import build_plan, plan_without_layout
+from verl_patches.plan.plan import build_plan, host_memory_note, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require_platform
@@ -99,7 +99,7 @@ def smoke_command(
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Train on a task that the tiny model can learn.")] = False,
-    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name; its first start writes to outputs/NAME/0001.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of model, data and sampling.")] = 0,
     line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins to run.")] = "pypi",
     emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
@@ -110,7 +110,8 @@ def smoke_command(
 ) -> None:
     """Run GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
 
-    Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
+    Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers;
+    algo=NAME (configs/algo) chooses another algorithm.
     """
     overrides = overrides or []
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
@@ -149,7 +150,7 @@ def train_command(
     run = compose_run(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
-    require_platform(run.platform)
+    require_platform(run.platform, f"add --dry-run to look at the run here; on a CPU run {our_command('smoke.sh')}")
     require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
@@ -276,7 +277,8 @@ def search_layouts(
     if failed := [check for rule in RULES.files for check in rule(run) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in failed))
     dies = run.world_size if dies is None else dies
-    layouts = search(run, RULES.sizes, dies, workload, top)
+    with progress_bar("layouts tried", None, "") as advance:
+        layouts = search(run, RULES.sizes, dies, workload, top, advance)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
 
 
@@ -327,7 +329,9 @@ def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: lis
         unchanged = [each for each, key in zip(overrides, override_keys(overrides), strict=True) if key not in replaced]
         command = our_command("plan", answer["config"], *option, *unchanged, *row["overrides"])
         print_text(f"{number}: {command}", whole=True)
-    print_text(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
+    note = host_memory_note(row["host"] for row in layouts)
+    verdict = f"fits: {len(layouts)} layouts on {answer['dies']} dies{note}; next: one of the commands above"
+    print_text(verdict, "bold green")
 
 
 def _file_checks(run: RunSpec) -> Iterator[Check]:

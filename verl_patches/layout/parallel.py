@@ -73,7 +73,7 @@ class ParallelLayout:
             if self.world_size % math.prod(sizes):
                 raise ConfigError(
                     f"layout: {view} = {'*'.join(map(str, sizes))} = {math.prod(sizes)} must divide world_size "
-                    f"{self.world_size}; change the sizes or the number of ranks"
+                    f"{self.world_size}; change the sizes, or use a multiple of {math.prod(sizes)} ranks"
                 )
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"layout: vpp={self.vpp} needs pp > 1; set vpp=1 or split the model over stages")

@@ -120,14 +120,23 @@ def _verdict(
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
         if memory and check.note and check.name == "host memory":
-            need = memory["host"]["node_bytes"] / 2**30
-            text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
+            text += host_memory_note([memory["host"]])
     typed = [each for each in todo if "not to be typed" not in each["where"]]
     if refused := [check.name for check in checks if check.detail.startswith("a start is refused")]:
         names = ", ".join(refused)
         return {"verdict": f"{text}; a start is refused here; next: do what the note on {names} says", "next": []}
     text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
     return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
+
+
+def host_memory_note(plans: Iterable[Mapping[str, Any]]) -> str:
+    """Return the end of a verdict about the host memory of nodes; empty where it was compared.
+
+    plans: {node_bytes, limit_bytes} of each plan.
+    """
+    needs = [f"{plan['node_bytes'] / 2**30:.0f}" for plan in plans if plan["limit_bytes"] is None]
+    text = f"HOST MEMORY NOT COMPARED: a node needs {', '.join(needs)} GiB (recipe.memory.host_gib)"
+    return f"; {text}" if needs else ""
 
 
 def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +36,19 @@ PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with rando
 _MOST_PAIRS, _MOST_PLANS, _FEWEST_RESULTS = 120, 60, 12
 
 
-def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
+def search(
+    run: RunSpec,
+    rules: Sequence[Rule],
+    dies: int,
+    workload: Workload,
+    top: int = 5,
+    advance: Callable[[int], Any] = lambda layouts: None,
+) -> list[dict[str, Any]]:
     """Return the `top` best layouts of the run's model and batch on `dies` that keep `rules` and pass a plan.
 
-    The best comes first; total_s, tokens_per_s_per_die and phases are None on machines without seconds. Raises
-    ConfigError for another platform than npu, another line than a3, dies that do not fill nodes, and where nothing
-    fits, which names the most layers that would.
+    The best comes first; total_s, tokens_per_s_per_die and phases are None on machines without seconds. advance: called
+    for each layout that is tried. Raises ConfigError for another platform than npu, another line than a3, dies that
+    do not fill nodes, and where nothing fits, which names the most layers that would.
     """
     machine = run.hardware
     if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":
@@ -67,16 +74,21 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     refusals = ["; ".join(hccl.mc2_faults(machine.mc2, base.model, ranks, tokens=1)) for ranks in splits]
     if hccl.decodes_by_mc2(base) and all(refusals):
         raise ConfigError(f"plan --search: {min(refusals, key=len)}")
-    listed, refused = _list_layouts(base, rules, workload, splits, given, max(top, _FEWEST_RESULTS))
+
+    def list_layouts(tried: RunSpec, wanted: int) -> tuple[list[dict[str, Any]], Counter[str]]:
+        return _list_layouts(tried, rules, workload, splits, given, wanted, advance)
+
+    listed, refused = list_layouts(base, max(top, _FEWEST_RESULTS))
     if listed:
         return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
     ((reason, _),) = refused.most_common(1)
+    reason = reason.removeprefix("Invalid configuration: ")
     text = f"no layout for {dies} dies passes a plan; most are refused by {reason}"
     if "memory: " not in reason:
         raise ConfigError(text)
 
     def has_no_layout(layers: int) -> bool:
-        return not _list_layouts(changed_run(base, {MODEL_LAYERS_KEY: layers}), rules, workload, splits, given, 1)[0]
+        return not list_layouts(changed_run(base, {MODEL_LAYERS_KEY: layers}), 1)[0]
 
     fewest = base.model.first_k_dense_replace + 1
     numbers = range(fewest, base.model.num_hidden_layers)
@@ -86,7 +98,13 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 
 
 def _list_layouts(
-    run: RunSpec, rules: Sequence[Rule], workload: Workload, splits: Sequence[int], given: dict[str, Any], wanted: int
+    run: RunSpec,
+    rules: Sequence[Rule],
+    workload: Workload,
+    splits: Sequence[int],
+    given: dict[str, Any],
+    wanted: int,
+    advance: Callable[[int], Any],
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """Return (rows of the first layouts that pass a plan, `wanted` at most; how often each reason refused one).
 
@@ -97,6 +115,7 @@ def _list_layouts(
     rollouts = list(_rollout_sides(run, step, splits))
     pairs = itertools.product(_train_sides(run, step, splits), rollouts)
     for train, rollout in heapq.nsmallest(_MOST_PAIRS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
+        advance(1)
         keys = given | train[1] | rollout[1]
         try:
             tried = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
@@ -189,12 +208,14 @@ def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, key
     checks, figures = plan.plan_figures(run, (check for rule in rules for check in rule(run)), workload)
     require_checks(checks)
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
+    host = figures["memory"]["host"]
     return {
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
         "sent_bytes": sum(figures["traffic"]["sent"].values()),
         "train": str(run.train),
         "rollout": f"{rollout.edp} x (DP{rollout.ep * rollout.etp // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
         "recompute_layers": layers,
+        "host": {name: host[name] for name in ("node_bytes", "limit_bytes")},
         "overrides": as_overrides(keys | memory_plan.recompute_keys(layers)),
     }
 

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from verl_patches.errors import ConfigError, our_command
+from verl_patches.errors import ConfigError
 
 NO_DEVICE = ("cpu", "npu_emulated")  # platforms whose tensors are in host memory
 
@@ -25,16 +25,18 @@ def load_emulation(platform: str) -> ModuleType | None:
     return importlib.import_module("verl_patches.emulation") if platform in NO_DEVICE else None
 
 
-def require_platform(platform: str) -> None:
-    """Raise ConfigError where the configured platform cannot work here; torch is not imported."""
+def require_platform(platform: str, on_cpu: str = 'set VERL_PATCHES="line=pypi,platform=cpu" on a CPU') -> None:
+    """Raise ConfigError where the configured platform cannot work here; torch is not imported.
+
+    on_cpu: says what to do on a machine without NPUs; the default is for the import alone, which has no configuration.
+    """
     emulator = load_emulation(platform)
     if emulator is not None:
         emulator.require(platform)
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             "torch_npu is not installed in this Python; expected it, as platform npu (the default) is configured. "
-            "On an Ascend machine use the torch_npu of the pinned image; to run on a CPU set "
-            f'VERL_PATCHES="line=pypi,platform=cpu" ({our_command("smoke.sh")} does).'
+            f"On an Ascend machine use the torch_npu of the pinned image; {on_cpu}."
         )
 
 

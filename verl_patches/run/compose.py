@@ -79,9 +79,10 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run_config(path)]
     if name not in runs:
         raise ConfigError(
-            f"config {config_name}: expected one of {', '.join(runs) or 'none'}, found no such run in {CONFIGS_DIR}; a "
-            "file of a run has `algo: NAME` at the end of its defaults"
+            f"config {config_name}: expected one of {', '.join(runs) or 'none'}, found no such run in {CONFIGS_DIR}; "
+            "put a file of your own there, with `algo: NAME` at the end of its defaults (docs/configuration.md)"
         )
+    overrides = _with_layout_folder(overrides)
     _check_overrides(overrides)
     overrides = [_quote_home(override) for override in overrides]
     upstream = verl_config_dir(verl_path)
@@ -139,6 +140,12 @@ def _is_run_config(path: Path) -> bool:
         return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
     except OSError:
         return False
+
+
+def _with_layout_folder(overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` with layout=NAME as layout=LINE/NAME, of the line that they choose."""
+    line = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("recipe.line=")), LINES[0])
+    return [re.sub("^layout=(?=[^/]+$)", f"layout={line}/", word) for word in overrides]
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -210,10 +217,13 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     if override or key.startswith("recipe"):
         if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is not in verl's config file, although verl reads it: add it as +{key}=..."
-        return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_leaf_keys(base)), "verl has no such key")
-    lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
-    quoted = any("token recognition error" in text or "mismatched input" in text for text in texts)
-    hint = """; put a value with special characters in quotes: 'key="value"'""" if quoted else ""
+        known = dict(recipe_keys()) | dict.fromkeys([*HYDRA_GROUPS, *_leaf_keys(base)])
+        return unknown_key(key, known, "verl has no such key")
+    lines = list(dict.fromkeys(text.splitlines()[0] for text in texts if text != "None"))
+    grammar = "token recognition error", "mismatched input", "no viable alternative"
+    quoted = any(words in text for text in texts for words in grammar)
+    hint = "; put an override with blanks, brackets or other special characters in quotes, as "
+    hint = f"""{hint}'KEY=[a, b]' or 'KEY="a=b"'""" if quoted else ""
     return f"config {name}: {'; '.join(lines[:2])}{hint}"
 
 

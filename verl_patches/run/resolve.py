@@ -122,13 +122,16 @@ def _config_facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[
         raise ConfigError(f"{shape_file}: expected max_position_embeddings, a whole number, found {reach!r}")
     model_file = Path(section.model.path, "config.json")
     hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(section.model)}
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    layouts = {}
+    nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    world, layouts = nodes * per_node, {}
+    ranks = f"ranks are trainer.nnodes {nodes} x trainer.n_gpus_per_node {per_node} = {world}"
+    if recipe.platform in NO_DEVICE:
+        ranks += "; layout=NAME (configs/layout) and rollout=NAME set fitting sizes and ranks"
     for side, build in ((TRAIN_LAYOUT, _train_layout), (ROLLOUT_LAYOUT, _rollout_layout)):
         try:
             layouts[side] = build(section, recipe, world)
         except ConfigError as error:
-            raise LayoutError(side, str(error), config) from None
+            raise LayoutError(side, f"{error} ({ranks})", config) from None
     return {
         "recipe": recipe,
         "model": first_layers(shape, recipe.num_hidden_layers),
@@ -180,11 +183,10 @@ def _rollout_layout(section: DictConfig, recipe: Recipe, world: int) -> Parallel
     instances = rollout.instances or max(1, world // ranks)
     if instances * ranks != world:
         given = "recipe.rollout.instances, " if rollout.instances else ""
-        smaller = ", or use layout=tp2ep2, which has 4 ranks" if recipe.platform in NO_DEVICE else ""
         raise ConfigError(
             f"{instances} instance(s) x dp {rollout.data_parallel_size} x tp {tp} = {instances * ranks} ranks, "
-            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.data_parallel_size "
-            f"or actor_rollout_ref.rollout.tensor_model_parallel_size{smaller}"
+            f"expected all {world}; change {given}recipe.rollout.data_parallel_size or "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size"
         )
     if rollout.data_parallel_size > 1 and not rollout.enable_expert_parallel:
         raise ConfigError(

@@ -4,6 +4,7 @@ tests/loop/test_smoke.py makes such data from a real run.
 """
 
 import json
+import shlex
 import shutil
 import uuid
 
@@ -178,15 +179,25 @@ def test_equal_recordings_give_equal_bytes(run, tmp_path):
 
 
 def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
-    """Check the run's dataset; a chain of tests/loop trains on `best`."""
-    made(run, tmp_path, kind="pairs")
-    file = str(tmp_path / "out" / "train.parquet")
+    """Check the printed command and the run's dataset.
+
+    A chain of tests/loop trains on `best`.
+    """
+    save(run, changed_run(read_spec(run), {"data.max_response_length": 2}))
+    _, report = made(run, tmp_path, kind="pairs")
+    file, longest = str(tmp_path / "out" / "train.parquet"), report["longest_tokens"]
+    words = shlex.split(report["command"])
+    assert words[:4] == ["bash", "scripts/smoke.sh", "algo=dpo", f"data.train_files={file}"]
+    assert words[4:] == [f"data.max_prompt_length={P_WIDTH}", f"data.max_response_length={longest['response']}"]
 
     overrides = ["algo=dpo", f"data.train_files=[{file}]", f"data.val_files=[{file}]", "data.train_batch_size=2"]
     overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"actor_rollout_ref.model.path={tiny_model}"]
     config = composed("deepseekv3_tiny_cpu", overrides).verl.data
-    data = OmegaConf.merge(config, {"cache_dir": str(tmp_path)})
+    data = OmegaConf.merge(config, OmegaConf.from_dotlist(words[4:]).data, {"cache_dir": str(tmp_path)})
     row = dataset.PairData([file], tokenizer, data)[0]
+    data = OmegaConf.merge(data, {"max_response_length": longest["response"] - 1})
+    with pytest.raises(ConfigError, match=f"a response has {longest['response']} tokens"):
+        dataset.PairData([file], tokenizer, data)
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
     with pytest.raises(ConfigError, match="kto needs the columns"):  # the control

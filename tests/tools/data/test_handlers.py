@@ -323,6 +323,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
+    ({"handler": "maths"}, "unknown key handler; did you mean handler_name"),
     ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected one of maths, gsm8k"),
     ({"seq_length": 10}, "seq_length counts tokens: expected tokenizer_name_or_path"),
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),

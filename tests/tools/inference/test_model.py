@@ -106,13 +106,25 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     (run / "config.yaml").write_text(recorded)
     for name in ("require_trees", "require_verl_version"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
-    monkeypatch.setattr(model, "require_platform", lambda platform: None)
+    monkeypatch.setattr(model, "require_platform", lambda *given: None)
     given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
     OmegaConf.save(composed(CONFIG, [*given, "recipe.run=mine"]).verl, run / "config.yaml")
     assert (rollout().enforce_eager, rollout("recipe.rollout.ascend.graphs=true").enforce_eager) == (True, False)
     with pytest.raises(ConfigError, match=r"expected .*recipe.rollout.ascend"):
         rollout(f"{ROLLOUT_KEY}.enforce_eager=false")
     assert rollout(f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs=3").engine_kwargs.vllm.max_num_seqs == 3
+
+
+def test_a_command_on_a_cpu_starts_again_without_warnings_of_what_a_cpu_lacks(run, monkeypatch):
+    started = []
+    monkeypatch.setattr(model.os, "execve", lambda *given: started.append(given[2]))
+    spec = find(run, run.parents[1]).run
+    model.restart_in_environment(spec)
+    assert started[0]["VLLM_LOGGING_LEVEL"] == "ERROR"
+    for name, value in started[0].items():
+        monkeypatch.setenv(name, value)
+    model.restart_in_environment(spec)
+    assert len(started) == 1  # the second process goes on
 
 
 def test_an_engine_is_gone_before_the_next_is_made(run_warm):

@@ -14,7 +14,16 @@ from verl_patches.errors import ConfigError
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
 from verl_patches.shared_files import expand_home
-from verl_patches.values import Count, Port, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
+from verl_patches.values import (
+    Count,
+    Port,
+    is_secret_value,
+    is_secret_variable,
+    printable,
+    read_yaml,
+    secret_options,
+    unknown_key,
+)
 
 # a name for Kubernetes, and so also for containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
@@ -212,8 +221,17 @@ def load_job(path: Path, environ: Mapping[str, str]) -> Job:
     try:
         return Job.model_validate(given)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, fault['loc'])) or 'job'}: {fault['msg']}" for fault in error.errors())
+        faults = (_fault_text(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in error.errors())
         raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
+
+
+def _fault_text(key: str, kind: str, message: str) -> str:
+    """Return one of pydantic's errors about a job file as a sentence."""
+    if kind == "extra_forbidden":
+        below = {name: field.default for name, field in Job.model_fields.items() if isinstance(field.default, _Strict)}
+        known = [*Job.model_fields, *(f"{name}.{key}" for name, section in below.items() for key in dict(section))]
+        return unknown_key(key, dict.fromkeys(known), "docs/cluster.md lists the keys")
+    return f"{key} is missing" if kind == "missing" else f"{key or 'job'}: {message}"
 
 
 def _expand_variables(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:

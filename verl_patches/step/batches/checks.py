@@ -25,20 +25,20 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
     if run.samples:
         key = "data.train_batch_size (verl hands each rank an equal share of the prompts)"
         yield divides("prompts", prompts, run.world_size, key, "prompts a rank")
-    key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
+    key = f"data.train_batch_size or {_ROLLOUT}.n (train data-parallel ranks)"
     yield divides("responses", prompts * n, train.dp, key, "responses a train replica")
     for name, trained in run.trained_sections.items():
         mini, micro = trained.ppo_mini_batch_size, trained.ppo_micro_batch_size_per_gpu
-        key = f"{name}.ppo_mini_batch_size (must divide data.train_batch_size)"
+        place = f"{_SECTION}.actor" if name == "actor" else name
+        key = f"{place}.ppo_mini_batch_size (must divide data.train_batch_size)"
         yield divides(f"{name} mini batch", prompts, mini, key, "mini batches a step")
-        key = f"{name}.ppo_mini_batch_size (responses of a mini batch over train dp)"
+        key = f"{place}.ppo_mini_batch_size (responses of a mini batch over train dp)"
         yield divides(f"{name} mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
-        key = f"{name}.ppo_micro_batch_size_per_gpu"
+        key = f"{place}.ppo_micro_batch_size_per_gpu"
         if not trained.use_dynamic_bsz and micro is None:
             yield Check(f"{name} micro batch", False, f"{key} is null; verl needs it: set it, or use_dynamic_bsz=true")
         elif not trained.use_dynamic_bsz:
-            key += " (responses a rank and mini batch)"
-            yield divides(f"{name} micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
+            yield _micro_batch_check(name, mini * n // train.dp, key, micro, "mini batch")
     old = {"actor": "ppo_micro_batch_size", "rollout": "log_prob_micro_batch_size", "ref": "log_prob_micro_batch_size"}
     for name, key in old.items():  # verl takes either (RayPPOTrainer._validate_config)
         given = section[name][key] is not None and (name != "ref" or run.uses_reference)
@@ -47,9 +47,16 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
             yield Check(f"{name} micro batch", False, text)
     passes = {"rollout": not run.recipe.train.skip_old_log_prob, "ref": run.uses_reference}
     for name in (name for name, runs in passes.items() if runs):
-        micro, key = section[name].log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
+        key = "log_prob_micro_batch_size_per_gpu"
+        micro, key = section[name][key], f"{_SECTION}.{name}.{key}"
         if micro is not None and not section[name].get("log_prob_use_dynamic_bsz"):  # only verl 0.4.0 has that key
-            yield divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
+            yield _micro_batch_check(name, prompts * n // train.dp, key, micro, "step")
+
+
+def _micro_batch_check(name: str, responses: int, key: str, micro: int, whole: str) -> Check:
+    """Return the Check that micro batches of `micro` responses, the value of `key`, divide a rank's of `whole`."""
+    key = f"{key}, which is {micro}: each rank has {responses} response{'s' if responses != 1 else ''} of a {whole}"
+    return divides(f"{name} micro batch", responses, micro, key, f"micro batches of a {whole}")
 
 
 def max_num_seqs_checks(run: RunSpec) -> Iterator[Check]:

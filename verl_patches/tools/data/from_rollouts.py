@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
+from verl_patches.platform import NO_DEVICE
 from verl_patches.recipe import choices
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
+from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.replay.recording import recording_in
 from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
 from verl_patches.tools.data.output import TRAIN, replaced_folder, write_manifest, write_rows
@@ -85,6 +87,7 @@ def write_rollout_data(
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
+    longest = {"prompt": 0, "response": 0}
     with replaced_folder(target, overwrite) as work:
         data = _recorded_prompts(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
@@ -99,6 +102,13 @@ def write_rollout_data(
                         if digest in seen:
                             left_out["repeated"] += 1
                             continue
+                        try:
+                            prompt, responses, _ = row_tokens(tokenizer, row)
+                        except ValueError:  # a run would refuse the file
+                            left_out["not whole in the chat template"] += 1
+                            continue
+                        longest["prompt"] = max(longest["prompt"], len(prompt))
+                        longest["response"] = max(longest["response"], *map(len, responses.values()))
                         report["rows"] += 1
                         yield row
                         seen.add(digest)
@@ -106,6 +116,7 @@ def write_rollout_data(
                 progress(1)
 
         write_rows(file, rows(), parquet_schema(COLUMNS[choice.kind]))
+        report["longest_tokens"] = longest
         report["left_out"] = {reason: count for reason, count in sorted(left_out.items()) if count}
         if not report["rows"]:
             why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
@@ -113,7 +124,13 @@ def write_rollout_data(
             raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
         source = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
         write_manifest(work / "out", run=source, settings=asdict(choice), report=report, files=[file_facts(file)])
-    return {**report, "files": [str(target / TRAIN)]}
+    words = [f"algo={'dpo' if choice.kind == 'pairs' else 'sft'}", f"data.train_files={target / TRAIN}"]
+    for part, count in longest.items():  # not below the run's, which its validation data may need
+        words.append(f"data.max_{part}_length={max(count, spec.verl.data[f'max_{part}_length'])}")
+    command = our_command("train", "--config-name", "CONFIG", *words)
+    if spec.platform in NO_DEVICE:
+        command = our_command("smoke.sh", *words)
+    return {**report, "files": [str(target / TRAIN)], "command": command}
 
 
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:

@@ -19,7 +19,7 @@ from verl_patches.errors import ConfigError, require_checks
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.plan.serving import instance_checks, instance_config
-from verl_patches.platform import require_platform
+from verl_patches.platform import NO_DEVICE, require_platform
 from verl_patches.recipe import VLLM_DTYPES
 from verl_patches.run.compose import RowProvider, check_dtype, compose_config, override_keys
 from verl_patches.run.engine_options import ROLLOUT_KEY, check_engine_options, rewrite_engine_options
@@ -98,7 +98,7 @@ def find_model(
             )
     require_trees(spec)
     require_verl_version(spec.line, spec.trees)
-    require_platform(spec.platform)
+    require_platform(spec.platform, "on a CPU take a run or --config-name with recipe.platform=cpu")
     wanted = [max(folders)] if newest else folders
     sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
@@ -147,6 +147,8 @@ def restart_in_environment(run: RunSpec) -> None:
     records = {logger.folder[0] for logger in LOGGERS.values() if logger.folder}
     variables = [v for v in environment_variables(run) if v.name not in records]
     wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
+    if run.platform in NO_DEVICE:  # vLLM warns of what a CPU lacks; a smoke run has that in its log alone
+        wanted = [replace(v, value="ERROR") if v.name == "VLLM_LOGGING_LEVEL" else v for v in wanted]
     if any(os.environ.get(variable.name) != variable.value for variable in wanted):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))
 
