@@ -173,8 +173,10 @@ def test_a_model_that_mc2_does_not_take_is_searched_without_expert_parallelism(t
     shape = tmp_path / "moonlight.json"
     shape.write_text(json.dumps(MOONLIGHT))
     moonlight = f"recipe.model_shape={shape}", f"{MODEL_LAYERS_KEY}=27"
-    with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*enable_expert_parallel=false"):
+    with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*") as refused:
         listed(NODE, *moonlight, dies=16)
+    advice = re.findall(r"recipe\.[\w.]+=\w+", str(refused.value))
+    assert make_plan(NODE, *moonlight, "recipe.train.layers_per_stage=[14,13]", *advice)["ok"]
     (row,) = listed(NODE, *moonlight, "recipe.rollout.enable_expert_parallel=false", dies=16)
     assert row["rollout"] == "16 x (DP1 TP1 EP1)" and "recipe.rollout.data_parallel_size=1" in row["overrides"]
 
