@@ -72,7 +72,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     config = read_stored_config(path)
     stored = config.get(QUANTIZATION)
     method = stored.get("quant_method") if isinstance(stored, dict) else stored
-    if method not in (None, "fp8"):
+    if stored is not None and method != "fp8":
         raise ConfigError(
             f"{path}: {QUANTIZATION} has quant_method {method!r}, expected 'fp8' or no {QUANTIZATION}: beside bf16, "
             "only DeepSeek's FP8 is supported; give a folder in one of these"
