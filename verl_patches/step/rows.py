@@ -77,7 +77,7 @@ def read_checked_rows(
     with loading_errors(f"data: expected parquet files with columns of the same types, in {', '.join(files)}"):
         sizes = [parquet.read_metadata(file).num_rows for file in files]
         if empty := [file for file, size in zip(files, sizes, strict=True) if not size]:
-            raise ConfigError(f"data: {', '.join(empty)}: 0 rows; expected at least 1 in each file: leave such files out")
+            raise ConfigError(f"data: {', '.join(empty)}: 0 rows; expected at least 1 in each file")
         try:
             read()
         except DatasetGenerationError as error:
