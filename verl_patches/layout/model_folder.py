@@ -260,6 +260,7 @@ def class_of_family(from_pretrained: Callable) -> Callable:
         from transformers import DeepseekV3Config, PretrainedConfig
 
         own = {**kwargs, "trust_remote_code": None, "name_or_path": pretrained_model_name_or_path}
+        own.pop("code_revision", None)  # of AutoModel, as AutoConfig does; it would reach the model's constructor
         config, others = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **own)
         if config.get("model_type") in MODEL_TYPES:
             return DeepseekV3Config.from_dict(config, **others)
