@@ -27,7 +27,7 @@ WANTED = {row.id: row for row in ROWS if Switches("a3", "npu").decide(row)[0]}
 
 # kind -> modules (or whole packages) that this kind never imports while it starts: their rows may wait there
 NEVER_IMPORTED = {
-    "driver": ("megatron", "mindspeed_llm", "verl", "vllm", "vllm_ascend"),
+    "driver": ("megatron", "mindspeed_llm", "transformers", "verl", "vllm", "vllm_ascend"),
     "controller": (
         "megatron.core.models", "megatron.core.packed_seq_params", "mindspeed_llm",  # no model is built
         "verl.models.mcore.registry", "verl.models.mcore.util", "verl.utils.megatron.optimizer",
