@@ -193,7 +193,7 @@ def user_places(run: RunSpec) -> list[str]:
 
 
 def hook_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that the user's files and the packages of his modules exist; nothing is imported."""
+    """Check that the files and the packages that the user names exist; nothing is imported."""
     folders = [*map(str, run.trees.folders), *sys.path]
     for where, key in user_hooks(run):
         if key.endswith(".path"):
