@@ -20,7 +20,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
-from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage
+from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
     RankGroup,
     Setting,
@@ -38,6 +38,7 @@ DEVICE_FOLDER = Path("/dev")
 # Room of a die that is kept free where the plan chooses the recomputed layers of an update, for what it does not count
 # (fragmentation of torch's pool, workspaces of kernels)
 MARGIN_BYTES = 5 * 10**9
+KV_BLOCK_TOKENS = 128  # vllm_ascend.platform.NPUPlatform.check_and_update_config
 CHECKPOINTING_KEY = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
 LAYERS_KEY = f"{_KWARGS}num_layers"
@@ -63,8 +64,10 @@ class RunMemory(NamedTuple):
 def run_memory(run: RunSpec) -> RunMemory:
     """Return what the memory of a run follows from; raise ConfigError where sizes do not divide."""
     recipe, section = run.recipe, run.verl.actor_rollout_ref
-    train, inventory = run.train, cached_inventory(run.trained_model)
-    npu = run.platform == "npu"
+    train, model, npu = run.train, run.trained_model, run.platform == "npu"
+    samples = npu and run.samples
+    graphs = samples and run.graphs
+    inventory = cached_inventory(model)
     setting = Setting(
         inventory,
         train,
@@ -77,7 +80,9 @@ def run_memory(run: RunSpec) -> RunMemory:
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or run.line == A3,  # MindSpeed's torch.Tensor.view copies on the CPU too
         passes=run_passes(run, train.dp) if run.line == A3 else None,
-        hccl=hccl.buffer_bytes(run) if npu else None,
+        hccl_bytes=sum(hccl.buffer_bytes(run).values()) if npu else None,
+        engine_activations=engine_bytes(model, run.rollout, section.rollout.max_num_batched_tokens) if samples else 0,
+        graph_bytes=graph_bytes(model, run.rollout, run.graph_sizes or (run.max_num_seqs,)) if graphs else 0,
         critic=run.has_critic,
         reward_models=len(run.reward_models),
         sampled=run.samples,
@@ -115,7 +120,35 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(run) if npu else [],
         "host": _host_section(run, memory),
-        "not_modelled": _unmodelled_parts(setting, npu, len(run.graph_sizes)),
+        "not_modelled": _unmodelled_parts(setting, npu),
+    }
+
+
+def kv_cache_plan(run: RunSpec, memory: RunMemory, expected_tokens: float) -> dict[str, Any] | None:
+    """Return {die_bytes, held_tokens, sequences, needed_tokens, safe_sequences, expected_tokens, preemption}.
+
+    None without a modelled KV cache. Tokens are those of whole blocks, of the fullest die. sequences: max_num_seqs, the
+    most that run at once, a sequence of the log-prob check among them; needed_tokens: of as many at max_model_len;
+    safe_sequences: as many are never preempted. expected_tokens: of `sequences` of `expected_tokens` each. preemption:
+    impossible where the cache holds the needed tokens, likely where it does not even hold the expected ones.
+    """
+    setting, sequences = memory.setting, run.max_num_seqs
+    if not (setting.vllm_bytes and run.samples):
+        return None
+    size = min(group_bytes(setting, rank)["kv_cache"] for rank in {0, setting.rollout.world_size - 1})
+    blocks = max(size // (KV_BLOCK_TOKENS * setting.inventory.model.kv_bytes) - 1, 0)  # vLLM never gives out the first
+    longest = run.verl.actor_rollout_ref.rollout.max_model_len or run.longest_tokens
+    one = -(-longest // KV_BLOCK_TOKENS)
+    expected, held = round(sequences * expected_tokens), blocks * KV_BLOCK_TOKENS
+    preemption = "likely" if expected > held else "possible"
+    return {
+        "die_bytes": size,
+        "held_tokens": held,
+        "sequences": sequences,
+        "needed_tokens": sequences * one * KV_BLOCK_TOKENS,
+        "safe_sequences": blocks // one,
+        "expected_tokens": expected,
+        "preemption": "impossible" if sequences * one <= blocks else preemption,
     }
 
 
@@ -211,13 +244,11 @@ def cached_inventory(model: ModelShape) -> Inventory:
     return build_inventory(model)
 
 
-def _unmodelled_parts(setting: Setting, npu: bool, graphs: int) -> list[str]:
-    parts = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+def _unmodelled_parts(setting: Setting, npu: bool) -> list[str]:
+    parts = ["fragmentation of torch's pool", "workspaces of kernels, memory of a communicator beside its two buffers"]
     if setting.passes is None:
         parts.append("activations (line a3 only)")
-    if npu:
-        parts.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
-    else:
+    if not npu:
         parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
     return parts
 

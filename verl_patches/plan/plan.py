@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check, our_command
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.plan.memory_plan import MARGIN_BYTES, memory_plan, memory_shortages, run_memory
+from verl_patches.plan.memory_plan import MARGIN_BYTES, kv_cache_plan, memory_plan, memory_shortages, run_memory
 from verl_patches.plan.serving import serving_plan
-from verl_patches.plan.step_plan import Workload, step_sections
+from verl_patches.plan.step_plan import Workload, mean_tokens, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
@@ -97,7 +97,8 @@ def plan_figures(run: RunSpec, checks: Iterable[Check], workload: Workload) -> t
     if all(ok.get(name, True) for name in _SIZE_CHECKS):
         memory = run_memory(run)
         figures["memory"] = planned = memory_plan(run, memory)
-        checks += [_memory_check(planned), *_host_memory_checks(planned)]
+        planned["kv_cache"] = kv_cache_plan(run, memory, mean_tokens(run, workload))
+        checks += [_memory_check(planned), *_kv_cache_checks(planned["kv_cache"]), *_host_memory_checks(planned)]
         if ok.get("weight sync", True):
             figures |= step_sections(run, memory, workload)
     return checks, figures
@@ -195,6 +196,20 @@ def _memory_check(plan: dict[str, Any]) -> Check:
             text += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for memory that the model does not count"
             return Check("memory", True, f"modelled: {text}", note=True)
     return Check("memory", True, f"modelled: {text}")
+
+
+def _kv_cache_checks(cache: dict[str, Any] | None) -> Iterator[Check]:
+    """Yield the check of the tokens that a die's KV cache holds; a note where responses are likely to be preempted."""
+    if cache is None:
+        return
+    sequences, safe, preemption = cache["sequences"], cache["safe_sequences"], cache["preemption"]
+    text = f"modelled: a die holds {cache['held_tokens']:,} tokens; {sequences} sequences (max_num_seqs) need at most "
+    text += f"{cache['needed_tokens']:,}, {cache['expected_tokens']:,} at their mean length: preemption {preemption}"
+    if not safe:
+        text += "; vLLM does not start, as not one of full length fits: raise rollout.gpu_memory_utilization"
+    elif preemption != "impossible":
+        text += f", and a preempted response is computed again; max_num_seqs={safe} excludes it"
+    yield Check("KV cache", safe > 0, text, note=preemption == "likely")
 
 
 def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
