@@ -19,7 +19,14 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check, our_command
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.plan.memory_plan import MARGIN_BYTES, kv_cache_plan, memory_plan, memory_shortages, run_memory
+from verl_patches.plan.memory_plan import (
+    MARGIN_BYTES,
+    MEMORY_MONITOR_SHARE,
+    kv_cache_plan,
+    memory_plan,
+    memory_shortages,
+    run_memory,
+)
 from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, mean_tokens, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
@@ -214,15 +221,23 @@ def _kv_cache_checks(cache: dict[str, Any] | None) -> Iterator[Check]:
 
 def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
     """Yield the check of host memory of a node with dies; a note where its size is unknown."""
-    need, limit = plan["host"]["node_bytes"], plan["host"]["limit_bytes"]
-    largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
-    pins = f"modelled: workers pin {need / 2**30:.0f} GiB of the fullest node, most of it for {largest}"
+    host, largest = plan["host"], max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
+    limit, need = host["limit_bytes"], host["node_bytes"]
+    text = f"modelled: the fullest node needs {need / 2**30:.0f} GiB: {host['pinned_bytes'] / 2**30:.0f} that workers "
+    text += f"pin, most of it for {largest}, {host['workers_bytes'] / 2**30:.0f} for their processes and at most "
+    text += f"{host['object_store_bytes'] / 2**30:.0f} for Ray's object store"
     if limit is None and plan["hbm_bytes"] is not None:
-        text = f"{pins}; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
+        text += "; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
         yield Check("host memory", True, text, note=True)
     elif limit is not None:
-        todo = "" if need <= limit else "; use more nodes, over which the optimizer is sharded"
-        yield Check("host memory", need <= limit, f"{pins}; the node has {limit / 2**30:.0f}{todo}")
+        room = int(MEMORY_MONITOR_SHARE * limit)
+        text += f"; the node has {limit / 2**30:.0f}, of which Ray's memory monitor leaves {room / 2**30:.0f}"
+        store = room - (need - host["object_store_bytes"])  # what it leaves the store
+        if store < 0:
+            text += "; use more nodes, over which the optimizer is sharded"
+        elif need > room:
+            text += f"; start Ray with --object-store-memory={store}, or a full store ends the run"
+        yield Check("host memory", store >= 0, text, note=store >= 0 and need > room)
 
 
 def _rank_entries(

@@ -292,6 +292,12 @@ class RecipeWorker(TrainingWorker):
             here = context()
             here.profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder), here.ledger)
 
+    def _take_preemptions(self) -> int | None:
+        counter = getattr(getattr(getattr(self, "rollout", None), "inference_engine", None), "preemptions", None)
+        if counter is None or dist.get_rank() % self.run.rollout.tp:
+            return None
+        return counter.take()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
         """End a step: drop its cached tensors, if it had no update; return the counters since the last call.
@@ -299,7 +305,8 @@ class RecipeWorker(TrainingWorker):
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
-        started, None on a real one; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance,
+        started, None on a real one; preempted: responses of this replica that vLLM preempted, on its first rank, else
+        None; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance,
         routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take_files;
         None where the feature is off.
         """
@@ -321,6 +328,7 @@ class RecipeWorker(TrainingWorker):
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
+            "preempted": self._take_preemptions(),
             "skipped": take_all_skips(context().step_guards),
             "profile": profiler.take_files() if profiler is not None else None,
             "emulated": emulator and emulator.device_usage(self.recipe.platform),
