@@ -255,7 +255,7 @@ def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(mo
     whole, short = (update_peak(make_run(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
     monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
     narrow = update_peak(make_run(BIG, *own, skip=True))
-    assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [71.7, 61.4, 58.9]
+    assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [72.0, 61.7, 59.3]
     assert narrow < short < A3_SEEN_BYTES < whole
 
 

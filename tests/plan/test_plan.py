@@ -217,6 +217,6 @@ def test_a_kv_cache_that_cannot_hold_one_response_is_refused_and_a_likely_preemp
     share = "actor_rollout_ref.rollout.gpu_memory_utilization"
     ok, note, text = check()
     assert ok and not note and text.endswith("max_num_seqs=52 excludes it")
-    assert not check(f"{share}=0.58")[0]
+    assert not check(f"{share}=0.57")[0]
     ok, note, text = check(f"{share}=0.62")
     assert ok and note and "preemption likely" in text
