@@ -29,7 +29,6 @@ _OVER_LIMIT = " TOO MUCH"
 _PROCESS_LABELS = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 # Sections of a plan: title, key in --json, and the columns of its rows or the shown keys
 _MEMORY_SECTIONS = (
-    ("KV cache of the fullest die (modelled)", "memory.kv_cache", ()),
     ("host memory of the fullest node (modelled)", "memory.host", ()),
     ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
 )

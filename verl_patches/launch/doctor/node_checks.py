@@ -251,10 +251,8 @@ def _memory(node: Node) -> Iterator[Result]:
     found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
     todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
     yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
-    expected = (
-        f"{sum(need) / GB:.1f} GB (modelled): {need.pinned / GB:.1f} by the workers, {need.workers / GB:.1f} for "
-    )
-    expected += "their processes, the rest in /dev/shm"
+    expected = f"{sum(need) / GB:.1f} GB (modelled): {need.pinned / GB:.1f} by the workers, "
+    expected += f"{need.workers / GB:.1f} for their processes, the rest in /dev/shm"
     state = "note" if least <= left < sum(need) else ""
     yield Result(left >= least, f"{left / GB:.1f} GB available", expected, name="host", state=state)
 
