@@ -140,12 +140,12 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     }
 
 
-def kv_cache_plan(run: RunSpec, memory: RunMemory, expected_tokens: float) -> dict[str, Any] | None:
+def kv_cache_plan(run: RunSpec, memory: RunMemory, mean_tokens: float) -> dict[str, Any] | None:
     """Return {die_bytes, held_tokens, sequences, needed_tokens, safe_sequences, expected_tokens, preemption}.
 
     None without a modelled KV cache. Tokens are those of whole blocks, of the fullest die. sequences: max_num_seqs, the
     most that run at once, a sequence of the log-prob check among them; needed_tokens: of as many at max_model_len;
-    safe_sequences: as many are never preempted. expected_tokens: of `sequences` of `expected_tokens` each. preemption:
+    safe_sequences: as many are never preempted. expected_tokens: of `sequences` of `mean_tokens` each. preemption:
     impossible where the cache holds the needed tokens, likely where it does not even hold the expected ones.
     """
     setting, sequences = memory.setting, run.max_num_seqs
@@ -155,7 +155,7 @@ def kv_cache_plan(run: RunSpec, memory: RunMemory, expected_tokens: float) -> di
     blocks = max(size // (KV_BLOCK_TOKENS * setting.inventory.model.kv_bytes) - 1, 0)  # vLLM never gives out the first
     longest = run.verl.actor_rollout_ref.rollout.max_model_len or run.longest_tokens
     one = -(-longest // KV_BLOCK_TOKENS)
-    expected, held = round(sequences * expected_tokens), blocks * KV_BLOCK_TOKENS
+    expected, held = round(sequences * mean_tokens), blocks * KV_BLOCK_TOKENS
     preemption = "likely" if expected > held else "possible"
     return {
         "die_bytes": size,
