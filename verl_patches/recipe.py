@@ -265,7 +265,7 @@ class TensorCache:
 class Memory:
     """Set the memory ledger of every worker, and the host memory that the memory plan is compared with.
 
-    host_gib: host memory of a node in GiB that workers may pin; the plan refuses to exceed it. null: not compared.
+    host_gib: host memory of a node in GiB, of which the plan leaves Ray's memory monitor 5 %. null: not compared.
     ledger: compare the memory groups on the device in each phase with the table in memory/schedule.py. report logs and
     records differences, strict stops the run at the first one, off compares nothing.
     """

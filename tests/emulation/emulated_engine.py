@@ -12,7 +12,7 @@ equal, ...}, ...}.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -98,9 +98,28 @@ def record(holder: Any, function: str, fact: Callable) -> list[Any]:
 
 
 def classes(llm: Any, reference: Any) -> dict[str, Any]:
-    """Return the names of the engine's classes."""
+    """Return the names of the engine's classes, and `kv_cache_bytes` of its worker on a die with these bytes in use."""
     worker = engine_worker(llm)
-    return {"classes": [type(part).__name__ for part in (worker, worker.model_runner, engine_model(llm))]}
+    found = {"classes": [type(part).__name__ for part in (worker, worker.model_runner, engine_model(llm))]}
+    return {**found, "kv_cache_bytes": kv_cache_bytes(worker, **USED_BYTES)}
+
+
+USED_BYTES = {"total": 64_000, "weights": 20_000, "activations": 500, "beside": 5_000}
+
+
+def kv_cache_bytes(worker: Any, total: int, weights: int, activations: int, beside: int) -> int:
+    """Return the bytes that vllm-ascend's worker leaves the KV cache; beside: of HCCL and CANN, outside of torch."""
+    import torch
+    import torch_npu
+
+    stats = {"allocated_bytes.all.peak": weights + activations, "allocated_bytes.all.current": weights}
+    counters = {"memory_stats": lambda: stats, "mem_get_info": lambda: (total - weights - beside, total)}
+    with ExitStack() as patches:
+        for module in (torch.npu, torch_npu.npu):
+            patches.enter_context(mock.patch.multiple(module, **counters))
+        patches.enter_context(mock.patch.object(worker.model_runner, "profile_run"))
+        patches.enter_context(mock.patch.object(worker, "init_npu_memory", total))
+        return worker.determine_available_memory()
 
 
 def graphs(llm: Any, reference: Any) -> dict[str, Any]:

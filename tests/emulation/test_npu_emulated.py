@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, emulated_npu
-from tests.emulation.emulated_engine import CYCLES, EAGER, PRODUCTION
+from tests.emulation.emulated_engine import CYCLES, EAGER, PRODUCTION, USED_BYTES
 from verl_patches import emulation
 from verl_patches.catalog import all_rows
 from verl_patches.errors import ConfigError
@@ -61,6 +61,8 @@ def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_emul
     for check in found.values():
         assert check["worst"] < LARGEST and check["same"], found
     if name.startswith("eager"):
+        used = USED_BYTES["weights"] + USED_BYTES["activations"] + USED_BYTES["beside"]  # as plan/expected.py has it
+        assert found["classes"]["kv_cache_bytes"] == USED_BYTES["total"] // 2 - used
         assert found["classes"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
         assert "after sleep" in found["sleep"]["kept"] and "vllm_sleep_mode=false" in found["sleep"]["kept"]
     assert {fault: worst for fault, worst in spoilt.items() if worst < 100 * LARGEST} == {}

@@ -146,7 +146,7 @@ class LLM:
     def __init__(self, **kwargs):
         self.seen, self.calls, self.llm_engine = kwargs, [], engine()[0].llm_engine
         vars(self.llm_engine).update(
-            add_request=lambda number: number + 1, sleep=self.engine_sleep, wake_up=self.engine_wake
+            add_request=lambda number: number + 1, sleep=self.engine_sleep, wake_up=self.engine_wake, scheduler=[]
         )
 
     def engine_sleep(self, level=1):

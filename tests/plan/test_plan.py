@@ -1,6 +1,7 @@
 """Test a plan: its figures, bytes on disks, the presets, and its exit."""
 
 import json
+import math
 import shlex
 
 import pytest
@@ -192,3 +193,30 @@ def test_the_verdict_says_where_host_memory_is_not_compared():
     assert plan["verdict"].startswith("fits: all ") and "HOST MEMORY NOT COMPARED" in plan["verdict"]
     assert "NOT COMPARED" not in make_plan(NODE, "recipe.memory.host_gib=4096")["verdict"]
     assert [check["name"] for check in short["checks"] if not check["ok"]] == ["host memory"]
+
+
+def test_host_memory_has_room_for_what_is_pinned_processes_and_the_object_store_below_rays_limit():
+    def check(gib):
+        (found,) = (c for c in make_plan(NODE, f"recipe.memory.host_gib={gib}")["checks"] if c["name"] == "host memory")
+        return found
+
+    need = make_plan(NODE)["memory"]["host"]
+    assert need["node_bytes"] == need["pinned_bytes"] + 16 * (10 << 30) + 200 * 10**9
+    least, most = ((need["node_bytes"] - less) / 0.95 / 2**30 for less in (need["object_store_bytes"], 0))
+    assert not check(math.floor(least))["ok"]
+    tight, enough = check(math.ceil(least)), check(math.ceil(most))
+    assert tight["ok"] and tight["note"] and "start Ray with --object-store-memory=" in tight["detail"]
+    assert enough["ok"] and not enough["note"]
+
+
+def test_a_kv_cache_that_cannot_hold_one_response_is_refused_and_a_likely_preemption_is_a_note():
+    def check(*overrides):
+        (found,) = (c for c in make_plan(TRUE_WEIGHT, *overrides)["checks"] if c["name"] == "KV cache")
+        return found["ok"], found["note"], found["detail"]
+
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    ok, note, text = check()
+    assert ok and not note and text.endswith("max_num_seqs=52 excludes it")
+    assert not check(f"{share}=0.57")[0]
+    ok, note, text = check(f"{share}=0.62")
+    assert ok and note and "preemption likely" in text

@@ -159,7 +159,7 @@ def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
         search(run, SIZE_RULES, 16, Workload())
 
 
-@pytest.mark.parametrize(("gib", "fits"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
+@pytest.mark.parametrize(("gib", "fits"), [(512, False), (1024, True)])  # pinned and processes: 943 GB of 95 %
 def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
     run = composed(BIG, [f"recipe.memory.host_gib={gib}"])
     try:

@@ -134,18 +134,23 @@ def uneven(model: str) -> dict[str, Any]:
     """Return whether responses are equal with ROWS, without all and without each, if requests end at different steps.
 
     There are 12 sampled requests of 1 to 29 tokens, of which some end by a token, in batches of at most 8 and with too
-    few KV blocks for all; `freed` and `alike`: blocks freed and steps that were not scheduled, with all rows. `text`:
-    requests with text, which is returned in each step. `some log-probs`: every third request has them. `one prompt`:
-    two responses of each of four prompts, which share blocks, after aborted requests. `control`: with a fault.
+    few KV blocks for all; `freed` and `alike`: blocks freed and steps that were not scheduled, with all rows.
+    `preempted`, `by vLLM`: requests preempted, as we and as vLLM count them. `text`: requests with text, which is
+    returned in each step. `some log-probs`: every third request has them. `one prompt`: two responses of each of four
+    prompts, which share blocks, after aborted requests. `control`: with a fault.
     """
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.v1.engine import EngineCoreEventType
+    from vllm.v1.request import Request
 
     from verl_patches.rollout import decode_host
+    from verl_patches.rollout.engine import PreemptionCounter
 
     limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
     llm = LLM(model=model, dtype="float32", seed=0, enforce_eager=True, additional_config={"refresh": True}, **limits)
-    engine, cache = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    preempted, cache = PreemptionCounter(engine), scheduler.kv_cache_manager
     freed, pool = record(cache, "free", lambda *_: 1), cache.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 9)  # leave 9 blocks of 128 tokens
     steps = record(engine_worker(llm).model_runner, "execute_model", lambda _, scheduled: scheduled)
@@ -186,6 +191,12 @@ def uneven(model: str) -> dict[str, Any]:
     freed.clear(), steps.clear()
     found |= {"all": twelve([]) == expected, "freed": len(freed)}
     found |= {"alike": sum(before is now for before, now in itertools.pairwise(steps))}
+    preempted.take()
+    scheduler.log_stats, scheduler.make_stats = True, lambda *_: None  # vLLM notes its preemptions, and no other figure
+    events = record(Request, "record_event", lambda _, request, event, *time: event)
+    twelve([])
+    scheduler.log_stats = False
+    found |= {"preempted": preempted.take(), "by vLLM": events.count(EngineCoreEventType.PREEMPTED)}
     found |= {"text": twelve([], detokenize=True) == twelve(ROWS, detokenize=True)}
     found |= {"some log-probs": twelve([], logprobs=None) == twelve(ROWS, logprobs=None)}
     shared(ROWS)  # from here on its first block is cached

@@ -65,3 +65,13 @@ def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:
 
     processor._get_logits = _get_logits
     return seen, lambda: delattr(processor, "_get_logits")
+
+
+def preemptions(model: str, requests: list) -> list[int]:
+    """Return an engine's preemptions before and after `requests`, where 16 KV blocks of 16 tokens hold a few alone."""
+    llm = awake(model, engine_kwargs={"vllm": {"num_gpu_blocks_override": 16}})
+    counts = []
+    for some in (requests[:1], requests, requests[:1]):
+        generate_with(llm, some)
+        counts.append(llm.preemptions.take())
+    return counts

@@ -20,4 +20,5 @@ def test_responses_are_equal_where_requests_end_at_different_steps(tmp_path, run
     assert found.pop("reasons") == ["length", "stop"]
     assert found.pop("freed") > 12  # some requests were preempted and computed again
     assert found.pop("alike") > 0
+    assert found.pop("preempted") == found.pop("by vLLM") > 0
     assert found == dict.fromkeys([*ROWS, "all", "text", "some log-probs", "one prompt"], True)

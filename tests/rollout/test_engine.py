@@ -61,3 +61,10 @@ def test_the_collector_rests_while_the_engine_generates_and_is_as_before_afterwa
         gc.callbacks.pop()
         (gc.enable if was else gc.disable)()
     assert (inside == 0) == (wanted or not enabled)
+
+
+@pytest.mark.slow
+def test_preemptions_of_v0_are_counted_once(run_rollout, tiny_model, requests):
+    longer = [[prompt, 64] for prompt, _ in requests]
+    ((before, among, after),) = run_rollout("engine_rank:preemptions", str(tiny_model), longer)
+    assert (before, after) == (0, 0) and among > 0

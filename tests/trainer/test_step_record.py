@@ -77,7 +77,13 @@ def whole_step(number=3):
     skew = {"put_bytes": 107_000_000_000, "start_skew_s": {"max": 81.23456}}
     sync = {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "seconds": {}, "logprob_delta": {"mean": 5e-7, "max": 1e-6}}
-    return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew, "skipped": None}
+    return step | {
+        "sync": sync,
+        "memory": {"peak_bytes": 54_990_000_000},
+        "dispatch": skew,
+        "skipped": None,
+        "preempted": 7,
+    }
 
 
 def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_under_its_name():
@@ -94,7 +100,12 @@ def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_unde
     texts = dict(zip(WIDE_COLUMNS, table_row(step, WIDE_COLUMNS).split()[4:], strict=True))
     assert (texts["offload s"], texts["held MB"], texts["sync calls"]) == ("0.250", "54990.000", "65")
     assert (texts["sync MB"], texts["extra MB"]) == ("25400.000", "2147.484")
-    assert (texts["sent MB"], texts["skew s"]) == ("107000.000", "81.2346")
+    assert (texts["sent MB"], texts["skew s"], texts["preempted"]) == ("107000.000", "81.2346", "7")
+
+
+def test_preemptions_are_those_of_all_replicas_where_vllm_counts_them():
+    assert step_record.preempted_total([2, None, 0, None]) == 2 and step_record.preempted_total([0]) == 0
+    assert step_record.preempted_total([None, None]) is None
 
 
 def test_the_record_of_a_step_has_the_share_of_all_ranks():

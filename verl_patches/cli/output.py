@@ -29,7 +29,7 @@ _OVER_LIMIT = " TOO MUCH"
 _PROCESS_LABELS = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 # Sections of a plan: title, key in --json, and the columns of its rows or the shown keys
 _MEMORY_SECTIONS = (
-    ("pinned host memory of the fullest node (modelled)", "memory.host", ()),
+    ("host memory of the fullest node (modelled)", "memory.host", ()),
     ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
 )
 _FIGURE_SECTIONS = (

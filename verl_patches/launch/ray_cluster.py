@@ -11,7 +11,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError, RecipeError, our_command
-from verl_patches.plan.memory_plan import DEVICE_FOLDER
+from verl_patches.plan.memory_plan import DEVICE_FOLDER, object_store_bytes
 from verl_patches.platform import NO_DEVICE
 from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
@@ -23,8 +23,6 @@ from verl_patches.values import size_text
 
 log = logging.getLogger(__name__)
 ANSWER_S = 60
-_OBJECT_STORE_BYTES = 256 << 20  # least size on a CPU
-_STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in ray/_private/ray_constants.py
 
 
 def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
@@ -57,7 +55,7 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
     npu = run.verl.trainer.device == "npu"
     devices: dict[str, Any] = {"resources": {"NPU": workers}} if npu else {"num_gpus": workers}
     if recipe.platform in NO_DEVICE:
-        devices["object_store_memory"] = object_store_bytes(run)
+        devices["object_store_memory"] = object_store_bytes(run, psutil.virtual_memory().total)
     return {
         **options,
         "address": "local",  # without it Ray would join a running one whose address file it finds
@@ -67,13 +65,6 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
         "_node_ip_address": "127.0.0.1",  # all of Ray's listeners are on the loopback
         "_temp_dir": os.environ.get("RAY_TMPDIR"),
     }
-
-
-def object_store_bytes(run: RunSpec) -> int:
-    """Return the most bytes of Ray's object store on this node, in /dev/shm: the run's, or `ray start`'s default."""
-    if run.recipe.ray_address is None and run.recipe.platform in NO_DEVICE:
-        return max(_OBJECT_STORE_BYTES, 2 * recorded_bytes(run))
-    return min(_STORE_MAX_BYTES, int(_STORE_SHARE * psutil.virtual_memory().total))
 
 
 def list_nodes(address: str) -> list[dict[str, Any]]:
@@ -120,7 +111,7 @@ def require_nodes(run: RunSpec) -> None:
                 f"trainer.n_gpus_per_node is {workers}, but this machine has {found} NPUs ({DEVICE_FOLDER}/davinci*); "
                 "lower it, give the container more, or set recipe.ray_address to join a Ray of several nodes"
             )
-        _require_object_store(run, object_store_bytes(run))
+        _require_object_store(run, object_store_bytes(run, psutil.virtual_memory().total))
 
 
 def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:

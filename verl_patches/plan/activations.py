@@ -30,6 +30,7 @@ modelled, nor are dynamic batches and fragmentation.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
@@ -163,6 +164,30 @@ def forward_bytes(
     last = stage == layout.pp - 1
     logits = logits_bytes(model, tokens, layout, passes, gradient=False, entropy=entropy) if last else 0
     return _larger_term(working, logits)
+
+
+def engine_bytes(model: ModelShape, rollout: ParallelLayout, tokens: int) -> int:
+    """Return the most bytes of a rollout rank's eager batch of `tokens`, counted as a forward pass of Megatron.
+
+    The rows of its experts are balanced, as vllm-ascend draws them in the profile run that sizes the KV cache.
+    """
+    passes = Passes(tokens, tokens, tokens, 1, imbalance=1.0)
+    return sum(forward_bytes(model, rollout, 0, tokens, passes, entropy=False).values())
+
+
+def graph_bytes(model: ModelShape, rollout: ParallelLayout, batch_sizes: Iterable[int]) -> int:
+    """Return the bytes that captured decode graphs keep: of each, a layer's experts and the logits (upper bound).
+
+    MC2 gives a rank room for the tokens of all ranks of its group at min(local experts, top-k) experts
+    (torch_npu.npu_moe_distribute_dispatch): rows in and out, gate, up, product. Without MC2 there are fewer.
+    """
+    size, total = DTYPE_BYTES[model.torch_dtype], 0
+    for batch in batch_sizes:
+        tokens = -(-batch // rollout.tp)
+        rows = rollout.ep * tokens * min(model.n_routed_experts // rollout.ep, model.num_experts_per_tok)
+        total += size * rows * (2 * model.hidden_size + 3 * model.moe_intermediate_size)
+        total += (4 + size) * batch * -(-model.vocab_size // rollout.tp)
+    return total
 
 
 def _larger_term(working: int, logits: int) -> dict[str, int]:

@@ -8,10 +8,12 @@ that communicate are counted in every phase (run/hccl.py).
 CANN: `CONTEXT_BYTES` is an assumption. Two out-of-memory messages of one-process runs on 64 GiB devices leave 0.55 and
 0.89 GiB that are neither free nor torch's (zai-org/CogVideo issue 63, hiyouga/LlamaFactory issue 5491).
 
-While the KV cache is on the device, the rollout's communicators and the context are inside vLLM's share: its profile
-run subtracts from gpu_memory_utilization the most that a dummy batch needs, and all memory of the process that is not
-torch's (vllm-ascend f20869ef, worker_v1.py, determine_available_memory). So activations of the rollout never come on
-top. Graphs are captured after that; their memory is not modelled.
+The KV cache takes what vLLM's share of a die (gpu_memory_utilization) has left beside the weights, the most that a
+dummy batch of the token budget needs, and all memory of the process that is not torch's: HCCL's buffers and the context
+(vllm_ascend.worker.worker_v1.NPUWorker.determine_available_memory). All communicators are taken to exist by then, so
+that the modelled cache is a lower bound; one that is made later leaves the cache its buffers and comes on top of the
+share. Decode graphs are captured after that. torchair's executor keeps the memory of a graph's features to the end of
+the process (ge.featureBaseRefreshable is 0 in the pinned torch_npu), so that it is counted in every phase.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Setting:
     has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.process_weights_after_loading), and vLLM where MindSpeed makes
     torch.Tensor.view copy (mindspeed.megatron_adaptor.torch_adaptation); otherwise they are views of kv_b_proj.
-    `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out HCCL and CANN.
+    `passes`: None leaves activations out. `hccl_bytes`: HCCL's buffers; None leaves out HCCL and CANN.
+    `engine_activations`, `graph_bytes`: of the rollout engine's largest eager batch, and of its captured graphs.
     `critic`: whether a value model is trained too. `reward_models`: how many score. `sampled`: false on fixed data,
     which has no rollout engine. `actor`: false where the critic alone is trained.
     `reference`: whether a loss or the reward has the KL to a reference model.
@@ -59,7 +62,9 @@ class Setting:
     tensor_cache_bytes: int = 0
     absorbed_copies: bool = False
     passes: Passes | None = None
-    hccl: dict[str, int] | None = None
+    hccl_bytes: int | None = None
+    engine_activations: int = 0
+    graph_bytes: int = 0
     critic: bool = False
     reward_models: int = 0
     sampled: bool = True
@@ -82,7 +87,8 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
         buffers = 2 * min(setting.bucket_bytes, weights)
         buffers += 2 * min(setting.bucket_bytes, weights * (rollout.world_size - 1))
     weights += projections if setting.absorbed_copies else 0
-    cache = max(setting.vllm_bytes - weights, 0)
+    beside = sum(process_bytes(setting, kv_cache=True).values()) - setting.graph_bytes
+    cache = max(setting.vllm_bytes - weights - beside, 0)
     if not setting.sampled:
         weights = cache = buffers = 0
     if not setting.actor:
@@ -160,12 +166,12 @@ def _gathered_bytes(inventory: Inventory, train: ParallelLayout) -> int:
 
 
 def process_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
-    """Return {term: bytes} beside a rank's groups throughout a phase; with `kv_cache` some are in vLLM's share."""
-    if setting.hccl is None:
+    """Return {term: bytes} beside a rank's groups throughout a phase; with `kv_cache` the rollout's activations too."""
+    if setting.hccl_bytes is None:
         return {}
-    if kv_cache:
-        return {"hccl_buffers": setting.hccl["train"]}
-    return {"hccl_buffers": setting.hccl["train"] + setting.hccl["rollout"], "cann_context": CONTEXT_BYTES}
+    sizes = {"hccl_buffers": setting.hccl_bytes, "cann_context": CONTEXT_BYTES, "graphs": setting.graph_bytes}
+    sizes["engine_activations"] = setting.engine_activations if kv_cache else 0
+    return {term: size for term, size in sizes.items() if size}
 
 
 def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:

@@ -20,7 +20,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
-from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage
+from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
     RankGroup,
     Setting,
@@ -32,12 +32,20 @@ from verl_patches.plan.expected import (
 )
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run import hccl
+from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import A3, RunSpec
 
 DEVICE_FOLDER = Path("/dev")
 # Room of a die that is kept free where the plan chooses the recomputed layers of an update, for what it does not count
 # (fragmentation of torch's pool, workspaces of kernels)
 MARGIN_BYTES = 5 * 10**9
+# Host memory of a worker's process beside what it pins: an estimate
+WORKER_BYTES = 10 << 30
+# Share of a node's memory beyond which Ray's memory monitor kills a worker (RAY_memory_usage_threshold)
+MEMORY_MONITOR_SHARE = 0.95
+_OBJECT_STORE_BYTES = 256 << 20  # least size on a CPU
+_STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in ray/_private/ray_constants.py
+KV_BLOCK_TOKENS = 128  # vllm_ascend.platform.NPUPlatform.check_and_update_config
 CHECKPOINTING_KEY = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
 LAYERS_KEY = f"{_KWARGS}num_layers"
@@ -47,6 +55,14 @@ _MICRO_BATCH_KEYS = {
     "old_log_prob": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "rm_scores": "reward_model.micro_batch_size_per_gpu",
 }
+
+
+class HostNeed(NamedTuple):
+    """Hold the bytes of a node's host memory: what workers pin, their processes, and Ray's object store at its most."""
+
+    pinned: int
+    workers: int
+    object_store: int
 
 
 class RunMemory(NamedTuple):
@@ -63,8 +79,10 @@ class RunMemory(NamedTuple):
 def run_memory(run: RunSpec) -> RunMemory:
     """Return what the memory of a run follows from; raise ConfigError where sizes do not divide."""
     recipe, section = run.recipe, run.verl.actor_rollout_ref
-    train, inventory = run.train, cached_inventory(run.trained_model)
-    npu = run.platform == "npu"
+    train, model, npu = run.train, run.trained_model, run.platform == "npu"
+    samples = npu and run.samples
+    graphs = samples and run.graphs
+    inventory = cached_inventory(model)
     setting = Setting(
         inventory,
         train,
@@ -77,7 +95,9 @@ def run_memory(run: RunSpec) -> RunMemory:
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or run.line == A3,  # MindSpeed's torch.Tensor.view copies on the CPU too
         passes=run_passes(run, train.dp) if run.line == A3 else None,
-        hccl=hccl.buffer_bytes(run) if npu else None,
+        hccl_bytes=sum(hccl.buffer_bytes(run).values()) if npu else None,
+        engine_activations=engine_bytes(model, run.rollout, section.rollout.max_num_batched_tokens) if samples else 0,
+        graph_bytes=graph_bytes(model, run.rollout, run.graph_sizes or (run.max_num_seqs,)) if graphs else 0,
         critic=run.has_critic,
         reward_models=len(run.reward_models),
         sampled=run.samples,
@@ -96,8 +116,9 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     An order is a Schedule: when a step moves which group. `orders` holds `expected.memory_peaks` for ours, for verl's
     on this line with verl's own weight sync, and for the run's own, which `followed` names. Activations are counted on
     line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is the part of a die that a process sees,
-    None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes,
-    limit_bytes (`host_limit`)}. Raise ConfigError where sizes do not divide.
+    None on other platforms, where the KV cache is not modelled. `host`, of the fullest node: {bytes: pinned by group,
+    pinned_bytes, workers_bytes, object_store_bytes (`HostNeed`), node_bytes: their sum, limit_bytes (`host_limit`)}.
+    Raise ConfigError where sizes do not divide.
     """
     npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
@@ -115,7 +136,35 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(run) if npu else [],
         "host": _host_section(run, memory),
-        "not_modelled": _unmodelled_parts(setting, npu, len(run.graph_sizes)),
+        "not_modelled": _unmodelled_parts(setting, npu),
+    }
+
+
+def kv_cache_plan(run: RunSpec, memory: RunMemory, mean_tokens: float) -> dict[str, Any] | None:
+    """Return {die_bytes, held_tokens, sequences, needed_tokens, safe_sequences, expected_tokens, preemption}.
+
+    None without a modelled KV cache. Tokens are those of whole blocks, of the fullest die. sequences: max_num_seqs, the
+    most that run at once, a sequence of the log-prob check among them; needed_tokens: of as many at max_model_len;
+    safe_sequences: as many are never preempted. expected_tokens: of `sequences` of `mean_tokens` each. preemption:
+    impossible where the cache holds the needed tokens, likely where it does not even hold the expected ones.
+    """
+    setting, sequences = memory.setting, run.max_num_seqs
+    if not (setting.vllm_bytes and run.samples):
+        return None
+    size = min(group_bytes(setting, rank)["kv_cache"] for rank in {0, setting.rollout.world_size - 1})
+    blocks = max(size // (KV_BLOCK_TOKENS * setting.inventory.model.kv_bytes) - 1, 0)  # vLLM never gives out the first
+    longest = run.verl.actor_rollout_ref.rollout.max_model_len or run.longest_tokens
+    one = -(-longest // KV_BLOCK_TOKENS)
+    expected, held = round(sequences * mean_tokens), blocks * KV_BLOCK_TOKENS
+    preemption = "likely" if expected > held else "possible"
+    return {
+        "die_bytes": size,
+        "held_tokens": held,
+        "sequences": sequences,
+        "needed_tokens": sequences * one * KV_BLOCK_TOKENS,
+        "safe_sequences": blocks // one,
+        "expected_tokens": expected,
+        "preemption": "impossible" if sequences * one <= blocks else preemption,
     }
 
 
@@ -211,13 +260,11 @@ def cached_inventory(model: ModelShape) -> Inventory:
     return build_inventory(model)
 
 
-def _unmodelled_parts(setting: Setting, npu: bool, graphs: int) -> list[str]:
-    parts = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+def _unmodelled_parts(setting: Setting, npu: bool) -> list[str]:
+    parts = ["fragmentation of torch's pool", "workspaces of kernels, memory of a communicator beside its two buffers"]
     if setting.passes is None:
         parts.append("activations (line a3 only)")
-    if npu:
-        parts.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
-    else:
+    if not npu:
         parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
     return parts
 
@@ -300,18 +347,30 @@ def cached_bytes(run: RunSpec) -> int:
     return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 
-def node_host_bytes(run: RunSpec) -> int:
-    """Return the modelled bytes of model states in the host memory of the fullest node.
+def node_host_bytes(run: RunSpec, node_bytes: int | None) -> HostNeed:
+    """Return the modelled host memory that the fullest node needs; `node_bytes`: of a node, None where not known.
 
-    With dies these are what workers pin; without (platform cpu, npu_emulated) all states of training and rollout.
-    Processes and Ray's object store come on top. Raise ConfigError where sizes do not divide.
+    Without dies (platform cpu, npu_emulated) `pinned` has all states of training and rollout, and processes come on
+    top. Raise ConfigError where sizes do not divide.
     """
     memory = run_memory(run)
     if run.platform not in NO_DEVICE:
-        return _host_section(run, memory)["node_bytes"]
+        return _host_need(run, _pinned_bytes(run, memory), node_bytes)
     setting = replace(memory.setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
     nodes = _node_bytes(run, setting.train, lambda rank: _host_group_bytes(setting, rank))
-    return max(sum(node.values()) for node in nodes)
+    return _host_need(run, max(nodes, key=lambda node: sum(node.values())), node_bytes)
+
+
+def _host_need(run: RunSpec, pinned: Counter[str], node_bytes: int | None) -> HostNeed:
+    workers = 0 if run.platform in NO_DEVICE else WORKER_BYTES * run.verl.trainer.n_gpus_per_node
+    return HostNeed(sum(pinned.values()), workers, object_store_bytes(run, node_bytes))
+
+
+def object_store_bytes(run: RunSpec, node_bytes: int | None) -> int:
+    """Return the most bytes of Ray's object store on a node, in /dev/shm: the run's, or `ray start`'s default."""
+    if run.recipe.ray_address is None and run.platform in NO_DEVICE:
+        return max(_OBJECT_STORE_BYTES, 2 * recorded_bytes(run))
+    return _STORE_MAX_BYTES if node_bytes is None else min(_STORE_MAX_BYTES, int(_STORE_SHARE * node_bytes))
 
 
 def _node_bytes(run: RunSpec, train: ParallelLayout, rank_bytes: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
@@ -333,8 +392,8 @@ def _host_group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
 
 
-def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
-    """Return the plan of the node whose workers pin most; ranks of one stage pin equally much."""
+def _pinned_bytes(run: RunSpec, memory: RunMemory) -> Counter[str]:
+    """Return {memory group: bytes} of the node whose workers pin most; ranks of one stage pin equally much."""
     whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
     saves = run.verl.trainer.save_freq > 0
 
@@ -342,8 +401,14 @@ def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
         sizes = _host_group_bytes(whole, rank)
         return host_bytes(sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=saves)
 
-    fullest = max(_node_bytes(run, memory.setting.train, rank_bytes), key=lambda node: sum(node.values()))
-    return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(run)}
+    return max(_node_bytes(run, memory.setting.train, rank_bytes), key=lambda node: sum(node.values()))
+
+
+def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
+    pinned, limit = _pinned_bytes(run, memory), host_limit(run)
+    need = _host_need(run, pinned, limit)
+    parts = {"pinned_bytes": need.pinned, "workers_bytes": need.workers, "object_store_bytes": need.object_store}
+    return {"bytes": dict(pinned), **parts, "node_bytes": sum(need), "limit_bytes": limit}
 
 
 def host_limit(run: RunSpec) -> int | None:

@@ -19,9 +19,16 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check, our_command
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.plan.memory_plan import MARGIN_BYTES, memory_plan, memory_shortages, run_memory
+from verl_patches.plan.memory_plan import (
+    MARGIN_BYTES,
+    MEMORY_MONITOR_SHARE,
+    kv_cache_plan,
+    memory_plan,
+    memory_shortages,
+    run_memory,
+)
 from verl_patches.plan.serving import serving_plan
-from verl_patches.plan.step_plan import Workload, step_sections
+from verl_patches.plan.step_plan import Workload, mean_tokens, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
@@ -97,7 +104,8 @@ def plan_figures(run: RunSpec, checks: Iterable[Check], workload: Workload) -> t
     if all(ok.get(name, True) for name in _SIZE_CHECKS):
         memory = run_memory(run)
         figures["memory"] = planned = memory_plan(run, memory)
-        checks += [_memory_check(planned), *_host_memory_checks(planned)]
+        planned["kv_cache"] = kv_cache_plan(run, memory, mean_tokens(run, workload))
+        checks += [_memory_check(planned), *_kv_cache_checks(planned["kv_cache"]), *_host_memory_checks(planned)]
         if ok.get("weight sync", True):
             figures |= step_sections(run, memory, workload)
     return checks, figures
@@ -197,17 +205,39 @@ def _memory_check(plan: dict[str, Any]) -> Check:
     return Check("memory", True, f"modelled: {text}")
 
 
+def _kv_cache_checks(cache: dict[str, Any] | None) -> Iterator[Check]:
+    """Yield the check of the tokens that a die's KV cache holds; a note where responses are likely to be preempted."""
+    if cache is None:
+        return
+    sequences, safe, preemption = cache["sequences"], cache["safe_sequences"], cache["preemption"]
+    text = f"modelled: a die holds {cache['held_tokens']:,} tokens; {sequences} sequences (max_num_seqs) need at most "
+    text += f"{cache['needed_tokens']:,}, {cache['expected_tokens']:,} at their mean length: preemption {preemption}"
+    if not safe:
+        text += "; vLLM does not start, as not one of full length fits: raise rollout.gpu_memory_utilization"
+    elif preemption != "impossible":
+        text += f", and a preempted response is computed again; max_num_seqs={safe} excludes it"
+    yield Check("KV cache", safe > 0, text, note=preemption == "likely")
+
+
 def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
     """Yield the check of host memory of a node with dies; a note where its size is unknown."""
-    need, limit = plan["host"]["node_bytes"], plan["host"]["limit_bytes"]
-    largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
-    pins = f"modelled: workers pin {need / 2**30:.0f} GiB of the fullest node, most of it for {largest}"
+    host, largest = plan["host"], max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
+    limit, need = host["limit_bytes"], host["node_bytes"]
+    text = f"modelled: the fullest node needs {need / 2**30:.0f} GiB: {host['pinned_bytes'] / 2**30:.0f} that workers "
+    text += f"pin, most of it for {largest}, {host['workers_bytes'] / 2**30:.0f} for their processes and at most "
+    text += f"{host['object_store_bytes'] / 2**30:.0f} for Ray's object store"
     if limit is None and plan["hbm_bytes"] is not None:
-        text = f"{pins}; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
+        text += "; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
         yield Check("host memory", True, text, note=True)
     elif limit is not None:
-        todo = "" if need <= limit else "; use more nodes, over which the optimizer is sharded"
-        yield Check("host memory", need <= limit, f"{pins}; the node has {limit / 2**30:.0f}{todo}")
+        room = int(MEMORY_MONITOR_SHARE * limit)
+        text += f"; the node has {limit / 2**30:.0f}, of which Ray's memory monitor leaves {room / 2**30:.0f}"
+        store = room - (need - host["object_store_bytes"])  # what it leaves the store
+        if store < 0:
+            text += "; use more nodes, over which the optimizer is sharded"
+        elif need > room:
+            text += f"; start Ray with --object-store-memory={store}, or a full store ends the run"
+        yield Check("host memory", store >= 0, text, note=store >= 0 and need > room)
 
 
 def _rank_entries(

@@ -166,6 +166,12 @@ def _run_lengths(run: RunSpec, workload: Workload) -> Lengths:
     return Lengths(prompt, data.max_response_length, mean)
 
 
+def mean_tokens(run: RunSpec, workload: Workload) -> float:
+    """Return the mean tokens of a prompt with its response."""
+    lengths = _run_lengths(run, workload)
+    return lengths.prompt + lengths.mean_of_longest()
+
+
 def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[str, Any]:
     """Return {step, disk, traffic, ports} of a plan, as JSON-ready data; all figures are modelled.
 

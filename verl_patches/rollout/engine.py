@@ -83,6 +83,38 @@ def route_in_fp32(original: Callable) -> Callable:
     return __init__
 
 
+class PreemptionCounter:
+    """Count the responses that an engine preempts: their KV blocks go to others, and their tokens are computed again.
+
+    V0 counts them itself. V1 does only with log_stats, with which a decode step does more work on the host; here each
+    is counted when V1's scheduler resumes it.
+    """
+
+    def __init__(self, llm_engine: Any) -> None:
+        self._resumed = self._taken = 0
+        self._own_counters = getattr(llm_engine, "scheduler", None)  # V0's: one for each pipeline stage
+        if self._own_counters is None:
+            scheduler = llm_engine.engine_core.engine_core.scheduler
+            scheduler.schedule = self._counting(scheduler.schedule)
+
+    def _counting(self, schedule: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(schedule)
+        def counted() -> Any:
+            output = schedule()
+            self._resumed += sum(request.resumed_from_preemption for request in output.scheduled_cached_reqs)
+            return output
+
+        return counted
+
+    def take(self) -> int:
+        """Return the preemptions since the last call."""
+        total = self._resumed
+        if self._own_counters is not None:
+            total = sum(scheduler.num_cumulative_preemption for scheduler in self._own_counters)
+        taken, self._taken = self._taken, total
+        return total - taken
+
+
 def refresh_absorbed_mla(load_weights: Callable) -> Callable:
     """Wrap `DeepseekV2ForCausalLM.load_weights` so that it recomputes MLA's absorbed projections from the new weights.
 

@@ -27,9 +27,9 @@ NARROW_COLUMNS = ("rollout s", "update s", "step s", "held MB")
 PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
-WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS, "preempted")
 # on fixed data: accuracy is added, loss and margin replace reward and |dlogp|, and columns of a rollout are left out
-OBJECTIVE_COLUMNS, ROLLOUT_COLUMNS = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
+OBJECTIVE_COLUMNS, ROLLOUT_COLUMNS = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS, "preempted")
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
@@ -67,6 +67,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "offload": offload_summary(reported("moves")),
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
+        "preempted": preempted_total(reported("preempted")),
         "rebalance": rebalance_totals(reported("rebalance")),
         "routing_replay": replay_totals(reported("routing_replay")),
         "skipped": skipped_totals(reported("skipped")),
@@ -83,6 +84,8 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     metrics |= {f"{REWARD_PREFIX}{label}": mean for label, mean in (record["rewards"] or {}).items()}
     loads = (record["expert_load"] or {}).items()
     metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
+    if record["preempted"] is not None:
+        metrics["recipe/preempted"] = record["preempted"]
     if record["routing_replay"]:
         metrics["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
     if record["skipped"]:
@@ -177,6 +180,12 @@ def sync_totals(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
         for phase in sorted({phase for report in every for phase in report["seconds"]})
     }
     return sync
+
+
+def preempted_total(counts: Sequence[int | None]) -> int | None:
+    """Return the responses that vLLM preempted and computed again in a step, of all replicas; None without a count."""
+    present = [count for count in counts if count is not None]
+    return sum(present) if present else None
 
 
 def rebalance_totals(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
@@ -381,7 +390,8 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
 
     Weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory groups of
     one rank, activations not included. Dispatch: MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call. agreement: share of replayed experts that routers chose too.
+    difference between two workers' starts of one call. preempted: responses that vLLM preempted and computed again.
+    agreement: share of replayed experts that routers chose too.
     """
     cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):
@@ -400,6 +410,8 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
     if "accuracy" in (step.get("objective") or {}):
         cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"
+    if step.get("preempted") is not None:
+        cells["preempted"] = str(step["preempted"])
     if replay := step.get("routing_replay"):
         cells["agreement"] = f"{replay['agreement']:.5f}"
     return cells

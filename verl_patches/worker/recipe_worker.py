@@ -44,6 +44,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, load_emulation
 from verl_patches.platform.loopback_store import loopback_store
 from verl_patches.reshard.weight_sync import Settings
+from verl_patches.rollout.engine import PreemptionCounter
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
@@ -73,6 +74,7 @@ class RecipeWorker(TrainingWorker):
 
     log_prob_sums: Mapping[str, Any] | None = None
     rebalancer: Rebalancer | None = None
+    preemptions: PreemptionCounter | None = None  # on the first rank of a rollout replica
     routing: RoutingReplay | None = None
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
 
@@ -131,6 +133,8 @@ class RecipeWorker(TrainingWorker):
         recipe = self.recipe
         if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
+        if dist.get_rank() % self.run.rollout.tp == 0:
+            self.preemptions = getattr(rollout.inference_engine, "preemptions", None)  # row rollout.engine
         if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
             load = count_rollout_load(vllm_worker(rollout.inference_engine).model_runner.model)
             self.expert_loads = {**self.expert_loads, "rollout": load}
@@ -299,9 +303,10 @@ class RecipeWorker(TrainingWorker):
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
-        started, None on a real one; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance,
-        routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take_files;
-        None where the feature is off.
+        started, None on a real one; preempted: responses of this replica that vLLM preempted, None on ranks other than
+        its first; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance, routing_replay, profile:
+        results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take_files; None where the feature is
+        off.
         """
         if self.checkpoint is not None:
             self.checkpoint.raise_write_error()
@@ -321,6 +326,7 @@ class RecipeWorker(TrainingWorker):
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
+            "preempted": self.preemptions.take() if self.preemptions is not None else None,
             "skipped": take_all_skips(context().step_guards),
             "profile": profiler.take_files() if profiler is not None else None,
             "emulated": emulator and emulator.device_usage(self.recipe.platform),

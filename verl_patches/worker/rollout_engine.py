@@ -18,7 +18,7 @@ from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, Slee
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
-from verl_patches.rollout.engine import dp_ranks, engine_arguments
+from verl_patches.rollout.engine import PreemptionCounter, dp_ranks, engine_arguments
 from verl_patches.step.replay.sample_seeds import seeded_params
 from verl_patches.worker import Upstream
 from verl_patches.worker.context import context
@@ -51,6 +51,7 @@ class RolloutEngine(Upstream):
             weights_move.value = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
+        self.preemptions = PreemptionCounter(self.llm_engine)
         self.vllm_frees_memory = by_vllm or not our_sleep_mode  # whether vLLM, not our sleep mode, frees the memory
         self.awake = set(_TAG_PHASES)
         if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1 syncs on it each decode step

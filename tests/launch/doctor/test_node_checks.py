@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.platform import recorded
@@ -17,6 +18,7 @@ from verl_patches.errors import RecipeError
 from verl_patches.launch.doctor import node_checks, npu_checks
 from verl_patches.launch.doctor.doctor import NODE_ROWS
 from verl_patches.launch.doctor.node_checks import Machine, Node, NodeCheck, Result
+from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.platform import all_reduce_probe
 from verl_patches.run.resolve import changed_run
 from verl_patches.upstream.pins import load_pins
@@ -178,6 +180,11 @@ def test_limits_and_memory(make_node, tmp_path, monkeypatch):
     assert found["limits: processes"].state == "fine" and "docker run --ulimit" in found["limits: open files"].todo
     memory = found["memory: host"]
     assert memory.state == "problem" and "771.5 by the workers" in memory.expected  # docs/256-die-runbook.md
+    need = node_host_bytes(make_node().run, psutil.virtual_memory().total)
+    least = need.pinned + need.workers
+    for left, state in ((least - 1, "problem"), (least, "note"), (sum(need), "fine")):  # the object store may be full
+        monkeypatch.setattr(node_checks, "available_bytes", lambda cgroup, left=left: left)
+        assert findings(make_node(), "memory")["memory: host"].state == state
 
 
 @pytest.mark.parametrize(("folder", "names"), [

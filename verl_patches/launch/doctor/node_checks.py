@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 
 from verl_patches.errors import config_error_text, our_command
-from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.platform import all_reduce_probe
@@ -246,13 +245,16 @@ def available_bytes(cgroup: Path) -> int:
 
 
 def _memory(node: Node) -> Iterator[Result]:
-    states, store = node_host_bytes(node.run), object_store_bytes(node.run)
+    need = node_host_bytes(node.run, psutil.virtual_memory().total)
+    store, least = need.object_store, need.pinned + need.workers
     shared, left = shutil.disk_usage("/dev/shm"), available_bytes(node.machine.cgroup)
     found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
     todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
     yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
-    expected = f"{(states + store) / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, the rest in /dev/shm"
-    yield Result(left >= states + store, f"{left / GB:.1f} GB available", expected, name="host")
+    expected = f"{sum(need) / GB:.1f} GB (modelled): {need.pinned / GB:.1f} by the workers, "
+    expected += f"{need.workers / GB:.1f} for their processes, the rest in /dev/shm"
+    state = "note" if least <= left < sum(need) else ""
+    yield Result(left >= least, f"{left / GB:.1f} GB available", expected, name="host", state=state)
 
 
 def _limits(node: Node) -> Iterator[Result]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from verl_patches.errors import ConfigError
+from verl_patches.plan.memory_plan import WORKER_BYTES
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
 from verl_patches.shared_files import expand_home
@@ -90,7 +91,7 @@ class Kubernetes(_Strict):
     cpus: Count = 64
     pinned_gib: Count = 719
     shared_memory_gib: Count = 256
-    worker_gib: Count = 10
+    worker_gib: Count = WORKER_BYTES >> 30
     memory_gib: Count | None = None
 
 
