@@ -6,6 +6,7 @@ The driver calls these functions for its own node, and a small Ray actor on each
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -29,7 +30,8 @@ class SeenProcess:
 
     beat: its last record; host: the node's host name; in_place_s: seconds in the present call and phase; silent_s:
     seconds since its last beat; state: that of processes.process_state; still_s: seconds since the last call, phase or
-    operation of a process group began; node: Ray's id of its node.
+    operation of a process group began; node: Ray's id of its node; disk_still_s: seconds since its bytes of weights and
+    checkpoints grew last, infinite before the first.
     """
 
     beat: Beat
@@ -39,6 +41,7 @@ class SeenProcess:
     state: str
     still_s: float = 0.0
     node: str = ""
+    disk_still_s: float = math.inf
 
     @property
     def where(self) -> str:
@@ -53,7 +56,9 @@ def read_processes(folder: Path, node: str = "") -> list[SeenProcess]:
         if (beat := read_beat(file)) is not None:
             state = process_state(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
-            processes.append(SeenProcess(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
+            seen = SeenProcess(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node)
+            seen.disk_still_s = now - beat.disk_at_s if beat.disk_at_s else math.inf
+            processes.append(seen)
     return sorted(processes, key=rank_order)
 
 

@@ -2,7 +2,9 @@
 
 A place is a phase of a worker, or a call where it has no phases. The first stay there has a fixed bound; later ones
 have the larger of a least time and `factor` times the longest stay of any rank so far. A rank that waits for another in
-a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited.
+a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited. While
+weights or checkpoints are read or written, no time counts in which the bytes of any process grow: a slow disk is no
+stall, however long it takes.
 
 A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
 it has begun more operations than another rank. Then the culprit is the first of these that there is:
@@ -12,7 +14,7 @@ it has begun more operations than another rank. Then the culprit is the first of
     a process whose Python has not run for SILENT_S (a call that holds the GIL, or one inside the kernel)
     a rank that others wait for, and that waits for none itself: it has begun fewer operations of a process group
     the controller, where no rank is in a call
-    all overdue ranks, where none of these holds
+    all overdue ranks, where none of these holds; of ranks that load together, those that have not ended
 
 During the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits,
 or, if there are none, those that are still in their constructor.
@@ -24,23 +26,26 @@ present calls began: gloo counts sends and receives too, so that the numbers of 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from verl_patches.errors import RecipeError
 from verl_patches.heartbeat.heartbeat import Beat, ranks_text
 from verl_patches.heartbeat.node import STOPPED_STATES, SeenProcess
-from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
+from verl_patches.layout.phases import LAST_CHECKPOINT, LOADED, PROFILE, START, VALIDATE
 from verl_patches.values import size_text
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer notice first
 SILENT_S = 20.0
 # {rank: {rank that waits for it: (group, operations that `rank` has begun, most of any member)}}; ranks as in a Beat
 AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
-# Calls and phases that wait for the slowest disk or analyse a trace: as earlier times predict nothing, they have at
-# least Bounds.load_s and first_s.
-SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
+# calls and phases that wait for the slowest disk, in which time counts from the last byte read or written
+FINISH_CHECKPOINT = "finish_checkpoint"
+_DISK_CALLS, _DISK_PHASES = {"init_model", "load_checkpoint", FINISH_CHECKPOINT}, {LAST_CHECKPOINT}
+SAVE_SAID_S = 60.0  # seconds that ranks wait for a checkpoint before that is said, and between two such texts
 WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
 MAX_NAMED = 8
 _START_ACTIVITIES = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
@@ -52,6 +57,16 @@ class StallError(RecipeError):
 
 class LostNodeError(RecipeError):
     """Raised where a node with ranks of the run no longer answers."""
+
+
+class Limit(NamedTuple):
+    """Hold a bound in seconds and the key that sets it."""
+
+    seconds: float
+    key: str
+
+    def __str__(self) -> str:
+        return f"where at most {self.seconds:.0f} s were expected ({self.key})"
 
 
 @dataclass(frozen=True)
@@ -67,25 +82,52 @@ class Bounds:
     load_s: float = 0.0
     collective_s: float = float("inf")
 
-    def place_bound(self, seen: SeenProcess, longest_s: float) -> float:
+    def place_bound(self, seen: SeenProcess, longest_s: float) -> Limit:
         """Return the bound of the place of `seen`; longest_s: the longest time of any process there so far."""
-        if _is_slow(seen.beat):
-            return max(self.factor * longest_s, self.first_s, self.load_s)
-        been_there = seen.beat.place in seen.beat.longest_s
-        return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
+        if _is_on_disk(seen.beat):
+            return self._slow_bound
+        if _is_slow(seen.beat):  # earlier times predict nothing
+            least = self._slow_bound
+        elif seen.beat.place in seen.beat.longest_s:
+            least = Limit(self.least_s, "recipe.watch.least_s")
+        else:
+            least = Limit(self.first_s, "recipe.watch.first_s")
+        return max(least, Limit(self.factor * longest_s, "recipe.watch.factor"))
 
-    def wait_bound(self, seen: SeenProcess) -> float:
+    def wait_bound(self, seen: SeenProcess) -> Limit:
         """Return the bound of a wait for another rank: collective_s, or a longer one in a slow call or phase."""
-        return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
+        limit = Limit(self.collective_s, "recipe.train.distributed_timeout_minutes")
+        return max(limit, self._slow_bound) if _is_slow(seen.beat) else limit
+
+    @property
+    def _slow_bound(self) -> Limit:
+        return max(Limit(self.first_s, "recipe.watch.first_s"), Limit(self.load_s, "recipe.timeouts.load_s"))
 
     def __str__(self) -> str:
         text = f"{self.first_s:.0f} s for a first time, then {self.least_s:.0f} s or {self.factor:g} x the longest time"
         return f"{text}; of a rank that waits for another in a process group: {self.collective_s:.0f} s"
 
 
+def _is_on_disk(beat: Beat) -> bool:
+    """Return whether the process reads or writes weights or a checkpoint, or waits for processes that do."""
+    return beat.call in _DISK_CALLS or beat.phase in _DISK_PHASES
+
+
 def _is_slow(beat: Beat) -> bool:
+    """Return whether the process is on disk, analyses a trace or validates for the first time."""
     first_validation = beat.call == VALIDATE and beat.place not in beat.longest_s
-    return beat.call in SLOW_CALLS or beat.phase in SLOW_PHASES or first_validation
+    return _is_on_disk(beat) or beat.phase == PROFILE or first_validation
+
+
+def _count_from_last_byte(processes: Sequence[SeenProcess]) -> list[SeenProcess]:
+    """Return the processes; those on disk with times from the last byte that any process has read or written."""
+    last_s = min((seen.disk_still_s for seen in processes), default=math.inf)
+    return [
+        replace(seen, in_place_s=min(seen.in_place_s, last_s), still_s=min(seen.still_s, last_s))
+        if _is_on_disk(seen.beat)
+        else seen
+        for seen in processes
+    ]
 
 
 @dataclass(frozen=True)
@@ -99,6 +141,7 @@ class Stall:
 
 def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0) -> Stall | None:
     """Return the stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
+    processes = _count_from_last_byte(processes)
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
     longest: defaultdict[str, float] = defaultdict(float)
@@ -112,14 +155,14 @@ def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0)
     busy = [seen for seen in ranks if seen.beat.call]
     candidates = busy or _idle_controller(controller, ranks)
     limits = {id(seen): bounds.place_bound(seen, longest[seen.beat.place]) for seen in candidates}
-    overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
+    overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)].seconds]
     if not overdue:
         return _find_long_wait(ranks, busy, bounds, controller)
     if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED_STATES for seen in ranks):
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
-    late = f"{_place_text(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
+    late = f"{_place_text(first)} for {first.in_place_s:.0f} s{_no_byte_text(first)}, {limits[id(first)]}"
     if not busy:
         return _make_stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
     others = [seen for seen in busy if seen not in culprits]
@@ -132,7 +175,7 @@ def _find_long_wait(
     ranks: Sequence[SeenProcess], busy: Sequence[SeenProcess], bounds: Bounds, controller: SeenProcess | None
 ) -> Stall | None:
     """Return the stall of a rank that waits too long in a process group's operation that another has not begun."""
-    still = [seen for seen in busy if seen.still_s > bounds.wait_bound(seen)]
+    still = [seen for seen in busy if seen.still_s > bounds.wait_bound(seen).seconds]
     awaited = find_awaited_ranks(ranks) if still else {}
     waiting = [seen for seen in still if _is_waiting(seen, awaited)]
     if not waiting:
@@ -140,14 +183,14 @@ def _find_long_wait(
     culprits, why = _culprits(ranks, waiting)
     first = max(waiting, key=lambda seen: seen.still_s)
     text = f"{_rank_names(culprits)} {why}, in {_place_text(culprits[0])}; {first.where} waits in {_place_text(first)}"
-    text += f" for {first.still_s:.0f} s, where at most {bounds.wait_bound(first):.0f} s were expected"
+    text += f" for {first.still_s:.0f} s{_no_byte_text(first)}, {bounds.wait_bound(first)}"
     others = [seen for seen in busy if seen not in culprits]
     return _make_stall(culprits, others, text + _waiting_text(others, culprits), controller)
 
 
-def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit_s: float, world: int) -> Stall:
+def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit: Limit, world: int) -> Stall:
     """Return the stall of `first`, overdue in the start, when no process group yet says who waits for whom."""
-    text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
+    text = f"{first.where} is in the start for {first.in_place_s:.0f} s, {limit}"
     late = unstarted_ranks_text(ranks, world)
     culprits = []  # a rank without a heartbeat has no process to name
     if not _missing_ranks(ranks, world):
@@ -189,6 +232,17 @@ def start_progress(processes: Sequence[SeenProcess], world: int) -> tuple[int, s
     return doing.total(), f"{begun}: {places}" if places else begun
 
 
+def save_progress(processes: Sequence[SeenProcess]) -> str:
+    """Return as text how far the checkpoint is that ranks have waited for SAVE_SAID_S; "" where none does."""
+    writing = [seen for seen in processes if seen.beat.call == FINISH_CHECKPOINT]
+    if max((seen.in_place_s for seen in writing), default=0.0) < SAVE_SAID_S:
+        return ""
+    last = min(writing, key=lambda seen: seen.beat.written_bytes)
+    total = size_text(sum(seen.beat.written_bytes for seen in processes))
+    text = f"the checkpoint is awaited: {len(writing)} ranks write; {total} written since the start"
+    return f"{text}, by {last.where} {size_text(last.beat.written_bytes)}"
+
+
 def _idle_controller(controller: SeenProcess | None, ranks: Sequence[SeenProcess]) -> list[SeenProcess]:
     """Return the controller, whose time in place begins at the end of its last call of a rank; empty before step 1."""
     if controller is None or not controller.beat.call:
@@ -220,7 +274,8 @@ def _culprits(ranks: Sequence[SeenProcess], overdue: Sequence[SeenProcess]) -> t
     sinks = [seen for seen in ranks if awaited.get(seen.beat.rank) and not _is_waiting(seen, awaited)]
     if sinks and len(sinks) < len(ranks):
         return sinks, f"{_verb(sinks)} behind the others"
-    return list(overdue), f"{_verb(overdue)} overdue"
+    late = [seen for seen in overdue if seen.beat.phase != LOADED] or list(overdue)
+    return late, f"{_verb(late)} overdue"
 
 
 def find_awaited_ranks(ranks: Iterable[SeenProcess]) -> AwaitedRanks:
@@ -271,6 +326,10 @@ def _place_text(seen: SeenProcess) -> str:
     inside = [beat.phase] if beat.phase else []
     inside += [f"{size_text(beat.read_bytes)} read"] if beat.read_bytes else []
     return f"{beat.call} ({', '.join(inside)})" if inside else beat.call
+
+
+def _no_byte_text(seen: SeenProcess) -> str:
+    return " without a byte read or written" if _is_on_disk(seen.beat) else ""
 
 
 def _verb(several: Sequence[SeenProcess]) -> str:
