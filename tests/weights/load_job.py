@@ -17,7 +17,6 @@ from verl_patches.weights import load
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-
 LIMIT_S, READS = 3600.0, 5
 
 

@@ -148,7 +148,8 @@ def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overd
     assert [seen.beat.name for seen in stall.culprits] == ["rank 1"] and stall.sentence.startswith(
         "rank 1 (pid 101 on host0) is behind the others, in update_actor (update); rank 0 (pid 100 on host0) waits in "
         "update_actor (update) for 801 s, where at most 800 s were expected "
-        "(recipe.train.distributed_timeout_minutes); 2 other ranks are in a call, at operation 5 of process group 0 (ranks 0-3); rank 1 is at 4"
+        "(recipe.train.distributed_timeout_minutes); 2 other ranks are in a call, at operation 5 of process group 0 "
+        "(ranks 0-3); rank 1 is at 4"
     )
     stopped = rank(2, 900.0, now=4, still_s=700.0, state="T")
     assert named(rank(0, 900.0, now=5, still_s=801.0), behind, stopped, bounds=bounds) == ["rank 2"]
