@@ -8,10 +8,11 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -162,7 +163,7 @@ def is_locked(path: Path) -> bool | None:
 def locked_folder(
     folder: Path, busy: Callable[[], Exception | None], unusable: Callable[[OSError], Exception]
 ) -> Iterator[BinaryIO]:
-    """Make a folder and hold the lock of its LOCK file, which is yielded.
+    """Make a folder and hold the lock of its LOCK file, which is yielded and names this process (`lock_holder`).
 
     `busy` is called while another process has the lock; it returns the error to raise, or None to try again. `unusable`
     returns the error to raise where the folder or the lock cannot be made.
@@ -176,10 +177,20 @@ def locked_folder(
             except BlockingIOError:
                 if error := busy():
                     raise error from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}".encode())
+        os.fsync(lock.fileno())  # else a node of a shared file system sees it late
     except OSError as error:
         raise unusable(error) from error
     with lock:
         yield lock
+
+
+def lock_holder(folder: Path) -> str:
+    """Return which process holds `locked_folder` of a folder, as text."""
+    with suppress(OSError, ValueError):
+        return (folder / LOCK).read_text() or "an unknown process"
+    return "an unknown process"
 
 
 class GrowingFile:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.heartbeat.heartbeat import BEAT_SUFFIX, STACK_SIGNAL, STACK_SUFFIX, Beat, heartbeat_folder, read_beat
-from verl_patches.processes import process_state
+from verl_patches.processes import FREE_S, process_state
 
 STACK_S = 5.0  # time limit of a process to write its stacks
 STOPPED_STATES = "Tt"  # states of a process that a signal, or a debugger, has stopped
@@ -111,13 +111,23 @@ def _appended_text(file: Path, before: int) -> str:
 
 
 def close(folder: Path, failed: bool) -> list[str]:
-    """Remove the heartbeats; if the run failed, first kill its processes here and return their names."""
-    alive = [seen for seen in read_processes(folder) if failed and seen.state != "gone"]
-    for seen in alive:
+    """Remove the heartbeats; if the run failed, first kill its processes here, and wait until all have ended.
+
+    Return the processes, as text, that have not ended after FREE_S.
+    """
+    ends, left = time.monotonic() + FREE_S, _living(folder) if failed else []
+    for seen in left:
         with suppress(OSError):
             os.kill(seen.beat.pid, signal.SIGKILL)  # SIGKILL ends stopped processes too
+    while left and time.monotonic() < ends:
+        time.sleep(0.1)
+        left = _living(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return [seen.beat.name for seen in alive]
+    return [seen.where for seen in left]
+
+
+def _living(folder: Path) -> list[SeenProcess]:
+    return [seen for seen in read_processes(folder) if seen.state != "gone"]
 
 
 class NodeAgent:

@@ -41,7 +41,7 @@ from verl_patches.layout.inventory import read_model_shape, size_differences
 from verl_patches.layout.model_folder import read_json_object, read_stored_config, without_fp8_and_mtp
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
-from verl_patches.shared_files import sync
+from verl_patches.shared_files import free_bytes, sync
 from verl_patches.spec import RUN, RunSpec, run_from_config
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generator_states, set_generator_states
@@ -133,11 +133,22 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._complete, args=args, name="checkpoint")
         self._thread.start()
 
-    @staticmethod
-    def _make_folders(writing: Path, folders: Iterable[Path]) -> None:
-        """Make the folders of a checkpoint, after removing an incomplete one of the same step."""
+    def _make_folders(self, writing: Path, folders: Iterable[Path]) -> None:
+        """Make the folders of a checkpoint, after removing an incomplete one of the same step.
+
+        Raise CheckpointError where the disk has no space for it, before anything is written.
+        """
         if writing.is_dir() and not has_manifest(writing):
             remove_checkpoint(writing)
+        if free_bytes(writing) < (need := sum(self.run.checkpoint_bytes)):
+            with suppress(OSError):
+                self.chain.remove_oldest(None, writing)  # what killed saves left
+        if (free := free_bytes(writing)) < need:
+            raise CheckpointError(
+                f"{writing}: expected {size_text(need)} free for a checkpoint (modelled), found {size_text(free)}; "
+                "nothing was written. Free some, or change trainer.default_local_dir or trainer.max_actor_ckpt_to_keep "
+                f"(now {self.max_to_keep}; the oldest is removed once the new one is complete)"
+            )
         for folder in folders:
             folder.mkdir(parents=True)
         sync(writing.parent)
