@@ -239,6 +239,23 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
 
 
+def test_a_save_without_space_writes_nothing_and_removes_what_killed_saves_left_first(saves, tmp_path, monkeypatch):
+    run, left = saves(), tmp_path / "global_step_1"
+    need = sum(run.run.checkpoint_bytes)
+    left.mkdir()  # without a manifest: of a save that was killed
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda path: need - (1 if left.exists() else 0))
+    save(run, 2)
+    assert names(tmp_path) == ["global_step_2"]
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda path: need - 1)
+    with pytest.raises(CheckpointError, match=r"global_step_3: expected .* free .*nothing was written.*max_actor_ckpt"):
+        save(run, 3)
+    assert names(tmp_path) == ["global_step_2"]
+    left.mkdir()
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda path: need)  # control: exactly enough, so all is left as it is
+    save(run, 4)
+    assert names(tmp_path) == ["global_step_2", "global_step_4"]  # a complete save removes it
+
+
 def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):
     """Check that the call waits for the workers while files are missing, and that a worker's error is the run's."""
     run = saves()

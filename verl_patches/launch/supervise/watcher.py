@@ -135,7 +135,8 @@ class Watcher:
         answering = [other for other in self._remote_nodes.values() if not other.is_lost]
         calls = [other.agent.close.remote(failed) for other in answering]
         left = node.close(self._heartbeat_folder, failed)
-        left += [name for names in _collect_answers(calls, FREE_S + ASK_S) for name in names or ()]
+        limit_s = ASK_S + (FREE_S if failed else 0.0)
+        left += [name for names in _collect_answers(calls, limit_s) for name in names or ()]
         if left:
             self._say(f"these processes still hold dies and memory: {', '.join(left)}; look at their nodes")
 
