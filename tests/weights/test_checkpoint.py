@@ -191,11 +191,11 @@ def test_a_resume_in_the_same_layout_reads_every_byte_once_and_says_so_while_it_
     for text, once in (("tp2 etp1 ep4 @8", True), ("tp4 etp1 ep4 @8", False)):
         for rank in range(8):
             state, *_ = rank_state(whole, text, rank, "mindspeed", True, filled=False)
-            pieces = state.weight_pieces()
-            pieces += [piece for shard in optimizer_shards(state.optimizer) for piece in state.shard_pieces(shard)]
             sizes = []
             with WeightReader(open_source(tmp_path / "c"), sizes.append, verify=True, read_whole=True) as reader:
                 load_state(state, reader)
+            pieces = state.weight_pieces()
+            pieces += [piece for shard in optimizer_shards(state.optimizer) for piece in state.shard_pieces(shard)]
             assert (sum(sizes) == sum(piece.entry.size_bytes for piece in pieces)) is once, (text, rank)
             assert max(sizes) == 4096
 
