@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -163,7 +163,7 @@ def is_locked(path: Path) -> bool | None:
 def locked_folder(
     folder: Path, busy: Callable[[], Exception | None], unusable: Callable[[OSError], Exception]
 ) -> Iterator[BinaryIO]:
-    """Make a folder and hold the lock of its LOCK file, which is yielded and names this process (`lock_holder`).
+    """Make a folder and hold the lock of its LOCK file, which is yielded and names this process.
 
     `busy` is called while another process has the lock; it returns the error to raise, or None to try again. `unusable`
     returns the error to raise where the folder or the lock cannot be made.
@@ -184,13 +184,6 @@ def locked_folder(
         raise unusable(error) from error
     with lock:
         yield lock
-
-
-def lock_holder(folder: Path) -> str:
-    """Return which process holds `locked_folder` of a folder, as text."""
-    with suppress(OSError, ValueError):
-        return (folder / LOCK).read_text() or "an unknown process"
-    return "an unknown process"
 
 
 class GrowingFile:

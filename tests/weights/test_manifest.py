@@ -80,10 +80,10 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_written_bytes_are_counted_once_they_are_on_the_disk(tmp_path, monkeypatch):
     """Stand in for a slow disk by a hook before each flush, which sees what the heartbeat has counted by then."""
     counted, sync, beats = [], os.fsync, current_heartbeat()
-    before = beats._beat.written_bytes
+    before = beats._beat.disk_bytes
 
     def slow_disk(handle):
-        counted.append(beats._beat.written_bytes - before)
+        counted.append(beats._beat.disk_bytes - before)
         sync(handle)
 
     monkeypatch.setattr(writer, "SYNC_BYTES", 64)
@@ -92,7 +92,7 @@ def test_written_bytes_are_counted_once_they_are_on_the_disk(tmp_path, monkeypat
     size = writer.write_tensors(tmp_path, "w", [entry], lambda entry: [bytes(399), bytes(1)]).size_bytes
     grown = [later - each for each, later in zip(counted, counted[1:], strict=False)]
     assert counted[0] == 0 and len(grown) > 3 and all(64 <= each < 128 for each in grown), counted
-    assert beats._beat.written_bytes - before == size and beats._beat.disk_at_s > 0
+    assert beats._beat.disk_bytes - before == size and beats._beat.disk_at_s > 0
 
 
 def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):

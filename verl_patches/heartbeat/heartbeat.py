@@ -47,8 +47,8 @@ class Beat:
     since_s: when that began; at_s: when this was written, both on the host's monotonic clock; step: the controller's
     step; longest_s: {"call phase": longest seconds} of those that ended; groups: {"name ranks": operations begun} of
     process groups; moved_s: when one of these numbers changed last; groups_before: the numbers at the beginning of the
-    call; read_bytes: bytes of weights and checkpoints that were read in the call; written_bytes: bytes of checkpoints
-    that this process has written; disk_at_s: when one of these two grew last, 0 before.
+    call; disk_bytes: bytes of weights and checkpoints that were read or written in the call; disk_at_s: when they grew
+    last, 0 before.
     """
 
     name: str
@@ -64,8 +64,7 @@ class Beat:
     longest_s: dict[str, float] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     groups_before: dict[str, int] = field(default_factory=dict)
-    read_bytes: int = 0
-    written_bytes: int = 0
+    disk_bytes: int = 0
     disk_at_s: float = 0.0
 
     @property
@@ -125,7 +124,7 @@ class Heartbeat:
     def in_call(self, name: str) -> Iterator[None]:
         """Mark the block as a call of the trainer to this process; `begin_phase` names its parts."""
         self._count_collectives()
-        self._beat.groups_before, self._beat.read_bytes = self._beat.groups, 0
+        self._beat.groups_before, self._beat.disk_bytes = self._beat.groups, 0
         self._set_place(name, "")
         try:
             yield
@@ -137,14 +136,9 @@ class Heartbeat:
         """Begin phase `name` of the call ("" for none), which ends the previous one."""
         self._set_place(self._beat.call, name)
 
-    def count_read(self, size: int) -> None:
-        """Count bytes of weights or of a checkpoint that were read; the next beat has their sum."""
-        self._beat.read_bytes += size
-        self._beat.disk_at_s = time.monotonic()
-
-    def count_written(self, size: int) -> None:
-        """Count bytes of a checkpoint that have reached the disk; the next beat has their sum."""
-        self._beat.written_bytes += size
+    def count_bytes(self, size: int) -> None:
+        """Count bytes of weights or of a checkpoint that were read, or are on the disk; the next beat has their sum."""
+        self._beat.disk_bytes += size
         self._beat.disk_at_s = time.monotonic()
 
     def set_controller_step(self, step: int, name: str) -> None:

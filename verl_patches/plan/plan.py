@@ -218,14 +218,15 @@ def _disk_checks(run: RunSpec, disk: dict[str, Any], step: dict[str, Any] | None
     seconds = {part["part"]: part["seconds"] for part in disk["parts"]}
     if not seconds:
         return
-    timeouts, longest, faults = run.recipe.timeouts, max(seconds, key=seconds.__getitem__), []
+    timeouts, faults = run.recipe.timeouts, []
+    read_s = max((each for part, each in seconds.items() if part != "save"), default=0.0)  # a save says its progress
     text = f"modelled, at {disk['gb_s']:g} GB/s of all nodes (--disk-gb-s): "
     text += ", ".join(f"{part} {each:.0f} s" for part, each in seconds.items())
     flush_s = run.world_size * SYNC_BYTES / disk["gb_s"] / 1e9
     if flush_s > timeouts.load_s:
         faults.append(f"{size_text(SYNC_BYTES)} of each rank take {flush_s:.0f} s, above recipe.timeouts.load_s")
-    if run.recipe.watch.action == "off" and seconds[longest] > (timeouts.quiet_s or math.inf):
-        faults.append(f"without a watch a {longest} has no output for longer than recipe.timeouts.quiet_s")
+    if run.recipe.watch.action == "off" and read_s > (timeouts.quiet_s or math.inf):
+        faults.append("with recipe.watch.action=off a start has no output for longer than recipe.timeouts.quiet_s")
     if step:
         before_update = sum(each["seconds"] for each in step["phases"] if not each["phase"].startswith("update"))
         if (waits := seconds.get("save", 0.0) - before_update) > 0:

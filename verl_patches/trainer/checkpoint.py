@@ -76,6 +76,7 @@ log = logging.getLogger(__name__)
 
 STATE_FILE, TENSORS_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # seconds between looks for all ranks' files (from, to); at whether they grow
+_SAID_S = 60.0  # between lines about a checkpoint that the run waits for; recipe.timeouts.quiet_s needs output
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
 _UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
@@ -99,7 +100,7 @@ class Checkpoints:
         self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
         self._not_removed: list[str] = []
-        self._aborted = threading.Event()
+        self._aborted, self._awaited = threading.Event(), False
 
     # ---- save
 
@@ -199,9 +200,11 @@ class Checkpoints:
             self._wait_for_ranks()
 
     def _wait_for_ranks(self) -> None:
+        self._awaited = True
         self.trainer.actor_rollout_wg.finish_checkpoint()
         if self.critic is not None:
             self.critic.finish_checkpoint()
+        self._awaited = False
 
     def abort_save(self, wait: bool) -> None:
         """End a checkpoint in progress after an error of the run; with `wait`, only once its files stop growing.
@@ -217,12 +220,15 @@ class Checkpoints:
         bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
         ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
-            with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
-                self._say(f"the run has failed; waiting for its checkpoint in progress, {size_text(written)} written")
+            self._say_written("the run has failed; waiting for its checkpoint in progress", written)
             self._thread.join(min(_GRACE_S, ends - time.monotonic()))
             before, written = written, folder_bytes(self._folder_in_writing)
         self._aborted.set()
         self._thread.join()
+
+    def _say_written(self, text: str, size: int) -> None:
+        with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
+            self._say(f"{text}, {size_text(size)} written")
 
     def _complete(
         self,
@@ -234,12 +240,16 @@ class Checkpoints:
     ) -> None:
         """Write the trainer's own files, and each manifest once every rank has written; then remove old checkpoints."""
         try:
-            size = 0
+            size, said = 0, started
             for folder, manifest in manifests.items():
                 for name, content in own[folder].items():
                     write_bytes(folder, name, content)
                 while (whole := complete_folder(folder, manifest)) is None:
-                    waited = time.perf_counter() - started
+                    now = time.perf_counter()
+                    waited = now - started
+                    if self._awaited and now - said > _SAID_S:
+                        said = now
+                        self._say_written("the run waits for its checkpoint in progress", folder_bytes(writing))
                     if self._aborted.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                         return
                 size += whole.size_bytes

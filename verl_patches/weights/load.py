@@ -90,7 +90,7 @@ class SharedLoad:
     def count(self, size: int) -> None:
         """Count bytes that this rank has read, for its heartbeat and for the ranks that wait."""
         self.read_bytes += size
-        current_heartbeat().count_read(size)
+        current_heartbeat().count_bytes(size)
         now = time.monotonic()
         if self._store is not None and now - self._told >= TELL_S:
             self._told = now

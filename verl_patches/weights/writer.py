@@ -80,7 +80,7 @@ class NewFile:
 
     def _flush(self) -> None:
         os.fsync(self._file.fileno())
-        current_heartbeat().count_written(self._cached_bytes)
+        current_heartbeat().count_bytes(self._cached_bytes)
         self._cached_bytes = 0
 
     def __exit__(self, *exc: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from verl_patches.heartbeat.heartbeat import Beat
 from verl_patches.heartbeat.node import SeenProcess
-from verl_patches.launch.supervise.stall import Bounds, find_awaited_ranks, find_stall, save_progress, start_progress
+from verl_patches.launch.supervise.stall import Bounds, find_awaited_ranks, find_stall, start_progress
 from verl_patches.layout.phases import LOADED, START, VALIDATE
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
@@ -80,17 +80,6 @@ def test_a_slow_disk_is_no_stall_while_the_bytes_of_any_rank_grow():
     assert named(rank(0, 5001, at=LOADING)) == ["rank 0"]
 
 
-def test_a_checkpoint_that_is_awaited_shows_its_bytes():
-    ranks = [rank(number, 61.0, at=SAVING) for number in range(2)] + [rank(2, 61.0, at=("", ""))]
-    for number, seen in enumerate(ranks):
-        seen.beat.written_bytes = (number + 1) * 10**9
-    said = save_progress(ranks)
-    assert said.startswith(
-        "the checkpoint is awaited: 2 ranks write; 6.0 GB written since the start, by rank 0 (pid 100"
-    )
-    assert said.endswith(" 1.0 GB") and save_progress([rank(0, 59.0, at=SAVING), rank(1, 61.0)]) == ""
-
-
 def test_the_longest_time_of_any_rank_counts():
     longest = {"update_actor update": 20.0}
     assert named(rank(0, 99), rank(1, 99, done=longest)) is None and named(rank(0, 101), rank(1, done=longest))
@@ -121,7 +110,7 @@ def test_how_far_a_start_is_until_the_controller_is_in_a_step():
     ranks = [rank(number, 3, at=("init_model", "")) for number in range(3)] + [rank(3, 3, at=("", ""))]
     assert start_progress([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
     for number, seen in enumerate(ranks[:2]):
-        seen.beat.read_bytes = (3 - number) * 10**9
+        seen.beat.disk_bytes = (3 - number) * 10**9
     said = start_progress([*ranks, begun], 4)[1]
     assert said.endswith("; 5.0 GB of weights read, by rank 1 (pid 101 on host0) 2.0 GB")
     assert start_progress([*ranks, controller(0, step=1)], 4) == (4, "")

@@ -43,9 +43,7 @@ SILENT_S = 20.0
 # {rank: {rank that waits for it: (group, operations that `rank` has begun, most of any member)}}; ranks as in a Beat
 AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
 # calls and phases that wait for the slowest disk, in which time counts from the last byte read or written
-FINISH_CHECKPOINT = "finish_checkpoint"
-_DISK_CALLS, _DISK_PHASES = {"init_model", "load_checkpoint", FINISH_CHECKPOINT}, {LAST_CHECKPOINT}
-SAVE_SAID_S = 60.0  # seconds that ranks wait for a checkpoint before that is said, and between two such texts
+_DISK_CALLS, _DISK_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT}
 WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
 MAX_NAMED = 8
 _START_ACTIVITIES = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
@@ -73,7 +71,7 @@ class Limit(NamedTuple):
 class Bounds:
     """Bound the seconds in a place: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts.
 
-    collective_s: how long a rank may wait for another in an operation of a process group, wherever it is.
+    collective_s: how long a rank may wait for another in an operation of a process group, but in slow places.
     """
 
     first_s: float
@@ -93,11 +91,6 @@ class Bounds:
         else:
             least = Limit(self.first_s, "recipe.watch.first_s")
         return max(least, Limit(self.factor * longest_s, "recipe.watch.factor"))
-
-    def wait_bound(self, seen: SeenProcess) -> Limit:
-        """Return the bound of a wait for another rank: collective_s, or a longer one in a slow call or phase."""
-        limit = Limit(self.collective_s, "recipe.train.distributed_timeout_minutes")
-        return max(limit, self._slow_bound) if _is_slow(seen.beat) else limit
 
     @property
     def _slow_bound(self) -> Limit:
@@ -123,10 +116,7 @@ def _count_from_last_byte(processes: Sequence[SeenProcess]) -> list[SeenProcess]
     """Return the processes; those on disk with times from the last byte that any process has read or written."""
     last_s = min((seen.disk_still_s for seen in processes), default=math.inf)
     return [
-        replace(seen, in_place_s=min(seen.in_place_s, last_s), still_s=min(seen.still_s, last_s))
-        if _is_on_disk(seen.beat)
-        else seen
-        for seen in processes
+        replace(seen, in_place_s=min(seen.in_place_s, last_s)) if _is_on_disk(seen.beat) else seen for seen in processes
     ]
 
 
@@ -162,7 +152,8 @@ def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0)
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
-    late = f"{_place_text(first)} for {first.in_place_s:.0f} s{_no_byte_text(first)}, {limits[id(first)]}"
+    without = " without a byte read or written" if _is_on_disk(first.beat) else ""
+    late = f"{_place_text(first)} for {first.in_place_s:.0f} s{without}, {limits[id(first)]}"
     if not busy:
         return _make_stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
     others = [seen for seen in busy if seen not in culprits]
@@ -175,7 +166,8 @@ def _find_long_wait(
     ranks: Sequence[SeenProcess], busy: Sequence[SeenProcess], bounds: Bounds, controller: SeenProcess | None
 ) -> Stall | None:
     """Return the stall of a rank that waits too long in a process group's operation that another has not begun."""
-    still = [seen for seen in busy if seen.still_s > bounds.wait_bound(seen).seconds]
+    limit = Limit(bounds.collective_s, "recipe.train.distributed_timeout_minutes")
+    still = [seen for seen in busy if seen.still_s > limit.seconds and not _is_slow(seen.beat)]
     awaited = find_awaited_ranks(ranks) if still else {}
     waiting = [seen for seen in still if _is_waiting(seen, awaited)]
     if not waiting:
@@ -183,7 +175,7 @@ def _find_long_wait(
     culprits, why = _culprits(ranks, waiting)
     first = max(waiting, key=lambda seen: seen.still_s)
     text = f"{_rank_names(culprits)} {why}, in {_place_text(culprits[0])}; {first.where} waits in {_place_text(first)}"
-    text += f" for {first.still_s:.0f} s{_no_byte_text(first)}, {bounds.wait_bound(first)}"
+    text += f" for {first.still_s:.0f} s, {limit}"
     others = [seen for seen in busy if seen not in culprits]
     return _make_stall(culprits, others, text + _waiting_text(others, culprits), controller)
 
@@ -225,22 +217,11 @@ def start_progress(processes: Sequence[SeenProcess], world: int) -> tuple[int, s
     )
     begun = f"{doing.total()} of {world} ranks have started"
     places = ", ".join(f"{count} {place}" for place, count in doing.items())
-    if reading := [seen for seen in processes if seen.beat.read_bytes]:
-        last = min(reading, key=lambda seen: seen.beat.read_bytes)
-        total = size_text(sum(seen.beat.read_bytes for seen in reading))
-        places += f"; {total} of weights read, by {last.where} {size_text(last.beat.read_bytes)}"
+    if reading := [seen for seen in processes if seen.beat.disk_bytes]:
+        last = min(reading, key=lambda seen: seen.beat.disk_bytes)
+        total = size_text(sum(seen.beat.disk_bytes for seen in reading))
+        places += f"; {total} of weights read, by {last.where} {size_text(last.beat.disk_bytes)}"
     return doing.total(), f"{begun}: {places}" if places else begun
-
-
-def save_progress(processes: Sequence[SeenProcess]) -> str:
-    """Return as text how far the checkpoint is that ranks have waited for SAVE_SAID_S; "" where none does."""
-    writing = [seen for seen in processes if seen.beat.call == FINISH_CHECKPOINT]
-    if max((seen.in_place_s for seen in writing), default=0.0) < SAVE_SAID_S:
-        return ""
-    last = min(writing, key=lambda seen: seen.beat.written_bytes)
-    total = size_text(sum(seen.beat.written_bytes for seen in processes))
-    text = f"the checkpoint is awaited: {len(writing)} ranks write; {total} written since the start"
-    return f"{text}, by {last.where} {size_text(last.beat.written_bytes)}"
 
 
 def _idle_controller(controller: SeenProcess | None, ranks: Sequence[SeenProcess]) -> list[SeenProcess]:
@@ -324,12 +305,8 @@ def _place_text(seen: SeenProcess) -> str:
     if not beat.call:
         return "no call"
     inside = [beat.phase] if beat.phase else []
-    inside += [f"{size_text(beat.read_bytes)} read"] if beat.read_bytes else []
+    inside += [f"{size_text(beat.disk_bytes)} read or written"] if beat.disk_bytes else []
     return f"{beat.call} ({', '.join(inside)})" if inside else beat.call
-
-
-def _no_byte_text(seen: SeenProcess) -> str:
-    return " without a byte read or written" if _is_on_disk(seen.beat) else ""
 
 
 def _verb(several: Sequence[SeenProcess]) -> str:

@@ -21,13 +21,11 @@ from verl_patches.heartbeat import node
 from verl_patches.heartbeat.heartbeat import heartbeat_folder
 from verl_patches.heartbeat.node import SeenProcess
 from verl_patches.launch.supervise.stall import (
-    SAVE_SAID_S,
     Bounds,
     LostNodeError,
     Stall,
     StallError,
     find_stall,
-    save_progress,
     start_progress,
     unstarted_ranks_text,
 )
@@ -54,7 +52,7 @@ class Watcher:
     """Watch a run of `world` ranks, whose record is in `folder`.
 
     stops: whether a stall ends the run, or is only logged and recorded, once. say(text): gets the progress of the
-    start and of checkpoints that are awaited.
+    start
     """
 
     def __init__(self, folder: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
@@ -88,9 +86,6 @@ class Watcher:
         elif goes_on and now >= self._say_at:
             self._start, self._say_at = start, now + SAY_EVERY_S
             self._say(start[1])
-        if now >= self._say_at and (text := save_progress(processes)):
-            self._say_at = now + SAVE_SAID_S
-            self._say(text)  # also for recipe.timeouts.quiet_s, which ends a run without output
         stall = find_stall(processes, self._bounds, self._world)
         if stall is not None and not self._recorded:
             self._recorded = True
