@@ -14,9 +14,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl_patches.errors import RecipeError
 from verl_patches.heartbeat import node
 from verl_patches.heartbeat.heartbeat import heartbeat_folder
 from verl_patches.heartbeat.node import SeenProcess
@@ -125,15 +127,15 @@ class Watcher:
 
         Then wait until these have freed their dies and pinned memory, which another start needs: at most FREE_S.
         """
-        if failed:
-            self._say(f"waiting until the run's processes have freed dies and host memory, at most {FREE_S:.0f} s")
         answering = [other for other in self._remote_nodes.values() if not other.is_lost]
-        calls = [other.agent.close.remote(failed) for other in answering]
+        calls, limit_s = [other.agent.close.remote(failed) for other in answering], FREE_S if failed else 0.0
+        with suppress(RecipeError):  # of a full disk
+            if failed:
+                self._say(f"waiting until the run's processes have freed dies and host memory, at most {FREE_S:.0f} s")
         left = node.close(self._heartbeat_folder, failed)
-        limit_s = ASK_S + (FREE_S if failed else 0.0)
-        left += [name for names in _collect_answers(calls, limit_s) for name in names or ()]
+        left += [name for names in _collect_answers(calls, ASK_S + limit_s) for name in names or ()]
         if left:
-            self._say(f"these processes still hold dies and memory: {', '.join(left)}; look at their nodes")
+            log.warning("watch: these processes still hold dies and host memory: %s; look at their nodes", left)
 
     def _raising_rank(self, text: str) -> SeenProcess | None:
         """Return the rank that raised the error `text`, by the innermost pid and address that Ray writes into it."""
