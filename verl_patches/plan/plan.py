@@ -231,7 +231,9 @@ def _disk_checks(run: RunSpec, disk: dict[str, Any], step: dict[str, Any] | None
         before_update = sum(each["seconds"] for each in step["phases"] if not each["phase"].startswith("update"))
         if (waits := seconds.get("save", 0.0) - before_update) > 0:
             text += f"; the update after a save waits for {waits:.0f} s of it"
-    fault = f"{text}; {'; '.join(faults)}: each restart would end there again; raise it, or use a faster disk"
+    fault = (
+        f"{text}; {'; '.join(faults)}: each restart would end there again; raise what is named, or use a faster disk"
+    )
     yield either("disk rate", not faults, text, fault)
 
 

@@ -42,8 +42,9 @@ GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray an
 SILENT_S = 20.0
 # {rank: {rank that waits for it: (group, operations that `rank` has begun, most of any member)}}; ranks as in a Beat
 AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
-# calls and phases that wait for the slowest disk, in which time counts from the last byte read or written
-_DISK_CALLS, _DISK_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT}
+# Calls and phases that wait for the slowest disk or analyse a trace. As earlier times predict nothing, the larger of
+# Bounds.first_s and load_s bounds the time from the last byte that any process has read or written.
+SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
 WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
 MAX_NAMED = 8
 _START_ACTIVITIES = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
@@ -82,42 +83,26 @@ class Bounds:
 
     def place_bound(self, seen: SeenProcess, longest_s: float) -> Limit:
         """Return the bound of the place of `seen`; longest_s: the longest time of any process there so far."""
-        if _is_on_disk(seen.beat):
-            return self._slow_bound
-        if _is_slow(seen.beat):  # earlier times predict nothing
-            least = self._slow_bound
-        elif seen.beat.place in seen.beat.longest_s:
-            least = Limit(self.least_s, "recipe.watch.least_s")
-        else:
-            least = Limit(self.first_s, "recipe.watch.first_s")
+        first = Limit(self.first_s, "recipe.watch.first_s")
+        if _is_slow(seen.beat):
+            return max(first, Limit(self.load_s, "recipe.timeouts.load_s"))
+        been_there = seen.beat.place in seen.beat.longest_s
+        least = Limit(self.least_s, "recipe.watch.least_s") if been_there else first
         return max(least, Limit(self.factor * longest_s, "recipe.watch.factor"))
-
-    @property
-    def _slow_bound(self) -> Limit:
-        return max(Limit(self.first_s, "recipe.watch.first_s"), Limit(self.load_s, "recipe.timeouts.load_s"))
 
     def __str__(self) -> str:
         text = f"{self.first_s:.0f} s for a first time, then {self.least_s:.0f} s or {self.factor:g} x the longest time"
         return f"{text}; of a rank that waits for another in a process group: {self.collective_s:.0f} s"
 
 
-def _is_on_disk(beat: Beat) -> bool:
-    """Return whether the process reads or writes weights or a checkpoint, or waits for processes that do."""
-    return beat.call in _DISK_CALLS or beat.phase in _DISK_PHASES
-
-
 def _is_slow(beat: Beat) -> bool:
-    """Return whether the process is on disk, analyses a trace or validates for the first time."""
     first_validation = beat.call == VALIDATE and beat.place not in beat.longest_s
-    return _is_on_disk(beat) or beat.phase == PROFILE or first_validation
+    return beat.call in SLOW_CALLS or beat.phase in SLOW_PHASES or first_validation
 
 
-def _count_from_last_byte(processes: Sequence[SeenProcess]) -> list[SeenProcess]:
-    """Return the processes; those on disk with times from the last byte that any process has read or written."""
-    last_s = min((seen.disk_still_s for seen in processes), default=math.inf)
-    return [
-        replace(seen, in_place_s=min(seen.in_place_s, last_s)) if _is_on_disk(seen.beat) else seen for seen in processes
-    ]
+def _from_last_byte(seen: SeenProcess, last_byte_s: float) -> SeenProcess:
+    """Return the process; in a slow place with its time from the last byte that any process has read or written."""
+    return replace(seen, in_place_s=min(seen.in_place_s, last_byte_s)) if _is_slow(seen.beat) else seen
 
 
 @dataclass(frozen=True)
@@ -131,7 +116,8 @@ class Stall:
 
 def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0) -> Stall | None:
     """Return the stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
-    processes = _count_from_last_byte(processes)
+    last_byte_s = min((seen.disk_still_s for seen in processes), default=math.inf)
+    processes = [_from_last_byte(seen, last_byte_s) for seen in processes]
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
     longest: defaultdict[str, float] = defaultdict(float)
@@ -152,7 +138,7 @@ def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0)
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
-    without = " without a byte read or written" if _is_on_disk(first.beat) else ""
+    without = " without a byte read or written" if first.beat.call in SLOW_CALLS else ""
     late = f"{_place_text(first)} for {first.in_place_s:.0f} s{without}, {limits[id(first)]}"
     if not busy:
         return _make_stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
