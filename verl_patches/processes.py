@@ -17,8 +17,9 @@ import re
 import signal
 import socket
 import stat
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 TERM_S, KILL_S = 5.0, 5.0  # wait for processes after SIGTERM, and after SIGKILL
+FREE_S = 600.0  # limit of killed processes to free their dies and pinned host memory, of hundreds of GB on a node
 
 
 @contextmanager
@@ -91,7 +93,7 @@ class Descendants:
 
     def end_all(self) -> None:
         """End all descendants (`end_processes`), and warn of those that stay."""
-        for process in end_processes(self.alive, self.shared, self.waited_pids):
+        for process in end_processes(self.alive, self.shared):
             log.warning("process %d (%s) still runs after SIGTERM and SIGKILL", process.pid, process_name(process))
 
 
@@ -103,14 +105,12 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def end_processes(
-    living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_pids: Collection[int] = ()
-) -> Sequence[psutil.Process]:
+def end_processes(living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory) -> Sequence[psutil.Process]:
     """Send SIGTERM, then SIGKILL to the living processes until all have ended; then remove their shared memory.
 
-    `waited_pids`: pids of children that other code waits for. Returns the processes that could not be ended.
+    Return the processes that could not be ended.
     """
-    for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
+    for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, FREE_S)):
         left = living()
         if not left:
             break
@@ -118,7 +118,9 @@ def end_processes(
         for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.send_signal(number)
-        psutil.wait_procs([process for process in left if process.pid not in waited_pids], timeout=timeout_s)
+        ends = time.monotonic() + timeout_s
+        while living() and time.monotonic() < ends:
+            time.sleep(0.05)
     shared.remove()
     return living()
 
@@ -172,9 +174,13 @@ def start_ticks(pid: int) -> int:
 
 
 def process_state(pid: int, started: int) -> str:
-    """Return the state of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
+    """Return the state of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended.
+
+    A zombie with other threads has not: they hold its memory and devices.
+    """
     stat = _stat_fields(pid)
-    return "gone" if stat is None or int(stat[19]) != started or stat[0] in "ZX" else stat[0]
+    ended = stat is None or int(stat[19]) != started or (stat[0] in "ZX" and int(stat[17]) <= 1)
+    return "gone" if stat is None or ended else stat[0]
 
 
 def _stat_fields(pid: int) -> list[str] | None:

@@ -320,7 +320,7 @@ class Timeouts:
 
     wall_s: seconds since the start; null: no limit.
     quiet_s: seconds since the last output; null: no limit.
-    load_s: seconds that a worker which has read its weights waits for the slowest one, before any collective.
+    load_s: seconds without a byte read or written after which a run ends that loads weights, or waits for a checkpoint.
     """
 
     wall_s: Positive | None = None
@@ -354,8 +354,9 @@ class Watch:
     """Set the stall detection of a run (docs/watch.md): how long a process may stay in one phase.
 
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
-    first_s: bound in seconds of a phase that a process has not ended before. Loading, writing a checkpoint and writing
-    a trace have at least recipe.timeouts.load_s every time, validation the first time.
+    first_s: bound in seconds of a phase that a process has not ended before. Writing a trace has at least
+    recipe.timeouts.load_s every time, validation the first time; so have loading and waiting for a checkpoint, counted
+    from the last byte that any process read or wrote.
     least_s: least bound in seconds of a phase that the process has ended before.
     factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound applies.
     Independently of these, a rank may wait for another in a process group for 0.8 of distributed_timeout_minutes.

@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -162,7 +163,7 @@ def is_locked(path: Path) -> bool | None:
 def locked_folder(
     folder: Path, busy: Callable[[], Exception | None], unusable: Callable[[OSError], Exception]
 ) -> Iterator[BinaryIO]:
-    """Make a folder and hold the lock of its LOCK file, which is yielded.
+    """Make a folder and hold the lock of its LOCK file, which is yielded and names this process.
 
     `busy` is called while another process has the lock; it returns the error to raise, or None to try again. `unusable`
     returns the error to raise where the folder or the lock cannot be made.
@@ -176,6 +177,9 @@ def locked_folder(
             except BlockingIOError:
                 if error := busy():
                     raise error from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}".encode())
+        os.fsync(lock.fileno())  # else a node of a shared file system sees it late
     except OSError as error:
         raise unusable(error) from error
     with lock:

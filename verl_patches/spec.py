@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import AfterValidator, ConfigDict, PlainSerializer, TypeAdapter
 
 from verl_patches.errors import Check, ConfigError, our_command
-from verl_patches.layout.inventory import ModelShape
+from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import OPTIMIZER_BYTES
 from verl_patches.patching.switches import Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE, Hardware
@@ -197,6 +198,17 @@ class RunSpec:
         """Return {"actor" or "critic": verl's section} of the models that the run trains."""
         sections = {"actor": self.verl.actor_rollout_ref.actor} if self.trains_actor else {}
         return sections | ({"critic": self.verl.critic} if self.has_critic else {})
+
+    @property
+    def checkpoint_bytes(self) -> tuple[int, int]:
+        """Return the bytes that a checkpoint has of weights, and of main weights and moments (modelled).
+
+        fp32 weights are their own main weights.
+        """
+        trained = [build_inventory(self.model, value=name == "critic") for name in self.trained_sections]
+        count = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
+        weight_bytes = DTYPE_BYTES[self.torch_dtype]
+        return 0 if weight_bytes == 4 else weight_bytes * count, OPTIMIZER_BYTES * count
 
     @property
     def uses_reference(self) -> bool:

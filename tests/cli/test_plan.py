@@ -167,6 +167,15 @@ def test_what_disks_take_has_its_own_table():
     assert isinstance(call("plan", NODE, "--disk-gb-s", "0").exception, ConfigError)
 
 
+def test_the_rate_of_disks_may_be_that_of_a_run(tmp_path):
+    run = Path(recorded_run(tmp_path / "a", None))
+    refused = call("plan", NODE, "--disk-gb-s", str(run)).exception
+    assert isinstance(refused, ConfigError) and "a run that saved checkpoints" in str(refused)
+    saves = [{"bytes": 4e12, "complete_s": seconds} for seconds in (500.0, 1000.0)]
+    (run / "summary.json").write_text(json.dumps({"steps": [], "checkpoints": saves}))
+    assert json.loads(call("plan", NODE, "--disk-gb-s", str(run), "--json").stdout)["disk"]["gb_s"] == 4.0
+
+
 A2_OVERRIDES = [
     "recipe.hardware=800t_a2",
     "trainer.nnodes=32",

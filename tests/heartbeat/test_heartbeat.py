@@ -7,6 +7,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT
@@ -71,6 +72,7 @@ def test_a_process_that_has_died_is_gone(start, tmp_path):
     os.kill(start(1, "waits").pid, signal.SIGKILL)
     wait_until(lambda: single_process(tmp_path).state == "gone")
     assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and close(tmp_path, failed=True) == []
+    assert not tmp_path.exists()
     assert process_state(os.getpid(), start_ticks(os.getpid()) + 1) == "gone"  # the pid belongs to another process now
 
 
@@ -79,9 +81,35 @@ def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
     os.kill(second.pid, signal.SIGSTOP)
     wait_until(lambda: "T" in [seen.state for seen in read_processes(tmp_path)])
     (tmp_path / "rank_2.beat").unlink()  # its process counts as one of another run
-    assert close(tmp_path, failed=True) == ["rank 0", "rank 1"]
-    assert {first.wait(HANG_S), second.wait(HANG_S)} == {-signal.SIGKILL} and other.poll() is None
+    assert close(tmp_path, failed=True) == []
+    assert [first.poll(), second.poll(), other.poll()] == [-signal.SIGKILL, -signal.SIGKILL, None]  # it has waited
     assert not tmp_path.exists()
+
+
+@pytest.mark.parametrize("looks", [3, 4])
+def test_the_end_waits_for_killed_processes_at_most_its_limit(start, tmp_path, monkeypatch, looks):
+    """Let SIGKILL take its time, as a process with pinned memory does; each look takes a third of the limit."""
+    process, kill, clock = start(0, "waits"), os.kill, SimpleNamespace(now=0.0, looks=0)
+
+    def sleep(seconds):
+        clock.now, clock.looks = clock.now + node.FREE_S / 3, clock.looks + 1
+        if clock.looks == looks:
+            kill(process.pid, signal.SIGKILL)
+            process.wait(HANG_S)
+
+    monkeypatch.setattr(node, "os", SimpleNamespace(kill=lambda pid, number: None))
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    left = close(tmp_path, failed=True)
+    assert clock.looks == 3 and not tmp_path.exists()
+    assert [name.partition(" (")[0] for name in left] == ([] if looks == 3 else ["rank 0"])
+
+
+def test_a_zombie_whose_threads_run_has_not_ended(start, tmp_path):
+    process = start(0, "leaves_a_thread")
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert process_state(process.pid, start_ticks(process.pid)) == "Z"
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: process_state(process.pid, start_ticks(process.pid)) == "gone")
 
 
 def test_the_end_of_a_run_that_went_well_kills_nothing(start, tmp_path):

@@ -78,7 +78,7 @@ def test_a_stopped_worker_is_named_with_its_phase_its_stack_and_nothing_of_it_is
         restart["reason"],
     )
     assert restart["exit_code"] == 1 and found and restart["start"] == "0002", restart
-    assert f"where at most {BOUND_S} s were expected; 1 other rank is in a call" in restart["reason"]
+    assert f"where at most {BOUND_S} s were expected ({LEAST_S}); 1 other rank is in a call" in restart["reason"]
     assert BOUND_S <= int(found[2])
     (culprit,) = restart["culprits"]
     assert (culprit["name"], culprit["pid"]) == ("rank 1", int(found[1])) and not psutil.pid_exists(culprit["pid"])

@@ -160,6 +160,21 @@ def test_a_start_reads_the_weights_of_all_ranks_and_a_save_writes_each_once(tmp_
     assert fp8["first start"]["bytes"] == pytest.approx(found["first start"]["bytes"] / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("override", "gb_s", "key"), [
+    ("recipe.timeouts.load_s=60", 1.0, "recipe.timeouts.load_s"),  # 256 ranks x 256 MiB take 69 s
+    ("recipe.timeouts.load_s=70", 1.0, ""),
+    ("recipe.watch.action=off", 1.0, "recipe.timeouts.quiet_s"),  # 9.4 TB take 9,394 s, above 7200
+    ("recipe.watch.action=stop", 1.0, ""),
+    ("recipe.watch.action=off", 2.0, ""),
+])  # fmt: skip
+def test_a_disk_is_refused_on_which_every_restart_would_end(override, gb_s, key):
+    plan = make_plan(BIG, "trainer.save_freq=10", override, workload=Workload(disk_gb_s=gb_s))
+    (check,) = (check for check in plan["checks"] if check["name"] == "disk rate")
+    assert check["ok"] == (not key) and key in check["detail"], check
+    assert f"save {9394 / gb_s:.0f} s, load" in check["detail"] and "the update after a save waits" in check["detail"]
+    assert "disk rate" not in [check["name"] for check in make_plan(BIG)["checks"]]  # it reads and saves nothing
+
+
 # verdict and next commands
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +238,45 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
         text for (text,) in run.said if "waiting for its checkpoint" in text
     ]  # each look is output, as recipe.timeouts expects
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
+
+
+def test_a_save_without_space_writes_nothing_and_removes_what_killed_saves_left_first(saves, tmp_path, monkeypatch):
+    run, left = saves(), tmp_path / "global_step_1"
+    need = sum(run.run.checkpoint_bytes)
+    left.mkdir()  # without a manifest: of a save that was killed
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda path: need - (1 if left.exists() else 0))
+    save(run, 2)
+    assert names(tmp_path) == ["global_step_2"]
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda path: need - 1)
+    with pytest.raises(CheckpointError, match=r"global_step_3: expected .* free .*nothing was written.*max_actor_ckpt"):
+        save(run, 3)
+    assert names(tmp_path) == ["global_step_2"]
+    left.mkdir()
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda path: need)  # control: exactly enough, so all is left as it is
+    save(run, 4)
+    assert names(tmp_path) == ["global_step_2", "global_step_4"]  # a complete save removes it
+
+
+def test_a_checkpoint_that_the_run_waits_for_says_its_bytes(saves, tmp_path, monkeypatch):
+    """Check that there is output for recipe.timeouts.quiet_s while ranks write, and none while the run goes on."""
+    monkeypatch.setattr(checkpoint, "_SAID_S", 0.0)
+    run, folder = saves(), tmp_path / "global_step_1"
+    workers = run.trainer.actor_rollout_wg
+    workers.failing = True  # its ranks have not written yet
+    run.trainer.global_steps = run.trainer.train_dataloader.position = 1
+    run.save()
+
+    def finish_checkpoint():
+        deadline = time.monotonic() + HANG_S
+        while not run.said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        workers.failing = False
+        workers.save_checkpoint(str(folder), None, 1)
+
+    monkeypatch.setattr(workers, "finish_checkpoint", finish_checkpoint)
+    assert run.said == []
+    run.finish()
+    assert run.said[0][0].startswith("the run waits for its checkpoint in progress, ") and run.chain.newest() == folder
 
 
 def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):

@@ -28,6 +28,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights import checkpoint_files
+from verl_patches.weights import reader as reader_module
 from verl_patches.weights.checkpoint_files import (
     CheckpointError,
     TrainState,
@@ -181,6 +182,22 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
 
 def open_reader(folder):
     return WeightReader(open_source(folder), verify=True, read_whole=True)
+
+
+def test_a_resume_in_the_same_layout_reads_every_byte_once_and_says_so_while_it_reads(tmp_path, whole, monkeypatch):
+    """Compare digests in that one read (a flipped byte is named below); control: another layout reads whole parts."""
+    save(tmp_path / "c", whole, "mindspeed", "tp2 etp1 ep4 @8", True)
+    monkeypatch.setattr(reader_module, "_READ_BYTES", 4096)
+    for text, once in (("tp2 etp1 ep4 @8", True), ("tp4 etp1 ep4 @8", False)):
+        for rank in range(8):
+            state, *_ = rank_state(whole, text, rank, "mindspeed", True, filled=False)
+            sizes = []
+            with WeightReader(open_source(tmp_path / "c"), sizes.append, verify=True, read_whole=True) as reader:
+                load_state(state, reader)
+            pieces = state.weight_pieces()
+            pieces += [piece for shard in optimizer_shards(state.optimizer) for piece in state.shard_pieces(shard)]
+            assert (sum(sizes) == sum(piece.entry.size_bytes for piece in pieces)) is once, (text, rank)
+            assert max(sizes) == 4096
 
 
 @pytest.fixture

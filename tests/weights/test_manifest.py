@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.heartbeat.heartbeat import current_heartbeat
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
@@ -74,6 +75,24 @@ def test_what_is_written_is_read_back(tmp_path):
     assert m.folder_problems(tmp_path, manifest) == []
     with safe_open(tmp_path / "b.safetensors", "pt") as plain:  # safetensors' own reader
         assert torch.equal(plain.get_tensor("w"), W[3:]) and plain.metadata() == {"format": "pt"}
+
+
+def test_written_bytes_are_counted_once_they_are_on_the_disk(tmp_path, monkeypatch):
+    """Stand in for a slow disk by a hook before each flush, which sees what the heartbeat has counted by then."""
+    counted, sync, beats = [], os.fsync, current_heartbeat()
+    before = beats._beat.disk_bytes
+
+    def slow_disk(handle):
+        counted.append(beats._beat.disk_bytes - before)
+        sync(handle)
+
+    monkeypatch.setattr(writer, "SYNC_BYTES", 64)
+    monkeypatch.setattr(writer.os, "fsync", slow_disk)
+    entry = m.whole_entry("w", "F32", (100,))
+    size = writer.write_tensors(tmp_path, "w", [entry], lambda entry: [bytes(399), bytes(1)]).size_bytes
+    grown = [later - each for each, later in zip(counted, counted[1:], strict=False)]
+    assert counted[0] == 0 and len(grown) > 3 and all(64 <= each < 128 for each in grown), counted
+    assert beats._beat.disk_bytes - before == size and beats._beat.disk_at_s > 0
 
 
 def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):

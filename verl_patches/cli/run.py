@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -67,7 +67,7 @@ PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
 RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
 LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
 LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
-DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes."
+DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes; or a run: that of its slowest save."
 SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
@@ -185,7 +185,7 @@ def plan_command(
     dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
-    disk_gb_s: Annotated[float, typer.Option(help=DISK_HELP)] = DISK_GB_S,
+    disk_gb_s: Annotated[str, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = str(DISK_GB_S),
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
@@ -195,7 +195,7 @@ def plan_command(
     The exit code is 1 if a check refuses the start.
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=disk_gb_s)
+    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(disk_gb_s))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
         workload = replace(workload, lengths=str(lengths), recorded=recorded)
@@ -280,6 +280,16 @@ def search_layouts(
     with progress_bar("layouts tried", None, "") as advance:
         layouts = search(run, RULES.sizes, dies, workload, top, advance)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+
+
+def _disk_rate(given: str) -> float:
+    """Return a number of GB/s, or the rate of the slowest save of a run."""
+    with suppress(ValueError):
+        return float(given)
+    saves = read_summary(find_start(Path(given), output_root())).get("checkpoints")
+    if not saves:
+        raise ConfigError(f"--disk-gb-s {given}: expected a number, or a run that saved checkpoints, found none in it")
+    return min(save["bytes"] / save["complete_s"] / 1e9 for save in saves)
 
 
 def _expert_loads(run: Path) -> tuple[float, float]:

@@ -47,7 +47,8 @@ class Beat:
     since_s: when that began; at_s: when this was written, both on the host's monotonic clock; step: the controller's
     step; longest_s: {"call phase": longest seconds} of those that ended; groups: {"name ranks": operations begun} of
     process groups; moved_s: when one of these numbers changed last; groups_before: the numbers at the beginning of the
-    call; read_bytes: bytes of weights and checkpoints that were read in the call.
+    call; disk_bytes: bytes of weights and checkpoints that were read or written in the call; disk_at_s: when they grew
+    last, 0 before.
     """
 
     name: str
@@ -63,7 +64,8 @@ class Beat:
     longest_s: dict[str, float] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     groups_before: dict[str, int] = field(default_factory=dict)
-    read_bytes: int = 0
+    disk_bytes: int = 0
+    disk_at_s: float = 0.0
 
     @property
     def place(self) -> str:
@@ -122,7 +124,7 @@ class Heartbeat:
     def in_call(self, name: str) -> Iterator[None]:
         """Mark the block as a call of the trainer to this process; `begin_phase` names its parts."""
         self._count_collectives()
-        self._beat.groups_before, self._beat.read_bytes = self._beat.groups, 0
+        self._beat.groups_before, self._beat.disk_bytes = self._beat.groups, 0
         self._set_place(name, "")
         try:
             yield
@@ -135,8 +137,9 @@ class Heartbeat:
         self._set_place(self._beat.call, name)
 
     def count_bytes(self, size: int) -> None:
-        """Count bytes of weights or of a checkpoint that were read; the next beat has their sum."""
-        self._beat.read_bytes += size
+        """Count bytes of weights or of a checkpoint that were read, or are on the disk; the next beat has their sum."""
+        self._beat.disk_bytes += size
+        self._beat.disk_at_s = time.monotonic()
 
     def set_controller_step(self, step: int, name: str) -> None:
         """Record that the controller is in `step` and begins the part `name` of it (layout/phases.py)."""

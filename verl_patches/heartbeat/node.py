@@ -6,6 +6,7 @@ The driver calls these functions for its own node, and a small Ray actor on each
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.heartbeat.heartbeat import BEAT_SUFFIX, STACK_SIGNAL, STACK_SUFFIX, Beat, heartbeat_folder, read_beat
-from verl_patches.processes import process_state
+from verl_patches.processes import FREE_S, process_state
 
 STACK_S = 5.0  # time limit of a process to write its stacks
 STOPPED_STATES = "Tt"  # states of a process that a signal, or a debugger, has stopped
@@ -29,7 +30,8 @@ class SeenProcess:
 
     beat: its last record; host: the node's host name; in_place_s: seconds in the present call and phase; silent_s:
     seconds since its last beat; state: that of processes.process_state; still_s: seconds since the last call, phase or
-    operation of a process group began; node: Ray's id of its node.
+    operation of a process group began; node: Ray's id of its node; disk_still_s: seconds since its bytes of weights and
+    checkpoints grew last, infinite before the first.
     """
 
     beat: Beat
@@ -39,6 +41,7 @@ class SeenProcess:
     state: str
     still_s: float = 0.0
     node: str = ""
+    disk_still_s: float = math.inf
 
     @property
     def where(self) -> str:
@@ -53,7 +56,9 @@ def read_processes(folder: Path, node: str = "") -> list[SeenProcess]:
         if (beat := read_beat(file)) is not None:
             state = process_state(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
-            processes.append(SeenProcess(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
+            seen = SeenProcess(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node)
+            seen.disk_still_s = now - beat.disk_at_s if beat.disk_at_s else math.inf
+            processes.append(seen)
     return sorted(processes, key=rank_order)
 
 
@@ -106,13 +111,23 @@ def _appended_text(file: Path, before: int) -> str:
 
 
 def close(folder: Path, failed: bool) -> list[str]:
-    """Remove the heartbeats; if the run failed, first kill its processes here and return their names."""
-    alive = [seen for seen in read_processes(folder) if failed and seen.state != "gone"]
-    for seen in alive:
+    """Remove the heartbeats; if the run failed, first kill its processes here, and wait until all have ended.
+
+    Return the processes, as text, that have not ended after FREE_S.
+    """
+    ends, left = time.monotonic() + FREE_S, _living(folder) if failed else []
+    for seen in left:
         with suppress(OSError):
             os.kill(seen.beat.pid, signal.SIGKILL)  # SIGKILL ends stopped processes too
+    while left and time.monotonic() < ends:
+        time.sleep(0.1)
+        left = _living(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return [seen.beat.name for seen in alive]
+    return [seen.where for seen in left]
+
+
+def _living(folder: Path) -> list[SeenProcess]:
+    return [seen for seen in read_processes(folder) if seen.state != "gone"]
 
 
 class NodeAgent:

@@ -22,9 +22,10 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError, RecipeError, interruption_text, locate_error
 from verl_patches.launch.restart import Restarts
+from verl_patches.launch.supervise.watcher import ASK_S
 from verl_patches.plan.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
-from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
+from verl_patches.processes import FREE_S, Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
 from verl_patches.run import environment
 from verl_patches.run.files import user_places
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
@@ -187,7 +188,7 @@ def _supervise(
             code, reason = TIMED_OUT, f"no output for {timeouts.quiet_s:g} s (recipe.timeouts.quiet_s)"
             break
         time.sleep(POLL_S)
-    _end_driver(driver)
+    _end_driver(driver, 5 if run.recipe.ray_address is None else FREE_S + ASK_S)
     progress.read()
     if reason is None and code:  # read the log before other processes write what ending them causes
         error = last_error(folder / "driver.log")
@@ -202,12 +203,15 @@ def _supervise(
     return code, reason
 
 
-def _end_driver(driver: subprocess.Popen) -> None:
-    """End the driver first, so that it cannot start more processes while its descendants are ended."""
+def _end_driver(driver: subprocess.Popen, limit_s: float) -> None:
+    """End the driver first, so that it cannot start more processes while its descendants are ended.
+
+    It ends the run's processes on all nodes, and waits until they have ended (Watcher.close).
+    """
     if driver.poll() is None:
         driver.terminate()
         try:
-            driver.wait(5)
+            driver.wait(limit_s)
         except subprocess.TimeoutExpired:
             driver.kill()
             driver.wait()

@@ -48,5 +48,6 @@ MEMORY_PHASES = (
     *("reshard", "wake_kv", "rollout", "sleep", "rm_scores", "reward", "old_log_prob", "ref", "values", "advantage"),
     *("update_critic", "update"),
 )
-# other phases of a process: its start, verl's validation, waiting for the last checkpoint's files, writing a trace
-START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"
+# other phases of a process: its start, verl's validation, waiting for the last checkpoint's files, waiting for ranks
+# that still load, writing a trace
+START, VALIDATE, LAST_CHECKPOINT, LOADED, PROFILE = "start", "validate", "last checkpoint", "loaded", "profile"

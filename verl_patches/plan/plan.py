@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.errors import Check, our_command
+from verl_patches.errors import Check, either, our_command
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.plan.memory_plan import (
@@ -34,6 +34,8 @@ from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
 from verl_patches.run.resolve import ROLLOUT_LAYOUT, TRAIN_LAYOUT, LayoutError
 from verl_patches.spec import RunSpec, Trees
+from verl_patches.values import size_text
+from verl_patches.weights.writer import SYNC_BYTES
 
 DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
@@ -108,6 +110,7 @@ def plan_figures(run: RunSpec, checks: Iterable[Check], workload: Workload) -> t
         checks += [_memory_check(planned), *_kv_cache_checks(planned["kv_cache"]), *_host_memory_checks(planned)]
         if ok.get("weight sync", True):
             figures |= step_sections(run, memory, workload)
+            checks += _disk_checks(run, figures["disk"], figures["step"])
     return checks, figures
 
 
@@ -238,6 +241,30 @@ def _host_memory_checks(plan: dict[str, Any]) -> Iterator[Check]:
         elif need > room:
             text += f"; start Ray with --object-store-memory={store}, or a full store ends the run"
         yield Check("host memory", store >= 0, text, note=store >= 0 and need > room)
+
+
+def _disk_checks(run: RunSpec, disk: dict[str, Any], step: dict[str, Any] | None) -> Iterator[Check]:
+    """Yield the check that no restart would end again in the same read or save; none where the run does neither."""
+    seconds = {part["part"]: part["seconds"] for part in disk["parts"]}
+    if not seconds:
+        return
+    timeouts, faults = run.recipe.timeouts, []
+    read_s = max((each for part, each in seconds.items() if part != "save"), default=0.0)  # a save says its progress
+    text = f"modelled, at {disk['gb_s']:g} GB/s of all nodes (--disk-gb-s): "
+    text += ", ".join(f"{part} {each:.0f} s" for part, each in seconds.items())
+    flush_s = run.world_size * SYNC_BYTES / disk["gb_s"] / 1e9
+    if flush_s > timeouts.load_s:
+        faults.append(f"{size_text(SYNC_BYTES)} of each rank take {flush_s:.0f} s, above recipe.timeouts.load_s")
+    if run.recipe.watch.action == "off" and read_s > (timeouts.quiet_s or math.inf):
+        faults.append("with recipe.watch.action=off a start has no output for longer than recipe.timeouts.quiet_s")
+    if step:
+        before_update = sum(each["seconds"] for each in step["phases"] if not each["phase"].startswith("update"))
+        if (waits := seconds.get("save", 0.0) - before_update) > 0:
+            text += f"; the update after a save waits for {waits:.0f} s of it"
+    fault = (
+        f"{text}; {'; '.join(faults)}: each restart would end there again; raise what is named, or use a faster disk"
+    )
+    yield either("disk rate", not faults, text, fault)
 
 
 def _rank_entries(

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
+from verl_patches.layout.inventory import DTYPE_BYTES
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
-from verl_patches.layout.sharding import OPTIMIZER_BYTES
 from verl_patches.memory.schedule import PhaseMemory, has_direct_sync
 from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_errors
 from verl_patches.plan.expected import group_bytes, phase_moments
@@ -297,10 +296,9 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
         quantized = file.exists() and QUANTIZATION in read_json_object(file)
         parts.append(("first start", total if quantized else size * total))
     if run.verl.trainer.save_freq > 0:
-        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained_sections]
-        saved = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
-        parts.append(("save", (beside + OPTIMIZER_BYTES) * saved))
-        parts.append(("load", beside * len(trained) * total + OPTIMIZER_BYTES * saved))
+        weight_bytes, state_bytes = run.checkpoint_bytes
+        parts.append(("save", weight_bytes + state_bytes))
+        parts.append(("load", beside * len(run.trained_sections) * total + state_bytes))
     rows = [{"part": part, "bytes": round(of), "seconds": round(of / gb_s / 1e9, 1)} for part, of in parts]
     return {"gb_s": gb_s, "parts": rows}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import Check, ConfigError, config_error_text, either
-from verl_patches.layout.inventory import SCORE, build_inventory, first_layers, read_model_shape, size_differences
+from verl_patches.layout.inventory import SCORE, first_layers, read_model_shape, size_differences
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, require_whole_folder, weight_files
 from verl_patches.model.checks import value_model_differences
 from verl_patches.patching.fingerprint import source_file
@@ -34,8 +34,6 @@ _DATA_KEYS = ("data.train_files", "data.val_files")
 _MODEL_KEY = "actor_rollout_ref.model.path"
 _REWARD_MODEL_FORM = "a checkpoint of algo=rm or a folder with score.weight"
 PATH_KEYS = (*_DATA_KEYS, _MODEL_KEY, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files that a run reads
-# bytes of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main weights
-_PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # bytes of a run's logs, and of a step in summary.json and metrics.jsonl
 
 
@@ -261,9 +259,7 @@ def disk_needs(run: RunSpec) -> list[DiskNeed]:
         text += f", responses of {_count_text(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [DiskNeed("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
-        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained_sections]
-        parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
-        size, kept = _PARAMETER_BYTES[run.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
+        size, kept = sum(run.checkpoint_bytes), trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
         most = max(kept + 1 - run.start.held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)

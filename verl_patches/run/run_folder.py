@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.run.run_start import recipe_saves_checkpoints, run_homes
-from verl_patches.shared_files import can_write_below, locked_folder
+from verl_patches.shared_files import LOCK, can_write_below, locked_folder
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress
 from verl_patches.weights.run_folders import take_start
@@ -120,5 +120,12 @@ def lock_folder(folder: Path, keys: str) -> AbstractContextManager:
             )
         return ConfigError(f"{folder}: {_WRITABLE_FOLDER}, found: {error}")
 
-    busy = f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
-    return locked_folder(folder, lambda: ConfigError(busy), unusable)
+    def busy() -> ConfigError:
+        holder = (folder / LOCK).read_text() or "an unknown process"
+        return ConfigError(
+            f"{folder} is being written by another run, of {holder}; wait for it, or give this one another folder "
+            f"({keys}). If that machine has crashed, an NFS server ends its lock after its lease (about 90 s; NFS 3: "
+            "once the machine is up again); to go on before, give another folder and trainer.resume_mode=resume_path"
+        )
+
+    return locked_folder(folder, busy, unusable)

@@ -41,7 +41,7 @@ from verl_patches.layout.inventory import read_model_shape, size_differences
 from verl_patches.layout.model_folder import read_json_object, read_stored_config, without_fp8_and_mtp
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
-from verl_patches.shared_files import sync
+from verl_patches.shared_files import free_bytes, sync
 from verl_patches.spec import RUN, RunSpec, run_from_config
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generator_states, set_generator_states
@@ -76,6 +76,7 @@ log = logging.getLogger(__name__)
 
 STATE_FILE, TENSORS_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # seconds between looks for all ranks' files (from, to); at whether they grow
+_SAID_S = 60.0  # between lines about a checkpoint that the run waits for; recipe.timeouts.quiet_s needs output
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
 _UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
@@ -99,7 +100,7 @@ class Checkpoints:
         self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
         self._not_removed: list[str] = []
-        self._aborted = threading.Event()
+        self._aborted, self._awaited = threading.Event(), False
 
     # ---- save
 
@@ -133,11 +134,22 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._complete, args=args, name="checkpoint")
         self._thread.start()
 
-    @staticmethod
-    def _make_folders(writing: Path, folders: Iterable[Path]) -> None:
-        """Make the folders of a checkpoint, after removing an incomplete one of the same step."""
+    def _make_folders(self, writing: Path, folders: Iterable[Path]) -> None:
+        """Make the folders of a checkpoint, after removing an incomplete one of the same step.
+
+        Raise CheckpointError where the disk has no space for it, before anything is written.
+        """
         if writing.is_dir() and not has_manifest(writing):
             remove_checkpoint(writing)
+        if free_bytes(writing) < (need := sum(self.run.checkpoint_bytes)):
+            with suppress(OSError):
+                self.chain.remove_oldest(None, writing)  # what killed saves left
+        if (free := free_bytes(writing)) < need:
+            raise CheckpointError(
+                f"{writing}: expected {size_text(need)} free for a checkpoint (modelled), found {size_text(free)}; "
+                "nothing was written. Free some, or change trainer.default_local_dir or trainer.max_actor_ckpt_to_keep "
+                f"(now {self.max_to_keep}; the oldest is removed once the new one is complete)"
+            )
         for folder in folders:
             folder.mkdir(parents=True)
         sync(writing.parent)
@@ -188,9 +200,11 @@ class Checkpoints:
             self._wait_for_ranks()
 
     def _wait_for_ranks(self) -> None:
+        self._awaited = True
         self.trainer.actor_rollout_wg.finish_checkpoint()
         if self.critic is not None:
             self.critic.finish_checkpoint()
+        self._awaited = False
 
     def abort_save(self, wait: bool) -> None:
         """End a checkpoint in progress after an error of the run; with `wait`, only once its files stop growing.
@@ -206,12 +220,15 @@ class Checkpoints:
         bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
         ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
-            with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
-                self._say(f"the run has failed; waiting for its checkpoint in progress, {size_text(written)} written")
+            self._say_written("the run has failed; waiting for its checkpoint in progress", written)
             self._thread.join(min(_GRACE_S, ends - time.monotonic()))
             before, written = written, folder_bytes(self._folder_in_writing)
         self._aborted.set()
         self._thread.join()
+
+    def _say_written(self, text: str, size: int) -> None:
+        with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
+            self._say(f"{text}, {size_text(size)} written")
 
     def _complete(
         self,
@@ -223,12 +240,16 @@ class Checkpoints:
     ) -> None:
         """Write the trainer's own files, and each manifest once every rank has written; then remove old checkpoints."""
         try:
-            size = 0
+            size, said = 0, started
             for folder, manifest in manifests.items():
                 for name, content in own[folder].items():
                     write_bytes(folder, name, content)
                 while (whole := complete_folder(folder, manifest)) is None:
-                    waited = time.perf_counter() - started
+                    now = time.perf_counter()
+                    waited = now - started
+                    if self._awaited and now - said > _SAID_S:
+                        said = now
+                        self._say_written("the run waits for its checkpoint in progress", folder_bytes(writing))
                     if self._aborted.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                         return
                 size += whole.size_bytes

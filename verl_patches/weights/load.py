@@ -6,15 +6,15 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
 collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
-it has loaded, and waits there for the others, with a limit of its own (`wait_for_ranks`). Its heartbeat shows its
-progress.
+it has loaded, and waits there for the others, as long as any of them reads bytes (`SharedLoad`). Its heartbeat shows
+its progress.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.heartbeat.heartbeat import current_heartbeat
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.phases import LOADED
 from verl_patches.reshard.parameters import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
 from verl_patches.reshard.train_tensors import library_from_chunks, model_layout, train_tensors, unwrap_chunks
@@ -31,6 +33,7 @@ from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 POLL_S = 0.5
+TELL_S = 1.0  # a rank tells those that wait for it at most this often that it reads
 _SHOWN_RANKS = 8  # number of ranks that a message names
 _HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
@@ -44,63 +47,77 @@ def load_weights(
     wait_s: float = WAIT_S,
     layout: ParallelLayout | None = None,
     head_only: bool = False,
-    progress: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Fill parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; return bytes read.
 
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
     None takes it from `model_layout`, a collective whose timeout names no rank. Values are converted to each
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
-    a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. `progress`
-    gets the bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call it, with the
-    same `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after `wait_s`.
-    Raises ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. Needs
+    Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other load
+    has used: it returns once all have loaded, and raises RecipeError as `SharedLoad.wait` does after `wait_s`. Raises
+    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
     layout = layout or model_layout(chunks)
     source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
     regions = _regions(chunks, source.inventory, layout, line, head_only)
-    sizes: list[int] = []
-
-    def count(size: int) -> None:
-        sizes.append(size)
-        progress(size)
-
-    with WeightReader(source, count) as reader, torch.no_grad():
+    load = SharedLoad(str(folder), key, wait_s)
+    with WeightReader(source, load.count) as reader, torch.no_grad():
         for region, view in regions:
             if region.name not in source.tensors:
                 draw_head(region.name, view, folder)
         regions = [each for each in regions if each[0].name in source.tensors]
         for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
             reader.copy(region, view)
-    wait_for_ranks(str(folder), key, wait_s)
-    return sum(sizes)
+    load.wait()
+    return load.read_bytes
 
 
-def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
-    """Wait until every rank of torch.distributed has called this; after `limit_s` RecipeError names the late ranks.
+class SharedLoad:
+    """Load `what` on all ranks of torch.distributed, which wait for each other as long as any of them reads bytes.
 
-    Only operations that return at once are used: a store's own wait blocks every other thread of the process that uses
-    the store, such as the watchdog of a process group.
+    `key`: one that no other load has used. Only operations of the store that return at once are used: its own wait
+    blocks every other thread of the process that uses the store, such as the watchdog of a process group.
     """
-    if not dist.is_initialized():
-        return
-    store, ranks, started = dist.distributed_c10d._get_default_store(), dist.get_world_size(), time.monotonic()
-    store.set(f"{key}/rank/{dist.get_rank()}", "")
-    store.add(f"{key}/arrived", 1)
-    pause = 0.005
-    while (arrived := store.add(f"{key}/arrived", 0)) < ranks:
-        if time.monotonic() - started > limit_s:
-            late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
-            more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
-            raise RecipeError(
-                f"{what}: rank {dist.get_rank()} has loaded it and waited {limit_s:.0f} s for the others; {arrived} of "
-                f"{ranks} ranks have loaded it, not rank {', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' "
-                "disks, or raise recipe.timeouts.load_s"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, POLL_S)
+
+    def __init__(self, what: str, key: str, limit_s: float):
+        self._what, self._key, self._limit_s = what, key, limit_s
+        self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        self._told, self.read_bytes = -math.inf, 0
+
+    def count(self, size: int) -> None:
+        """Count bytes that this rank has read, for its heartbeat and for the ranks that wait."""
+        self.read_bytes += size
+        current_heartbeat().count_bytes(size)
+        now = time.monotonic()
+        if self._store is not None and now - self._told >= TELL_S:
+            self._told = now
+            self._store.add(f"{self._key}/reads", 1)
+
+    def wait(self) -> None:
+        """Wait until every rank has called this; RecipeError names the late ranks if none has read for `limit_s`."""
+        if self._store is None:
+            return
+        store, ranks, key, before, pause = self._store, dist.get_world_size(), self._key, (0, 0), 0.005
+        store.set(f"{key}/rank/{dist.get_rank()}", "")
+        store.add(f"{key}/arrived", 1)
+        current_heartbeat().begin_phase(LOADED)
+        while (now := (store.add(f"{key}/arrived", 0), store.add(f"{key}/reads", 0)))[0] < ranks:
+            if now != before:
+                before, grown_at = now, time.monotonic()
+            elif time.monotonic() - grown_at > self._limit_s:
+                late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
+                more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
+                raise RecipeError(
+                    f"{self._what}: rank {dist.get_rank()} has loaded it, and for {self._limit_s:.0f} s no other rank "
+                    f"has read a byte; {now[0]} of {ranks} ranks have loaded it, not rank "
+                    f"{', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' disks, or raise recipe.timeouts.load_s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
+        current_heartbeat().begin_phase("")
 
 
 def weights_difference(

@@ -29,6 +29,7 @@ from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
 BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
 _LEAST_ROW_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
+_READ_BYTES = 64 << 20  # most bytes of one read, after which `progress` is called
 _CACHED_REGIONS = 4  # number of regions of states that are cached for the next reads
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, lengths of name and extra field
 COPY_ADVICE = (
@@ -343,14 +344,14 @@ class WeightReader:
         if header is not None:
             offset += self._data_offset(file, header)
         while done < len(view):
-            count = os.preadv(self._handle(file), [view[done:]], offset + done)
+            count = os.preadv(self._handle(file), [view[done : done + _READ_BYTES]], offset + done)
             if not count:
                 raise RecipeError(
                     f"{self.source.folder / file}: expected at least {offset + len(view)} bytes, found fewer: the file "
                     "became shorter after it was opened; check it and run the command again"
                 )
             done += count
-        self.progress(len(view))
+            self.progress(count)
 
     def _record_data_offset(self, file: str, header: int) -> int:
         """Return the offset of the data of a zip's record, by the length of its own header."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import RecipeError
+from verl_patches.heartbeat.heartbeat import current_heartbeat
 from verl_patches.shared_files import PARTIAL, disk_errors, lock_file, sync, write_whole
 from verl_patches.weights.manifest import (
     DIGEST_DIGITS,
@@ -28,6 +29,7 @@ from verl_patches.weights.manifest import (
     to_json,
 )
 
+SYNC_BYTES = 256 << 20  # bytes of a file after which they are flushed to the disk
 RERUN_ADVICE = "Free space and run the same command again: finished files are kept"
 
 
@@ -40,12 +42,14 @@ def write_text(path: Path, text: str | bytes, durable: bool = True) -> None:
 class NewFile:
     """Write a file under another name, `partial`, until `finish` gives it its own name.
 
-    It is a context manager; left without `finish`, also by an exception, it removes the partial file. Raises
-    RecipeError for a full disk and where another process writes the same file.
+    It is a context manager; left without `finish`, also by an exception, it removes the partial file. Bytes are flushed
+    to the disk every SYNC_BYTES, so that no more wait in the page cache, and then count in the process's heartbeat.
+    Raises RecipeError for a full disk and where another process writes the same file.
     """
 
     def __init__(self, path: Path):
         self.path, self.partial, self._finished = path, path.with_name(path.name + PARTIAL), False
+        self._cached_bytes = 0
 
     def __enter__(self) -> NewFile:
         with disk_errors(self.path, RERUN_ADVICE):
@@ -61,14 +65,23 @@ class NewFile:
         view = memoryview(data).cast("B")
         with disk_errors(self.path, RERUN_ADVICE):
             while view:
-                view = view[self._file.write(view) :]
+                count = self._file.write(view[:SYNC_BYTES])
+                view = view[count:]
+                self._cached_bytes += count
+                if self._cached_bytes >= SYNC_BYTES:
+                    self._flush()
 
     def finish(self) -> None:
         """Make the bytes durable and give the file its name."""
         with disk_errors(self.path, RERUN_ADVICE):
-            os.fsync(self._file.fileno())
+            self._flush()
         os.replace(self.partial, self.path)
         self._finished = True
+
+    def _flush(self) -> None:
+        os.fsync(self._file.fileno())
+        current_heartbeat().count_bytes(self._cached_bytes)
+        self._cached_bytes = 0
 
     def __exit__(self, *exc: Any) -> None:
         if not self._finished:

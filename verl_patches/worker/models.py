@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.current import Current
-from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
@@ -108,9 +107,7 @@ def load_model(
     folder_reads.value += 1
     key = f"verl_patches/load/{folder_reads.value}"
     started = time.perf_counter()
-    read_bytes = load_weights(
-        folder, chunks, line, key, wait_s, layout, copied, heartbeat.current_heartbeat().count_bytes
-    )
+    read_bytes = load_weights(folder, chunks, line, key, wait_s, layout, copied)
     if rank == 0:
         seconds = time.perf_counter() - started
         log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)

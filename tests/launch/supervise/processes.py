@@ -5,7 +5,9 @@ Run as `python -m tests.launch.supervise.processes`.
 
 import ctypes
 import os
+import platform
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +26,13 @@ def waits():
 def holds_the_gil():
     is_there()
     ctypes.PyDLL(None).sleep(600)
+
+
+def leaves_a_thread():
+    """End the main thread alone (exit(2)): the process is a zombie that holds its memory."""
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    is_there()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 
 
 def main():

@@ -1,5 +1,6 @@
 """Test time bounds of phases and which rank is named, on made-up views of nodes and on gloo ranks."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from verl_patches.heartbeat.heartbeat import Beat
 from verl_patches.heartbeat.node import SeenProcess
 from verl_patches.launch.supervise.stall import Bounds, find_awaited_ranks, find_stall, start_progress
-from verl_patches.layout.phases import START, VALIDATE
+from verl_patches.layout.phases import LOADED, START, VALIDATE
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
 UPDATE, DONE = ("update_actor", "update"), {"update_actor update": 10.0}
@@ -17,9 +18,10 @@ WORLD, PAIR = "0 0-3", "7 2,3"
 def rank(number, in_place_s=70.0, *, at=UPDATE, state="S", done=DONE, now=3, **more):
     """Make rank `number` at operation `now` of the group of all, in which 3 were begun before the call."""
     before, silent_s, still_s = more.pop("before", {WORLD: 3}), more.pop("silent_s", 0.5), more.pop("still_s", 0.0)
+    disk_still_s = more.pop("disk_still_s", math.inf)
     beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
     beat.groups_before = before
-    return SeenProcess(beat, f"host{number // 2}", in_place_s, silent_s, state, still_s)
+    return SeenProcess(beat, f"host{number // 2}", in_place_s, silent_s, state, still_s, disk_still_s=disk_still_s)
 
 
 def controller(in_place_s, call="update_actor", step=4):
@@ -41,23 +43,41 @@ LAST_SAVE, VALIDATED = ("update_cached", "last checkpoint"), (VALIDATE, "rollout
 ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
 
 
-@pytest.mark.parametrize(("bound_s", "at", "done"), [
-    (60, UPDATE, DONE),  # the least time
-    (100, UPDATE, {"update_actor update": 20.0}),  # five times the longest
-    (1000, UPDATE, {}),  # the first
-    (5000, ("init_model", ""), {}),  # loading
+@pytest.mark.parametrize(("bound_s", "key", "at", "done"), [
+    (60, "watch.least_s", UPDATE, DONE),
+    (100, "watch.factor", UPDATE, {"update_actor update": 20.0}),
+    (1000, "watch.first_s", UPDATE, {}),
+    (5000, "timeouts.load_s", ("init_model", ""), {}),  # loading
     # a disk is waited for, each time: before there may have been nothing to write
-    (5000, LAST_SAVE, {"update_cached last checkpoint": 0.001}),
-    (5000, PROFILE, {"update_actor profile": 0.001}),
-    (60, CACHED, {"update_cached update": 0.001}),  # control
+    (5000, "timeouts.load_s", LAST_SAVE, {"update_cached last checkpoint": 0.001}),
+    (5000, "timeouts.load_s", PROFILE, {"update_actor profile": 0.001}),
+    (60, "watch.least_s", CACHED, {"update_cached update": 0.001}),  # control
     # the first validation is as long as loading, and rollouts take what rollouts took
-    (5000, VALIDATED, {}),
-    (2500, VALIDATED, ROLLOUTS),
-    (60, ("generate_sequences", "rollout"), ROLLOUTS),
+    (5000, "timeouts.load_s", VALIDATED, {}),
+    (2500, "watch.factor", VALIDATED, ROLLOUTS),
+    (60, "watch.least_s", ("generate_sequences", "rollout"), ROLLOUTS),
 ])  # fmt: skip
-def test_each_place_has_its_own_bound(bound_s, at, done):
+def test_each_place_has_its_own_bound_and_the_error_names_its_key(bound_s, key, at, done):
     assert named(rank(0, bound_s - 1, at=at, done=done)) is None
-    assert named(rank(0, bound_s + 1, at=at, done=done)) == ["rank 0"]
+    late = rank(0, bound_s + 1, at=at, done=done)
+    assert named(late) == ["rank 0"] and f"at most {bound_s} s were expected (recipe.{key})" in sentence(late)
+
+
+LOADING, LOADED_IT, SAVING = ("load_checkpoint", ""), ("load_checkpoint", LOADED), ("finish_checkpoint", "")
+
+
+def test_a_slow_disk_is_no_stall_while_the_bytes_of_any_rank_grow():
+    """Check days of loading and saving; where no byte came for too long, those that still read are named."""
+    waits, day_s = rank(1, 9e4, at=LOADED_IT, disk_still_s=8e4), 9e4
+    assert named(rank(0, day_s, at=LOADING, disk_still_s=4999), waits) is None
+    assert named(rank(0, day_s, at=SAVING, disk_still_s=4999), rank(1, day_s, at=SAVING, disk_still_s=8e4)) is None
+    stuck = rank(0, day_s, at=LOADING, disk_still_s=5001)
+    assert named(stuck, waits) == ["rank 0"]
+    assert "load_checkpoint for 5001 s without a byte read or written, where at most" in sentence(stuck, waits)
+    assert named(rank(0, day_s, at=SAVING, disk_still_s=5001)) == ["rank 0"]
+    update = rank(0, 61, disk_still_s=1)  # controls: a save beside an update, and loading that has read nothing
+    assert named(update) == ["rank 0"] and "without a byte" not in sentence(update)
+    assert named(rank(0, 5001, at=LOADING)) == ["rank 0"]
 
 
 def test_the_longest_time_of_any_rank_counts():
@@ -90,7 +110,7 @@ def test_how_far_a_start_is_until_the_controller_is_in_a_step():
     ranks = [rank(number, 3, at=("init_model", "")) for number in range(3)] + [rank(3, 3, at=("", ""))]
     assert start_progress([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
     for number, seen in enumerate(ranks[:2]):
-        seen.beat.read_bytes = (3 - number) * 10**9
+        seen.beat.disk_bytes = (3 - number) * 10**9
     said = start_progress([*ranks, begun], 4)[1]
     assert said.endswith("; 5.0 GB of weights read, by rank 1 (pid 101 on host0) 2.0 GB")
     assert start_progress([*ranks, controller(0, step=1)], 4) == (4, "")
@@ -116,8 +136,9 @@ def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overd
     stall = find_stall([rank(0, 900.0, now=5, still_s=801.0), behind, rank(2, 900.0, now=5, still_s=790.0)], bounds)
     assert [seen.beat.name for seen in stall.culprits] == ["rank 1"] and stall.sentence.startswith(
         "rank 1 (pid 101 on host0) is behind the others, in update_actor (update); rank 0 (pid 100 on host0) waits in "
-        "update_actor (update) for 801 s, where at most 800 s were expected; 2 other ranks are in a call, at operation "
-        "5 of process group 0 (ranks 0-3); rank 1 is at 4"
+        "update_actor (update) for 801 s, where at most 800 s were expected "
+        "(recipe.train.distributed_timeout_minutes); 2 other ranks are in a call, at operation 5 of process group 0 "
+        "(ranks 0-3); rank 1 is at 4"
     )
     stopped = rank(2, 900.0, now=4, still_s=700.0, state="T")
     assert named(rank(0, 900.0, now=5, still_s=801.0), behind, stopped, bounds=bounds) == ["rank 2"]

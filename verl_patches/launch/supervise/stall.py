@@ -2,7 +2,9 @@
 
 A place is a phase of a worker, or a call where it has no phases. The first stay there has a fixed bound; later ones
 have the larger of a least time and `factor` times the longest stay of any rank so far. A rank that waits for another in
-a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited.
+a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited. While
+weights or checkpoints are read or written, no time counts in which the bytes of any process grow: a slow disk is no
+stall, however long it takes.
 
 A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
 it has begun more operations than another rank. Then the culprit is the first of these that there is:
@@ -12,7 +14,7 @@ it has begun more operations than another rank. Then the culprit is the first of
     a process whose Python has not run for SILENT_S (a call that holds the GIL, or one inside the kernel)
     a rank that others wait for, and that waits for none itself: it has begun fewer operations of a process group
     the controller, where no rank is in a call
-    all overdue ranks, where none of these holds
+    all overdue ranks, where none of these holds; of ranks that load together, those that have not ended
 
 During the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits,
 or, if there are none, those that are still in their constructor.
@@ -24,22 +26,24 @@ present calls began: gloo counts sends and receives too, so that the numbers of 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from verl_patches.errors import RecipeError
 from verl_patches.heartbeat.heartbeat import Beat, ranks_text
 from verl_patches.heartbeat.node import STOPPED_STATES, SeenProcess
-from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
+from verl_patches.layout.phases import LAST_CHECKPOINT, LOADED, PROFILE, START, VALIDATE
 from verl_patches.values import size_text
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer notice first
 SILENT_S = 20.0
 # {rank: {rank that waits for it: (group, operations that `rank` has begun, most of any member)}}; ranks as in a Beat
 AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
-# Calls and phases that wait for the slowest disk or analyse a trace: as earlier times predict nothing, they have at
-# least Bounds.load_s and first_s.
+# Calls and phases that wait for the slowest disk or analyse a trace. As earlier times predict nothing, the larger of
+# Bounds.first_s and load_s bounds the time from the last byte that any process has read or written.
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
 WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
 MAX_NAMED = 8
@@ -54,11 +58,21 @@ class LostNodeError(RecipeError):
     """Raised where a node with ranks of the run no longer answers."""
 
 
+class Limit(NamedTuple):
+    """Hold a bound in seconds and the key that sets it."""
+
+    seconds: float
+    key: str
+
+    def __str__(self) -> str:
+        return f"where at most {self.seconds:.0f} s were expected ({self.key})"
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Bound the seconds in a place: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts.
 
-    collective_s: how long a rank may wait for another in an operation of a process group, wherever it is.
+    collective_s: how long a rank may wait for another in an operation of a process group, but in slow places.
     """
 
     first_s: float
@@ -67,16 +81,14 @@ class Bounds:
     load_s: float = 0.0
     collective_s: float = float("inf")
 
-    def place_bound(self, seen: SeenProcess, longest_s: float) -> float:
+    def place_bound(self, seen: SeenProcess, longest_s: float) -> Limit:
         """Return the bound of the place of `seen`; longest_s: the longest time of any process there so far."""
+        first = Limit(self.first_s, "recipe.watch.first_s")
         if _is_slow(seen.beat):
-            return max(self.factor * longest_s, self.first_s, self.load_s)
+            return max(first, Limit(self.load_s, "recipe.timeouts.load_s"))
         been_there = seen.beat.place in seen.beat.longest_s
-        return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
-
-    def wait_bound(self, seen: SeenProcess) -> float:
-        """Return the bound of a wait for another rank: collective_s, or a longer one in a slow call or phase."""
-        return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
+        least = Limit(self.least_s, "recipe.watch.least_s") if been_there else first
+        return max(least, Limit(self.factor * longest_s, "recipe.watch.factor"))
 
     def __str__(self) -> str:
         text = f"{self.first_s:.0f} s for a first time, then {self.least_s:.0f} s or {self.factor:g} x the longest time"
@@ -86,6 +98,11 @@ class Bounds:
 def _is_slow(beat: Beat) -> bool:
     first_validation = beat.call == VALIDATE and beat.place not in beat.longest_s
     return beat.call in SLOW_CALLS or beat.phase in SLOW_PHASES or first_validation
+
+
+def _from_last_byte(seen: SeenProcess, last_byte_s: float) -> SeenProcess:
+    """Return the process; in a slow place with its time from the last byte that any process has read or written."""
+    return replace(seen, in_place_s=min(seen.in_place_s, last_byte_s)) if _is_slow(seen.beat) else seen
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,8 @@ class Stall:
 
 def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0) -> Stall | None:
     """Return the stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
+    last_byte_s = min((seen.disk_still_s for seen in processes), default=math.inf)
+    processes = [_from_last_byte(seen, last_byte_s) for seen in processes]
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
     longest: defaultdict[str, float] = defaultdict(float)
@@ -112,14 +131,15 @@ def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0)
     busy = [seen for seen in ranks if seen.beat.call]
     candidates = busy or _idle_controller(controller, ranks)
     limits = {id(seen): bounds.place_bound(seen, longest[seen.beat.place]) for seen in candidates}
-    overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
+    overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)].seconds]
     if not overdue:
         return _find_long_wait(ranks, busy, bounds, controller)
     if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED_STATES for seen in ranks):
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
-    late = f"{_place_text(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
+    without = " without a byte read or written" if first.beat.call in SLOW_CALLS else ""
+    late = f"{_place_text(first)} for {first.in_place_s:.0f} s{without}, {limits[id(first)]}"
     if not busy:
         return _make_stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
     others = [seen for seen in busy if seen not in culprits]
@@ -132,7 +152,8 @@ def _find_long_wait(
     ranks: Sequence[SeenProcess], busy: Sequence[SeenProcess], bounds: Bounds, controller: SeenProcess | None
 ) -> Stall | None:
     """Return the stall of a rank that waits too long in a process group's operation that another has not begun."""
-    still = [seen for seen in busy if seen.still_s > bounds.wait_bound(seen)]
+    limit = Limit(bounds.collective_s, "recipe.train.distributed_timeout_minutes")
+    still = [seen for seen in busy if seen.still_s > limit.seconds and not _is_slow(seen.beat)]
     awaited = find_awaited_ranks(ranks) if still else {}
     waiting = [seen for seen in still if _is_waiting(seen, awaited)]
     if not waiting:
@@ -140,14 +161,14 @@ def _find_long_wait(
     culprits, why = _culprits(ranks, waiting)
     first = max(waiting, key=lambda seen: seen.still_s)
     text = f"{_rank_names(culprits)} {why}, in {_place_text(culprits[0])}; {first.where} waits in {_place_text(first)}"
-    text += f" for {first.still_s:.0f} s, where at most {bounds.wait_bound(first):.0f} s were expected"
+    text += f" for {first.still_s:.0f} s, {limit}"
     others = [seen for seen in busy if seen not in culprits]
     return _make_stall(culprits, others, text + _waiting_text(others, culprits), controller)
 
 
-def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit_s: float, world: int) -> Stall:
+def _stalled_start(ranks: Sequence[SeenProcess], first: SeenProcess, limit: Limit, world: int) -> Stall:
     """Return the stall of `first`, overdue in the start, when no process group yet says who waits for whom."""
-    text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
+    text = f"{first.where} is in the start for {first.in_place_s:.0f} s, {limit}"
     late = unstarted_ranks_text(ranks, world)
     culprits = []  # a rank without a heartbeat has no process to name
     if not _missing_ranks(ranks, world):
@@ -182,10 +203,10 @@ def start_progress(processes: Sequence[SeenProcess], world: int) -> tuple[int, s
     )
     begun = f"{doing.total()} of {world} ranks have started"
     places = ", ".join(f"{count} {place}" for place, count in doing.items())
-    if reading := [seen for seen in processes if seen.beat.read_bytes]:
-        last = min(reading, key=lambda seen: seen.beat.read_bytes)
-        total = size_text(sum(seen.beat.read_bytes for seen in reading))
-        places += f"; {total} of weights read, by {last.where} {size_text(last.beat.read_bytes)}"
+    if reading := [seen for seen in processes if seen.beat.disk_bytes]:
+        last = min(reading, key=lambda seen: seen.beat.disk_bytes)
+        total = size_text(sum(seen.beat.disk_bytes for seen in reading))
+        places += f"; {total} of weights read, by {last.where} {size_text(last.beat.disk_bytes)}"
     return doing.total(), f"{begun}: {places}" if places else begun
 
 
@@ -220,7 +241,8 @@ def _culprits(ranks: Sequence[SeenProcess], overdue: Sequence[SeenProcess]) -> t
     sinks = [seen for seen in ranks if awaited.get(seen.beat.rank) and not _is_waiting(seen, awaited)]
     if sinks and len(sinks) < len(ranks):
         return sinks, f"{_verb(sinks)} behind the others"
-    return list(overdue), f"{_verb(overdue)} overdue"
+    late = [seen for seen in overdue if seen.beat.phase != LOADED] or list(overdue)
+    return late, f"{_verb(late)} overdue"
 
 
 def find_awaited_ranks(ranks: Iterable[SeenProcess]) -> AwaitedRanks:
@@ -269,7 +291,7 @@ def _place_text(seen: SeenProcess) -> str:
     if not beat.call:
         return "no call"
     inside = [beat.phase] if beat.phase else []
-    inside += [f"{size_text(beat.read_bytes)} read"] if beat.read_bytes else []
+    inside += [f"{size_text(beat.disk_bytes)} read or written"] if beat.disk_bytes else []
     return f"{beat.call} ({', '.join(inside)})" if inside else beat.call
 
 

@@ -14,9 +14,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl_patches.errors import RecipeError
 from verl_patches.heartbeat import node
 from verl_patches.heartbeat.heartbeat import heartbeat_folder
 from verl_patches.heartbeat.node import SeenProcess
@@ -30,6 +32,7 @@ from verl_patches.launch.supervise.stall import (
     unstarted_ranks_text,
 )
 from verl_patches.layout.phases import START
+from verl_patches.processes import FREE_S
 from verl_patches.run.ray_nodes import call_results, error_line, living_nodes, start_on_node
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class Watcher:
     """Watch a run of `world` ranks, whose record is in `folder`.
 
     stops: whether a stall ends the run, or is only logged and recorded, once. say(text): gets the progress of the
-    start.
+    start
     """
 
     def __init__(self, folder: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
@@ -120,10 +123,19 @@ class Watcher:
             self._record([raised], f"{raised.where} raised a {kind} error", [], kind)
 
     def close(self, failed: bool) -> None:
-        """Remove the heartbeats on every node; of a run that failed, first kill its remaining processes."""
-        calls = [other.agent.close.remote(failed) for other in self._remote_nodes.values() if not other.lost]
-        node.close(self._heartbeat_folder, failed)
-        _collect_answers(calls)
+        """Remove the heartbeats on every node; of a run that failed, first kill its remaining processes.
+
+        Then wait until these have freed their dies and pinned memory, which another start needs: at most FREE_S.
+        """
+        answering = [other for other in self._remote_nodes.values() if not other.is_lost]
+        calls, limit_s = [other.agent.close.remote(failed) for other in answering], FREE_S if failed else 0.0
+        with suppress(RecipeError):  # of a full disk
+            if failed:
+                self._say(f"waiting until the run's processes have freed dies and host memory, at most {FREE_S:.0f} s")
+        left = node.close(self._heartbeat_folder, failed)
+        left += [name for names in _collect_answers(calls, ASK_S + limit_s) for name in names or ()]
+        if left:
+            log.warning("watch: these processes still hold dies and host memory: %s; look at their nodes", left)
 
     def _raising_rank(self, text: str) -> SeenProcess | None:
         """Return the rank that raised the error `text`, by the innermost pid and address that Ray writes into it."""
@@ -166,7 +178,7 @@ class Watcher:
     def _lost_nodes(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
         """Yield (address, processes, reason) of each lost node with ranks; of the driver's `own` node too, if asked."""
         for other in self._remote_nodes.values():
-            if other.seen and (other.lost or other.unanswered_s() > LOST_S):
+            if other.seen and other.is_lost:
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
         here = [seen for seen in self._own_processes() if seen.beat.rank is not None]
@@ -272,14 +284,19 @@ class _RemoteNode:
                 return
         self._call = self.agent.processes.remote()
 
+    @property
+    def is_lost(self) -> bool:
+        """Return whether Ray has lost the node, or its agent has not answered for LOST_S."""
+        return self.lost or self.unanswered_s() > LOST_S
+
     def unanswered_s(self) -> float:
         """Return the seconds since the last answer."""
         return time.monotonic() - self._answered
 
 
-def _collect_answers(calls: Sequence[Any]) -> list[Any]:
-    """Return the result of each call, None for a call that failed or has not ended within ASK_S."""
-    answers = call_results(calls, ASK_S)
+def _collect_answers(calls: Sequence[Any], limit_s: float = ASK_S) -> list[Any]:
+    """Return the result of each call, None for a call that failed or has not ended within `limit_s`."""
+    answers = call_results(calls, limit_s)
     for error in answers:
         if isinstance(error, Exception):
             log.warning("watch: a node did not answer: %s", error_line(error))
