@@ -199,3 +199,16 @@ def npu_moe_finalize_routing(
     demand(rows == [tokens * k] * 2, f"scales {list(scales.shape)} need {tokens * k} places and rows, found {rows}")
     rows = expanded_permuted_rows[places.long()].view(k, tokens, -1)
     return (to_fp32(rows) * to_fp32(scales).T.unsqueeze(-1)).sum(0).to(expanded_permuted_rows.dtype)
+
+
+def sum_over_experts(x, expert_ids, scales, expert):
+    """Return for each token x[t] [T, H] the sum of scales[t, j] * expert(e, x[t]) over its experts e, [T, H].
+
+    expert_ids and scales are [T, k]; expert(e, row [H]) returns [H]. A plain loop over all pairs: what MC2's dispatch,
+    the experts of all ranks and MC2's combine make together.
+    """
+    total = torch.zeros_like(to_fp32(x))
+    for token, (chosen, weights) in enumerate(zip(expert_ids.tolist(), scales.tolist(), strict=True)):
+        for number, weight in zip(chosen, weights, strict=True):
+            total[token] += weight * expert(number, to_fp32(x[token]))
+    return total.to(x.dtype)

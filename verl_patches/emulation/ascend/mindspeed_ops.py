@@ -72,9 +72,9 @@ def npu_moe_token_permute(padded_mode, **given):
     "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
     "bool? padded_mode=False, int[]? restore_shape=None) -> Tensor"
 )
-def npu_moe_token_unpermute(padded_mode, **given):
+def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode):
     """Return rows to the order of their tokens, as torch_npu's function of this name."""
-    return experts.npu_moe_token_unpermute(**given, padded_mode=bool(padded_mode))
+    return experts.npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, bool(padded_mode))
 
 
 @builder_op("npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor C) -> ()")
