@@ -62,6 +62,39 @@ def rotate_interleaved(x, cos, sin):
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, interleaved=False)
 
 
+def npu_interleave_rope(x, cos, sin):
+    """Apply DeepSeek's interleaved rotary embedding to x [B, N, S, R]; cos and sin are [B, 1, 1 or S, R].
+
+    The result has its pairs in halves.
+    """
+    demand_one_dtype(x=x, cos=cos, sin=sin)
+    return rotate_interleaved(x, cos, sin)
+
+
+def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
+    """Rotate query [T, N * head_size] and key in place; cos_sin_cache [positions, R] holds cosines, then sines.
+
+    With is_neox_style the halves of a head are pairs, else neighbours are. A head must be as wide as cos_sin_cache.
+    """
+    width = cos_sin_cache.shape[-1]
+    demand(width == head_size, f"cos_sin_cache must be head_size {head_size} wide, found {width}")
+    demand_one_dtype(query=query, key=key, cos_sin_cache=cos_sin_cache)
+    positions = positions.long().flatten()
+    rows = [len(positions), len(query), len(key)]
+    demand(len(set(rows)) == 1, f"positions, query and key must have equally many rows, found {rows}")
+    fits = bool(((positions >= 0) & (positions < len(cos_sin_cache))).all())
+    demand(fits, f"positions must be 0 to {len(cos_sin_cache) - 1}, the rows of cos_sin_cache")
+    cos, sin = cos_sin_cache[positions].chunk(2, -1)
+    for x in (query, key):
+        heads = x.view(1, len(x), -1, head_size)
+        if is_neox_style:
+            both = (torch.cat((part, part), -1) for part in (cos, sin))
+        else:
+            both = (part.repeat_interleave(2, -1) for part in (cos, sin))
+        cosines, sines = (part[None, :, None] for part in both)
+        x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
+
+
 def npu_apply_adam_w(beta1_power, beta2_power, beta1, beta2, epsilon, grad, amsgrad, out, lr, weight_decay, maximize):
     """Make one AdamW step on out=(parameter, first moment, second moment); change all in place and return them.
 

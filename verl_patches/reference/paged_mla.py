@@ -1,4 +1,4 @@
-"""Implement MLA on a paged cache in plain torch, for vllm_ascend.attention.mla_v1 and ops.rotary_embedding.
+"""Implement MLA on a paged cache in plain torch, for vllm_ascend.attention.mla_v1.
 
 Letters of shapes: T tokens, B sequences, N query heads, L latent width (kv_lora_rank), R rotary width, D head width,
 Dv value width. A cache is [blocks, block size, heads, width]; a slot is block * block size + place; a block table
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from verl_patches.reference import demand, demand_int32, demand_one_dtype, empty_output, to_fp32
-from verl_patches.reference.layers import npu_rms_norm, rotate, rotate_interleaved
+from verl_patches.reference.layers import npu_rms_norm, rotate_interleaved
 
 
 def attend(q, k, v, scale, hidden=None):
@@ -67,40 +67,7 @@ def write_cache(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
     cache.view(blocks * size, *cache.shape[2:])[slots[valid].long()] = rows[valid]
 
 
-# -- rotary embedding and cache ----------------------------------------------------------------------------------------
-
-
-def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
-    """Rotate query [T, N * head_size] and key in place; cos_sin_cache [positions, R] holds cosines, then sines.
-
-    With is_neox_style the halves of a head are pairs, else neighbours are. A head must be as wide as cos_sin_cache.
-    """
-    width = cos_sin_cache.shape[-1]
-    demand(width == head_size, f"cos_sin_cache must be head_size {head_size} wide, found {width}")
-    demand_one_dtype(query=query, key=key, cos_sin_cache=cos_sin_cache)
-    positions = positions.long().flatten()
-    rows = [len(positions), len(query), len(key)]
-    demand(len(set(rows)) == 1, f"positions, query and key must have equally many rows, found {rows}")
-    fits = bool(((positions >= 0) & (positions < len(cos_sin_cache))).all())
-    demand(fits, f"positions must be 0 to {len(cos_sin_cache) - 1}, the rows of cos_sin_cache")
-    cos, sin = cos_sin_cache[positions].chunk(2, -1)
-    for x in (query, key):
-        heads = x.view(1, len(x), -1, head_size)
-        if is_neox_style:
-            both = (torch.cat((part, part), -1) for part in (cos, sin))
-        else:
-            both = (part.repeat_interleave(2, -1) for part in (cos, sin))
-        cosines, sines = (part[None, :, None] for part in both)
-        x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
-
-
-def npu_interleave_rope(x, cos, sin):
-    """Apply DeepSeek's interleaved rotary embedding to x [B, N, S, R]; cos and sin are [B, 1, 1 or S, R].
-
-    The result has its pairs in halves.
-    """
-    demand_one_dtype(x=x, cos=cos, sin=sin)
-    return rotate_interleaved(x, cos, sin)
+# -- cache -------------------------------------------------------------------------------------------------------------
 
 
 def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):

@@ -70,8 +70,8 @@ class _Case:
 
     names: the operators. call: calls them with the arguments. expected: what the reference computes from the arguments;
     None makes the same call with the references of the same names. compared: number of returned tensors that are
-    compared. written: arguments that are compared after the call, in place of returned tensors. on_host: arguments that stay on the host. slopes:
-    arguments whose gradients are compared.
+    compared. written: arguments that are compared after the call, in place of returned tensors. on_host: arguments that
+    stay on the host. slopes: arguments whose gradients are compared.
     """
 
     names: tuple[str, ...]
