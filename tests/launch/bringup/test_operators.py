@@ -37,13 +37,14 @@ def operator_rows(cases):
     import torch.distributed as dist
 
     from tests.runs import composed
-    from verl_patches.launch.bringup.operators import check_operators
+    from verl_patches.launch.bringup.operators import check_mc2, check_operators
 
     found = []
     for overrides, fault, with_mc2 in cases:
         run = composed("deepseekv3_tiny_cpu", [*EMULATED, *overrides])
         with planted(fault) if fault else contextlib.nullcontext():
-            rows = check_operators(run, dist.new_group([0]) if with_mc2 else None)
+            rows = check_operators(run)
+            rows += [check_mc2(run, dist.new_group([0]))] if with_mc2 else []
         found.append([dataclasses.asdict(row) for row in rows])
     return found
 

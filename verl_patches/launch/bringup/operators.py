@@ -21,13 +21,11 @@ import torch.distributed as dist
 
 from verl_patches.platform import device_module
 from verl_patches.reference import attention, experts, layers, paged_mla
-from verl_patches.run.hccl import decodes_by_mc2
 from verl_patches.spec import A3, RunSpec
 
 OK, WRONG, NOT_CHECKED = "ok", "wrong", "not checked here"
 # largest |difference| / largest |expected|: about five roundings of bf16, as kernels keep bf16 inside; fp32 elsewhere
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
-MC2 = ("npu_moe_distribute_dispatch", "npu_moe_distribute_combine")
 BLOCK = 128  # tokens of a KV block: vllm_ascend.platform.NPUPlatform.check_and_update_config
 # operators that MindSpeed's op builders compile: module of mindspeed.ops, and its builder
 _BUILDERS = {
@@ -49,7 +47,7 @@ class OperatorRow:
 
     shape: of its tensors. error: the largest difference over the largest expected value, of all results and gradients;
     None where the operator did not run. seconds: of the second call, with gradients where they are compared. verdict:
-    OK, WRONG, NOT_CHECKED, or `failed: ` or `not run: ` with the reason.
+    OK, WRONG, NOT_CHECKED, or `failed: ` with the error.
     """
 
     operator: str
@@ -65,7 +63,7 @@ def _call(operator: Callable, **arguments: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Case:
+class OperatorCase:
     """Describe a comparison; arguments are on the host, in the run's dtype.
 
     names: the operators. call: calls them with the arguments. expected: what the reference computes from the arguments;
@@ -95,30 +93,36 @@ class _Case:
         return [x.detach() for x in found] + [arguments[name] for name in self.written]
 
 
-def check_operators(run: RunSpec, mc2_group: dist.ProcessGroup | None = None) -> list[OperatorRow]:
-    """Return a row for each operator that the run's training and rollout call on this process's device.
+def check_operators(run: RunSpec) -> list[OperatorRow]:
+    """Return a row for each operator that the run's training and rollout call on one device, this process's own.
 
-    mc2_group: the ranks that exchange experts, all of which make this call, on a communicator that nothing else uses;
-    None leaves MC2 out, which needs several ranks on a device. Packages of line pypi call no operator of a device.
+    Packages of line pypi call no operator of a device. MC2 needs several ranks (`check_mc2`).
     """
-    if run.line != A3 or not run.as_npu:
-        return []
-    make = _Maker(getattr(torch, run.torch_dtype))
-    rows = [_compare(run, case) for case in _training_cases(run, make)]
-    if run.samples:
-        rows += [_compare(run, case) for case in _rollout_cases(run, make)]
-        if mc2_group is not None:
-            rows.append(_compare(run, _mc2_case(run, make, mc2_group)))
-        elif decodes_by_mc2(run):
-            missing = "not run: MC2 needs the ranks of an expert-parallel group, found one rank"
-            rows.append(OperatorRow(" + ".join(MC2), "", None, TOLERANCES[make.dtype], None, missing))
-    return rows
+    return [_compare(run, case) for case in operator_cases(run)]
 
 
-def _compare(run: RunSpec, case: _Case) -> OperatorRow:
-    floats = [x for x in _tensors(case.arguments) if x.is_floating_point()]
-    tolerance = max(TOLERANCES[x.dtype] for x in floats) if floats else 0.0
-    shape = ", ".join(f"{name} {list(x.shape)}" for name, x in _named_tensors(case.arguments)[:3])
+def check_mc2(run: RunSpec, group: dist.ProcessGroup) -> OperatorRow:
+    """Return the row of MC2's dispatch and combine among the ranks of `group`, all of which make this call.
+
+    group: ranks that exchange experts, on a communicator that nothing else uses, with HCCL_BUFFSIZE as the run has it.
+    """
+    return _compare(run, _mc2_case(run, _Maker(run), group))
+
+
+def operator_cases(run: RunSpec) -> Iterator[OperatorCase]:
+    """Yield the comparison of each operator that `check_operators` makes, with its inputs."""
+    if run.line == A3 and run.as_npu:
+        make = _Maker(run)
+        yield from _training_cases(run, make)
+        if run.samples:
+            yield from _rollout_cases(run, make)
+
+
+def _compare(run: RunSpec, case: OperatorCase) -> OperatorRow:
+    listed = {name: value if isinstance(value, list) else [value] for name, value in case.arguments.items()}
+    tensors = [(name, x) for name, values in listed.items() for x in values if isinstance(x, torch.Tensor)]
+    tolerance = max((TOLERANCES[x.dtype] for _, x in tensors if x.is_floating_point()), default=0.0)
+    shape = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors[:3])
     row = functools.partial(OperatorRow, " + ".join(case.names), shape, tolerance=tolerance)
     fp32 = _mapped(case.arguments, lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True))
     references = case.expected or functools.partial(case.call, *(_REFERENCES.get(name) for name in case.names))
@@ -138,8 +142,9 @@ def _compare(run: RunSpec, case: _Case) -> OperatorRow:
         reason = str(failure).strip().partition("\n")[0]
         return row(error=None, seconds=None, verdict=f"failed: {type(failure).__name__}: {reason}")
     own = any(str(getattr(inspect.unwrap(each), "__module__", "")).startswith("verl_patches.") for each in operators)
-    verdict = WRONG if error > tolerance else NOT_CHECKED if own else OK
-    return row(error=error, seconds=seconds, verdict=verdict)
+    if not error <= tolerance:  # NaN too
+        return row(error=error, seconds=seconds, verdict=WRONG)
+    return row(error=error, seconds=seconds, verdict=NOT_CHECKED if own else OK)
 
 
 def _find_operator(name: str) -> Callable:
@@ -175,16 +180,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
-def _named_tensors(arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    listed = {name: value if isinstance(value, list) else [value] for name, value in arguments.items()}
-    return [(name, x) for name, values in listed.items() for x in values if isinstance(x, torch.Tensor)]
-
-
-def _tensors(arguments: dict[str, Any]) -> list[torch.Tensor]:
-    return [x for _, x in _named_tensors(arguments)]
-
-
-def _on_device(case: _Case) -> dict[str, Any]:
+def _on_device(case: OperatorCase) -> dict[str, Any]:
     moved = _mapped(case.arguments, lambda x: x.to("npu", copy=True))
     return moved | {name: case.arguments[name].clone() for name in case.on_host}
 
@@ -195,8 +191,8 @@ def _on_device(case: _Case) -> dict[str, Any]:
 class _Maker:
     """Make random inputs on the host, the same in each process that makes the same ones."""
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
+    def __init__(self, run: RunSpec):
+        self.dtype, self.generator = getattr(torch, run.torch_dtype), torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return normally distributed values in the run's dtype, or in `dtype`."""
@@ -217,11 +213,13 @@ class _Maker:
         return torch.randint(groups, (rows,), generator=self.generator).bincount(minlength=groups)
 
 
-def _case(*names: str, call=_call, expected=None, compared=1, written=(), on_host=(), slopes=(), **arguments) -> _Case:
-    return _Case(names, arguments, call, expected, 0 if written else compared, written, on_host, slopes)
+def _case(
+    *names: str, call=_call, expected=None, compared=1, written=(), on_host=(), slopes=(), **arguments
+) -> OperatorCase:
+    return OperatorCase(names, arguments, call, expected, 0 if written else compared, written, on_host, slopes)
 
 
-def _training_cases(run: RunSpec, make: _Maker) -> Iterator[_Case]:
+def _training_cases(run: RunSpec, make: _Maker) -> Iterator[OperatorCase]:
     """Yield the operators of MindSpeed's layers and optimizer, with their gradients, for one longest sequence of T."""
     model, layout, train, fp32 = run.model, run.train, run.recipe.train, torch.float32
     T, H, k, R = run.longest_tokens, model.hidden_size, model.num_experts_per_tok, model.qk_rope_head_dim
@@ -258,7 +256,7 @@ def _by_position(operator: Callable, **arguments: Any) -> Any:
     return operator(*arguments.values())
 
 
-def _product_cases(run: RunSpec, make: _Maker, rows: int) -> Iterator[_Case]:
+def _product_cases(run: RunSpec, make: _Maker, rows: int) -> Iterator[OperatorCase]:
     """Yield the products of `rows` rows with this rank's experts, and their gradients as the run accumulates them."""
     model, layout, train = run.model, run.train, run.recipe.train
     e, H = len(layout.local_experts(0, model.n_routed_experts)), model.hidden_size
@@ -300,7 +298,7 @@ def _product_cases(run: RunSpec, make: _Maker, rows: int) -> Iterator[_Case]:
         )  # fmt: skip
 
 
-def _rollout_cases(run: RunSpec, make: _Maker) -> Iterator[_Case]:
+def _rollout_cases(run: RunSpec, make: _Maker) -> Iterator[OperatorCase]:
     """Yield the operators of vllm-ascend's layers: of a prompt of T tokens, and of a decode batch of B sequences."""
     model, layout, rollout, hf = run.model, run.rollout, run.verl.actor_rollout_ref.rollout, run.hf_config
     B, T = run.max_num_seqs, min(run.verl.data.max_prompt_length, rollout.max_num_batched_tokens)
@@ -340,7 +338,7 @@ def _gate(operator: Callable, x: torch.Tensor, **routing: Any) -> torch.Tensor:
     return torch.zeros_like(x).scatter(1, chosen.long(), weights)
 
 
-def _prompt_cases(run: RunSpec, make: _Maker, T: int) -> Iterator[_Case]:
+def _prompt_cases(run: RunSpec, make: _Maker, T: int) -> Iterator[OperatorCase]:
     """Yield the attention of prompts of T tokens; the ring also adds earlier tokens to what it has computed."""
     model, nope = run.model, run.model.qk_nope_head_dim
     N, D, Dv = model.num_attention_heads // run.rollout.tp, nope + model.qk_rope_head_dim, model.v_head_dim
@@ -364,7 +362,7 @@ def _prompt_cases(run: RunSpec, make: _Maker, T: int) -> Iterator[_Case]:
         yield _case("npu_ring_mla", **inputs, **ring, written=written, on_host=("seqlen",))
 
 
-def _cache_cases(run: RunSpec, make: _Maker, B: int) -> Iterator[_Case]:
+def _cache_cases(run: RunSpec, make: _Maker, B: int) -> Iterator[OperatorCase]:
     """Yield the operators that write and read the KV cache of B sequences, of 1 to S tokens, in decode."""
     L, R, S, N = run.model.kv_lora_rank, run.model.qk_rope_head_dim, run.longest_tokens, run.model.num_attention_heads
     N, each, scale = N // run.rollout.tp, -(-S // BLOCK), (run.model.qk_nope_head_dim + R) ** -0.5
@@ -401,7 +399,7 @@ def _read_latents(operator: Callable, key: torch.Tensor, **given: Any) -> Any:
     return operator(key=key, value=key, **given)  # one cache, of latents
 
 
-def _mc2_case(run: RunSpec, make: _Maker, group: dist.ProcessGroup) -> _Case:
+def _mc2_case(run: RunSpec, make: _Maker, group: dist.ProcessGroup) -> OperatorCase:
     """Return the exchange of a decode batch: to each expert, which multiplies by a factor of its own, and back."""
     B, E, k = run.max_num_seqs, run.model.n_routed_experts, run.model.num_experts_per_tok
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -422,4 +420,5 @@ def _mc2_case(run: RunSpec, make: _Maker, group: dist.ProcessGroup) -> _Case:
 
     inputs = {"x": make(B, run.model.hidden_size), "expert_ids": make.chosen(B, k, E)}
     inputs["scales"] = torch.rand(B, k, generator=make.generator)
-    return _case(*MC2, call=exchange, expected=expected, **inputs)
+    names = "npu_moe_distribute_dispatch", "npu_moe_distribute_combine"
+    return _case(*names, call=exchange, expected=expected, **inputs)
