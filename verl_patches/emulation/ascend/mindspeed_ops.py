@@ -26,7 +26,6 @@ def _grouped_op(text: str) -> Callable[[Callable], Callable]:
 @_grouped_op(
     "npu_gmm(Tensor[] x, Tensor[] weight, Tensor[] bias, GROUPS, int? group_type, int? group_list_type) -> Tensor[]"
 )
-@torch.no_grad()
 def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     """Multiply x [M, K] by weight [E, K, N], group by group; return one tensor in a list.
 
@@ -34,10 +33,13 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     the C++.
     """
     demand(len(x) == len(weight) == 1 and not bias, "x and weight must hold one tensor each, and bias none")
-    kind = 0
-    if isinstance(group_list, torch.Tensor):
-        kind = group_list_type or 0
-    return [experts.grouped_matmul(x[0], weight[0], group_list, group_type, kind)]
+    return [_products(x[0], weight[0], group_list, group_type, group_list_type)]
+
+
+@torch.no_grad()
+def _products(x, weight, group_list, group_type, group_list_type):
+    kind = group_list_type if isinstance(group_list, torch.Tensor) else 0
+    return experts.grouped_matmul(x, weight, group_list, group_type, kind or 0)
 
 
 @_grouped_op(
@@ -46,9 +48,9 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
 )
 def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
     """Return ([gradient of x], [gradient of weight], []) of npu_gmm with group_type 0."""
-    dx, _, _ = npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)
-    dw = npu_gmm([x[0].t()], [grad[0]], [], group_list, 2, group_list_type)
-    return dx, [dw[0].reshape(weight[0].shape)], []
+    dx = _products(grad[0], weight[0].transpose(-1, -2), group_list, 0, group_list_type)
+    dw = _products(x[0].t(), grad[0], group_list, 2, group_list_type)
+    return [dx], [dw.reshape(weight[0].shape)], []
 
 
 @_grouped_op(
@@ -57,7 +59,7 @@ def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
 )
 def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type):
     """Return ([gradient of x], [], []); npu_groupmatmul_add_fp32 adds the weight's gradient to main_grad."""
-    return npu_gmm([grad[0]], [weight[0].transpose(-1, -2)], [], group_list, 0, group_list_type), [], []
+    return [_products(grad[0], weight[0].transpose(-1, -2), group_list, 0, group_list_type)], [], []
 
 
 @builder_op(

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_patches.platform import device_module
 from verl_patches.reference import attention, experts, layers, paged_mla
 from verl_patches.spec import A3, RunSpec
 
@@ -129,7 +128,7 @@ def _compare(run: RunSpec, case: OperatorCase) -> OperatorRow:
     expected = case.results(references, fp32)
     try:
         operators = [_find_operator(name) for name in case.names]
-        call, device = functools.partial(case.call, *operators), device_module(run.platform)
+        call, device = functools.partial(case.call, *operators), torch.get_device_module("npu")
         found = case.results(call, _on_device(case))
         again = _on_device(case)
         device.synchronize()
@@ -246,10 +245,10 @@ def _training_cases(run: RunSpec, make: _Maker) -> Iterator[OperatorCase]:
         yield _case("npu_moe_token_unpermute", **rows, slopes=("permuted_tokens", "probs"))
     yield from _product_cases(run, make, T)
     state = [make(F, H, dtype=fp32), make(F, H, dtype=fp32), make(F, H, dtype=fp32).abs()]
-    adam = {"beta1_power": 0.9, "beta2_power": 0.999, "lr": 0.1, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999}
-    adam |= {"epsilon": 1e-8, "grad": make(F, H, dtype=fp32), "amsgrad": False, "maximize": False, "out": state}
+    adam: dict[str, Any] = {"beta1_power": 0.9, "beta2_power": 0.999, "beta1": 0.9, "beta2": 0.999, "lr": 0.1}
+    adam |= {"weight_decay": 0.01, "epsilon": 1e-8, "amsgrad": False, "maximize": False, "out": state}
     unlimited, step = functools.partial(_call, max_grad_norm=None), layers.npu_apply_adam_w
-    yield _case("npu_apply_adam_w", call=unlimited, expected=step, compared=3, **adam)
+    yield _case("npu_apply_adam_w", call=unlimited, expected=step, compared=3, **adam, grad=make(F, H, dtype=fp32))
 
 
 def _by_position(operator: Callable, **arguments: Any) -> Any:
@@ -262,40 +261,44 @@ def _product_cases(run: RunSpec, make: _Maker, rows: int) -> Iterator[OperatorCa
     e, H = len(layout.local_experts(0, model.n_routed_experts)), model.hidden_size
     x, weight = make(rows, H), make(e, H, 2 * model.moe_intermediate_size // layout.etp)
     grad, ends = make(rows, weight.shape[-1]), make.counts(e, rows).cumsum(0)
-    product = experts.grouped_matmul
+    product, inputs = experts.grouped_matmul, {"x": x, "weight": weight, "ends": ends}
     yield _case(
         "npu_gmm",
         call=lambda op, x, weight, ends: op([x], [weight], [], ends, 0, 0),
         expected=lambda x, weight, ends: product(x, weight, ends, 0, 0),
-        x=x, weight=weight, ends=ends,
-    )  # fmt: skip
+        **inputs,
+    )
     if not train.gemm_gradient_accumulation_fusion:
         yield _case(
             "npu_gmm_backward",
             call=lambda op, grad, x, weight, ends: [part[0] for part in op([grad], [x], [weight], ends, 0)[:2]],
             expected=lambda grad, x, weight, ends: (
-                product(grad, weight.transpose(1, 2), ends, 0, 0), product(x.t(), grad, ends, 2, 0)),
-            grad=grad, x=x, weight=weight, ends=ends, compared=2,
-        )  # fmt: skip
+                product(grad, weight.transpose(1, 2), ends, 0, 0),
+                product(x.t(), grad, ends, 2, 0),
+            ),
+            compared=2,
+            grad=grad,
+            **inputs,
+        )
     else:
         yield _case(
             "npu_gmm_backward_fusion",
             call=lambda op, grad, weight, ends: op([grad], [weight], ends, 0)[0],
             expected=lambda grad, weight, ends: product(grad, weight.transpose(1, 2), ends, 0, 0),
-            grad=grad, weight=weight, ends=ends,
-        )  # fmt: skip
+            grad=grad,
+            weight=weight,
+            ends=ends,
+        )
+        add = {"x": x, "weight": grad, "group_list": ends, "grad": make(*weight.shape, dtype=torch.float32)}
         yield _case(
             "npu_groupmatmul_add_fp32",
             expected=lambda x, weight, group_list, grad: grad.add_(product(x.t(), weight, group_list, 2, 0)),
-            x=x, weight=grad, group_list=ends, grad=make(*weight.shape, dtype=torch.float32), written=("grad",),
-        )  # fmt: skip
+            written=("grad",),
+            **add,
+        )
     if train.gradient_accumulation_fusion:
-        total = make(grad.shape[1], H, dtype=torch.float32)
-        yield _case(
-            "npu_matmul_add_fp32",
-            expected=lambda x, weight, C: C.add_(x.t() @ weight),
-            x=grad, weight=x, C=total, written=("C",),
-        )  # fmt: skip
+        add = {"x": grad, "weight": x, "C": make(grad.shape[1], H, dtype=torch.float32)}
+        yield _case("npu_matmul_add_fp32", expected=lambda x, weight, C: C.add_(x.t() @ weight), written=("C",), **add)
 
 
 def _rollout_cases(run: RunSpec, make: _Maker) -> Iterator[OperatorCase]:
@@ -306,14 +309,8 @@ def _rollout_cases(run: RunSpec, make: _Maker) -> Iterator[OperatorCase]:
     F, e = model.moe_intermediate_size // layout.etp, len(layout.local_experts(0, E))
     yield _case("npu_add_rms_norm", x1=make(B, H), x2=make(B, H), gamma=make(H), epsilon=eps, compared=3)
     if E == 256:  # else vllm_ascend.ops.fused_moe.select_experts routes in plain torch
-        routing = {
-            "k": k,
-            "k_group": hf["topk_group"],
-            "group_count": hf["n_group"],
-            "group_select_mode": 1,
-            "renorm": 0,
-        }
-        routing |= {"norm_type": 1, "out_flag": False, "routed_scaling_factor": 1.0, "eps": 1e-20}
+        routing = {"k": k, "k_group": hf["topk_group"], "group_count": hf["n_group"], "group_select_mode": 1}
+        routing |= {"renorm": 0, "norm_type": 1, "out_flag": False, "routed_scaling_factor": 1.0, "eps": 1e-20}
         scores = {"x": make(B, E, dtype=torch.float32), "bias": make(E, dtype=torch.float32) / 10}
         yield _case("npu_moe_gating_top_k", call=_gate, **scores, **routing)
     groups = {"group_list": make.counts(e, B * k), "split_item": 2, "group_type": 0, "group_list_type": 1}
