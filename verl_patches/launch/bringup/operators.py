@@ -398,7 +398,8 @@ def _read_latents(operator: Callable, key: torch.Tensor, **given: Any) -> Any:
 
 def _mc2_case(run: RunSpec, make: _Maker, group: dist.ProcessGroup) -> OperatorCase:
     """Return the exchange of a decode batch: to each expert, which multiplies by a factor of its own, and back."""
-    B, E, k = run.max_num_seqs, run.model.n_routed_experts, run.model.num_experts_per_tok
+    E, k = run.model.n_routed_experts, run.model.num_experts_per_tok
+    B = -(-run.max_num_seqs // run.rollout.tp)  # tokens of a rank: HCCL_BUFFSIZE holds no more
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = group._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
     make.generator.manual_seed(rank)  # each rank has tokens of its own
