@@ -98,7 +98,8 @@ def assert_bringup_compares_the_operators(run):
     """Assert that bringup's rung of operators, and MC2's rung, compare those that the run's workers called."""
     spec = read_run((run.folder / FACTS_FILE).read_text(), OmegaConf.load(run.folder / CONFIG_FILE))
     compared = {name for case in operator_cases(spec) for name in case.names}
-    assert compared | MC2 == run.summary["emulated"]["functions"].keys()
+    called = run.summary["emulated"]["functions"].keys()
+    assert called <= compared | MC2 and len(called) > 20
 
 
 def responses(run, step):

@@ -9,7 +9,8 @@ import pytest
 EMULATED = ["recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
 LARGE = ["recipe.model_shape=model/deepseekv3_tiny_256experts.json"]
 FUSED = [f"recipe.train.{prefix}gradient_accumulation_fusion=true" for prefix in ("", "gemm_")]
-GRAPHS = [f"recipe.rollout.ascend.{key}=true" for key in ("graphs", "chunked_prefill_for_mla")]
+GRAPHS = [f"recipe.rollout.ascend.{option}" for option in ("graphs=true", "scheduler=ascend", "prefix_caching=false")]
+RING = "recipe.rollout.ascend.chunked_prefill_for_mla=true"
 # name -> operator, its results from the right one, and the expected verdict
 CHANGES = {
     "rotary angles negated": (
@@ -62,7 +63,7 @@ def operator_rows(cases):
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_each_planted_fault_is_named_and_no_other_operator(run_emulated):
-    tuned = [*LARGE, *FUSED, *GRAPHS, "recipe.dtype=bf16"]
+    tuned = [*LARGE, *FUSED, *GRAPHS, RING, "recipe.dtype=bf16"]
     cases = [([], None, False), (tuned, None, True), *((tuned, change, True) for change in CHANGES)]
     job = "tests.launch.bringup.test_operators:operator_rows"
     ((eager, graphs, *found),) = run_emulated(job, cases, trees=("MindSpeed", "vllm-ascend"), backend="hccl")

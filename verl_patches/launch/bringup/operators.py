@@ -374,13 +374,15 @@ def _cache_cases(run: RunSpec, make: _Maker, B: int) -> Iterator[OperatorCase]:
         read = {"block_table": table, "context_lens": lengths, "seq_starts": torch.zeros_like(lengths), "cumsum": False}
         read |= {"key": make(int(lengths.sum()), 1, L), "value": make(int(lengths.sum()), 1, R)}
         yield _case("npu_paged_cache_load", **caches, **read, written=("key", "value"))
-    if not run.graphs:
+    scheduler = run.ascend.get("ascend_scheduler_config") or {}
+    if not run.graphs or not scheduler.get("enabled"):  # vLLM's own scheduler mixes decodes with prompts, eagerly
         rotary = {"positions": lengths.long() - 1, "query": make(B, N * R), "key": make(B, R), "head_size": R}
         rotary |= {"cos_sin_cache": make(S, R), "is_neox_style": False}
         yield _case("_npu_rotary_embedding", **rotary, written=("query", "key"))
         read = {"q_nope": make(B, N, L), "q_rope": make(B, N, R), "ctkv": latents, "k_rope": keys, "kv_headnum": 1}
         read |= {"block_tables": table, "context_lens": lengths, "q_headnum": N, "qk_scale": scale}
         yield _case("npu_multi_head_latent_attention", **read, on_host=("context_lens",))
+    if not run.graphs:
         return
     yield _case("npu_interleave_rope", x=make(B, N, 1, R), **angles)
     norm = {"kv": make(B, 1, 1, L + R), "gamma": make(L), **angles, "index": slots, "k_cache": keys, "cache_mode": "PA"}
