@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (  # packages, and modules beside them
     ("current", "errors", "processes", "shared_files", "values"),
-    ("patching", "layout", "platform", "upstream", "recipe", "spec"),
+    ("patching", "layout", "platform", "reference", "upstream", "recipe", "spec"),
     ("heartbeat",),
     ("model", "reshard", "weights", "memory", "rollout", "rewards"),
     ("step",),
@@ -23,7 +23,7 @@ FLOORS = (  # packages, and modules beside them
     ("cli", "catalog", "rules", "prelude_patch", "main", "import_alone", "__main__", "__init__"),
 )
 EMULATION_ROOM = "emulation"  # loaded by name, only on a platform without a device
-MAX_FLOORS, MAX_PACKAGES = 10, 20
+MAX_FLOORS, MAX_PACKAGES = 10, 21
 FOLDERS_WITHOUT_PACKAGE = {
     "loop",
     "npu",

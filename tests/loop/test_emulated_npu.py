@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
+from verl_patches.launch.bringup.operators import operator_cases
 from verl_patches.launch.smoke import PROOF_TEXTS
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
@@ -93,6 +94,14 @@ def assert_buffers_as_planned(run):
     ]
 
 
+def assert_bringup_compares_the_operators(run):
+    """Assert that bringup's rung of operators, and MC2's rung, compare those that the run's workers called."""
+    spec = read_run((run.folder / FACTS_FILE).read_text(), OmegaConf.load(run.folder / CONFIG_FILE))
+    compared = {name for case in operator_cases(spec) for name in case.names}
+    called = run.summary["emulated"]["functions"].keys()
+    assert called <= compared | MC2 and len(called) > 20
+
+
 def responses(run, step):
     """Return a step's responses as lists of tokens, without order; 0 behind an end token, where the cache pads."""
     recorded = load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")
@@ -139,6 +148,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     assert MC2 < reached["functions"].keys()
     assert reached["graphs"] > (2 if layout == "tp2ep2" else 1)  # moved requests take the larger graph too
     assert_buffers_as_planned(run)
+    assert_bringup_compares_the_operators(run)
     if EVERYTHING[0] in ranks:
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)

@@ -1,10 +1,10 @@
 """Emulate the accelerator on platforms `cpu` and `npu_emulated`: test equipment, loaded on these two alone.
 
 cpu/ makes torch.cuda's names, Megatron, vLLM and Ray work without an accelerator. ascend/ holds torch_npu, apex, acl,
-torchair and MindSpeed's op builders in plain torch. npu/ emulates a device, so that line a3 runs as on platform npu,
-whose patches are applied too. op_schemas.py binds each reference to the schema in torch_npu's wheel and counts its
-calls. Every stand-in is a row of the patch table (rows.py). `verl_patches.platform` loads this package by name and
-calls the functions below. This module imports no torch.
+torchair and MindSpeed's op builders; their operators are those of verl_patches/reference. npu/ emulates a device, so
+that line a3 runs as on platform npu, whose patches are applied too. op_schemas.py binds each reference to the schema in
+torch_npu's wheel and counts its calls. Every stand-in is a row of the patch table (rows.py). `verl_patches.platform`
+loads this package by name and calls the functions below. This module imports no torch.
 """
 
 from __future__ import annotations

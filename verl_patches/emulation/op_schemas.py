@@ -4,7 +4,7 @@ The file holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon
 functions that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pinned versions, with the wheels' version and
 hashes. In Python `self` is called `input`. The schemas of ATB, CANN's transformer library (_npu_flash_attention,
 torch_npu.atb.*), come from the library that registers them. `torch_npu_op`, `atb_op` and `builder_op` bind the
-arguments of a plain-torch reference by such a schema, as the real binding does.
+arguments of a function of verl_patches.reference by such a schema, as the real binding does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import json
 import numbers
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from verl_patches.errors import ConfigError
+from verl_patches.reference import demand
 
-# Training calls these; their references are in emulation/ascend.
+# Training calls these.
 TRAINING_FUNCTIONS = """
 npu_apply_adam_w npu_fusion_attention npu_grouped_matmul npu_moe_gating_top_k npu_moe_token_permute
 npu_moe_token_unpermute npu_rms_norm npu_rotary_mul npu_swiglu
 """.split()
-# vllm-ascend calls these too for DeepSeek-V3; their references are in emulation/npu.
+# vllm-ascend calls these too for DeepSeek-V3.
 ENGINE_FUNCTIONS = """
 npu_add_rms_norm npu_fused_infer_attention_score npu_interleave_rope npu_kv_rmsnorm_rope_cache
 npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
@@ -48,6 +49,11 @@ ATB_FUNCTIONS = """
 _npu_flash_attention _npu_paged_attention_mla _npu_reshape_and_cache _npu_rotary_embedding
 npu_multi_head_latent_attention npu_paged_cache_load npu_ring_mla
 """.split()
+# Arguments without an effect on what references compute; others that a reference does not take must be the defaults.
+IGNORED_ARGUMENTS = {
+    "npu_fusion_attention": ("gen_mask_parallel", "inner_precise", "next_tockens", "pre_tockens", "sync"),
+    "npu_moe_token_unpermute": ("restore_shape",),
+}
 TORCH_NPU_VERSION = "2.5.1.post1"
 SCHEMA_FILE = Path(__file__).with_name(f"torch_npu-{TORCH_NPU_VERSION}.json")
 
@@ -129,8 +135,9 @@ def fits_kind(value: Any, kind: str) -> bool:
 def torch_npu_op(function: Callable) -> Callable:
     """Decorate a reference so that its calls are bound by the schema of the torch_npu function of the same name.
 
-    The reference declares the arguments that it uses, by name, or takes all others as **keywords; defaults are the
-    schema's. A call whose names or kinds do not fit raises TypeError; a ValueError is raised with the function's name.
+    The reference declares the arguments that it uses, by name; the others must be None or the schema's defaults, unless
+    they are IGNORED_ARGUMENTS. A call whose names or kinds do not fit raises TypeError; a ValueError is raised with the
+    function's name.
     """
     return _bind_calls(function, read_schemas()[function.__name__])
 
@@ -153,7 +160,7 @@ def _bind_calls(
 ) -> Callable:
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     used = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    takes_all = len(used) < len(parameters)
+    takes_all, ignored = len(used) < len(parameters), set(IGNORED_ARGUMENTS.get(name, ()))
     schema = next(schema for schema in schemas if used <= schema.kinds.keys())
     signature = schema.signature
     if by_position:
@@ -175,6 +182,8 @@ def _bind_calls(
         bound.apply_defaults()
         CALL_COUNTS[name] += 1
         try:
+            if not takes_all:
+                _demand_defaults(bound.arguments.keys() - used - ignored, bound.arguments, signature)
             return function(**{key: value for key, value in bound.arguments.items() if takes_all or key in used})
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
@@ -189,39 +198,15 @@ def _describe(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r}"
 
 
-def demand(fine: Any, text: str) -> None:
-    """Raise ValueError with `text` unless `fine`: a device would refuse this call, or compute nonsense."""
-    if not fine:
-        raise ValueError(text)
-
-
-def demand_one_dtype(**tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all tensors, given by argument name, are of one dtype; skip those that are None."""
-    found = {name: x.dtype for name, x in tensors.items() if x is not None}
-    listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
-    demand(len(set(found.values())) <= 1, f"arguments must be of one dtype, found {listed}")
-
-
-def demand_int32(**tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all tensors, given by argument name, are int32; skip those that are None."""
-    wrong = [f"{name} {x.dtype}" for name, x in tensors.items() if x is not None and x.dtype != torch.int32]
-    demand(not wrong, f"indices and lengths must be int32, found {', '.join(wrong)}")
-
-
-def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each argument that `function`'s reference ignores is None or its schema's default."""
-    defaults = {p.name: p.default for schema in read_schemas()[function] for p in schema.signature.parameters.values()}
+def _demand_defaults(names: Iterable[str], given: Mapping[str, Any], signature: Signature) -> None:
+    """Raise ValueError unless each argument of `names`, which a reference does not take, is None or its default."""
     wrong = []
-    for name, value in given.items():
+    for name in sorted(names):
+        value, default = given[name], signature.parameters[name].default
         is_tensor = isinstance(value, torch.Tensor)
-        if value is not None and (is_tensor or value != defaults[name]):
-            wrong.append(f"{name}={'a tensor' if is_tensor else repr(value)} (default {defaults[name]!r})")
+        if value is not None and (is_tensor or value != default):
+            wrong.append(f"{name}={'a tensor' if is_tensor else repr(value)} (default {default!r})")
     demand(not wrong, f"arguments that are not supported must keep their defaults, found {', '.join(wrong)}")
-
-
-def to_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Return x in fp32, or unchanged if it is fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -243,8 +228,3 @@ def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
         return call
 
     return decorate
-
-
-def empty_output(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the empty tensor that an op returns for an output that was not asked for."""
-    return x.new_empty(0, dtype=dtype)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from verl_patches.emulation.ascend import ops
-from verl_patches.emulation.op_schemas import builder_op, demand, to_fp32
+from verl_patches.emulation.op_schemas import builder_op
+from verl_patches.reference import demand, experts, layers, to_fp32
 
 
 def _grouped_op(text: str) -> Callable[[Callable], Callable]:
@@ -26,7 +26,6 @@ def _grouped_op(text: str) -> Callable[[Callable], Callable]:
 @_grouped_op(
     "npu_gmm(Tensor[] x, Tensor[] weight, Tensor[] bias, GROUPS, int? group_type, int? group_list_type) -> Tensor[]"
 )
-@torch.no_grad()
 def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     """Multiply x [M, K] by weight [E, K, N], group by group; return one tensor in a list.
 
@@ -34,10 +33,13 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
     the C++.
     """
     demand(len(x) == len(weight) == 1 and not bias, "x and weight must hold one tensor each, and bias none")
-    kind = 0
-    if isinstance(group_list, torch.Tensor):
-        kind = group_list_type or 0
-    return [ops.grouped_matmul(x[0], weight[0], group_list, group_type, kind)]
+    return [_products(x[0], weight[0], group_list, group_type, group_list_type)]
+
+
+@torch.no_grad()
+def _products(x, weight, group_list, group_type, group_list_type):
+    kind = group_list_type if isinstance(group_list, torch.Tensor) else 0
+    return experts.grouped_matmul(x, weight, group_list, group_type, kind or 0)
 
 
 @_grouped_op(
@@ -46,9 +48,9 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
 )
 def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
     """Return ([gradient of x], [gradient of weight], []) of npu_gmm with group_type 0."""
-    dx, _, _ = npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)
-    dw = npu_gmm([x[0].t()], [grad[0]], [], group_list, 2, group_list_type)
-    return dx, [dw[0].reshape(weight[0].shape)], []
+    dx = _products(grad[0], weight[0].transpose(-1, -2), group_list, 0, group_list_type)
+    dw = _products(x[0].t(), grad[0], group_list, 2, group_list_type)
+    return [dx], [dw.reshape(weight[0].shape)], []
 
 
 @_grouped_op(
@@ -57,7 +59,7 @@ def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
 )
 def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type):
     """Return ([gradient of x], [], []); npu_groupmatmul_add_fp32 adds the weight's gradient to main_grad."""
-    return npu_gmm([grad[0]], [weight[0].transpose(-1, -2)], [], group_list, 0, group_list_type), [], []
+    return [_products(grad[0], weight[0].transpose(-1, -2), group_list, 0, group_list_type)], [], []
 
 
 @builder_op(
@@ -65,16 +67,16 @@ def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type):
 )
 def npu_moe_token_permute(padded_mode, **given):
     """Return [rows in the order of their experts, places], as torch_npu's function of this name."""
-    return list(ops.npu_moe_token_permute(**given, padded_mode=bool(padded_mode)))
+    return list(experts.npu_moe_token_permute(**given, padded_mode=bool(padded_mode)))
 
 
 @builder_op(
     "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
     "bool? padded_mode=False, int[]? restore_shape=None) -> Tensor"
 )
-def npu_moe_token_unpermute(padded_mode, **given):
+def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode):
     """Return rows to the order of their tokens, as torch_npu's function of this name."""
-    return ops.npu_moe_token_unpermute(**given, padded_mode=bool(padded_mode))
+    return experts.npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, bool(padded_mode))
 
 
 @builder_op("npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor C) -> ()")
@@ -96,7 +98,7 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     group_list holds the cumulative ends of the groups.
     """
     demand(grad.dtype == torch.float32, f"grad must be float32, found {grad.dtype}")
-    made = ops.grouped_matmul(to_fp32(x).t(), to_fp32(weight), group_list, 2, 0)
+    made = experts.grouped_matmul(to_fp32(x).t(), to_fp32(weight), group_list, 2, 0)
     fits = grad.numel() == made.numel() and grad.is_contiguous()
     demand(fits, f"grad {list(grad.shape)} must hold {list(made.shape)} without gaps")
     grad.view(made.shape).add_(made)
@@ -114,14 +116,14 @@ def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, 
     demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
     step = int(state_step)
     demand(step >= 1, f"state_step must be at least 1, found {step}")
-    ops.adam_w(betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
+    layers.adam_w(betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
 
 
 @builder_op("npu_rotary_position_embedding(Tensor x, Tensor cos, Tensor sin, int mode=0) -> Tensor")
 def npu_rotary_position_embedding(x, cos, sin, mode):
     """Return x * cos + rotated x * sin of four dimensions; mode 0 rotates halves, 1 neighbours."""
     demand(mode in (0, 1), f"mode must be 0 (half) or 1 (interleaved), found {mode}")
-    return ops.rotate(x, cos, sin, mode == 1)
+    return layers.rotate(x, cos, sin, mode == 1)
 
 
 def _namespace(*functions: Callable) -> SimpleNamespace:

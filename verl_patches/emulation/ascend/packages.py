@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from verl_patches.emulation.ascend import attention, ops
 from verl_patches.emulation.cpu import torch_on_cpu
-from verl_patches.emulation.op_schemas import TORCH_NPU_VERSION, TRAINING_FUNCTIONS
+from verl_patches.emulation.op_schemas import TORCH_NPU_VERSION, TRAINING_FUNCTIONS, torch_npu_op
+from verl_patches.reference import attention, experts, layers
 
 
 def stand_in(real: str, doc: str | None, **names: Any) -> ModuleType:
@@ -116,11 +116,11 @@ def analyse(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("torch_npu.profiler.profiler.analyse needs an NPU, found platform cpu; do not call it")
 
 
-_REFERENCES = {**vars(attention), **vars(ops)}
+_REFERENCES = {**vars(attention), **vars(experts), **vars(layers)}
 torch_npu = stand_in(
     "torch_npu", f"torch_npu {TORCH_NPU_VERSION}: functions that are called on our paths, as plain-torch references.",
     __version__=TORCH_NPU_VERSION, __file__=__file__,
-    **{name: _REFERENCES[name] for name in TRAINING_FUNCTIONS},
+    **{name: torch_npu_op(_REFERENCES[name]) for name in TRAINING_FUNCTIONS},
     _C=stand_in("torch_npu._C", "Options of process groups.", _distributed_c10d=SimpleNamespace(
         ProcessGroupHCCL=SimpleNamespace(Options=_Options))),
     contrib=stand_in("torch_npu.contrib", "transfer_to_npu.", transfer_to_npu=stand_in(

@@ -15,10 +15,10 @@ import torch
 
 from verl_patches.emulation.ascend import packages as training
 from verl_patches.emulation.ascend.packages import stand_in
-from verl_patches.emulation.npu import attention_ops, expert_ops, hccl, memory_pool, profiler
+from verl_patches.emulation.npu import engine_ops, hccl, memory_pool, profiler
 from verl_patches.emulation.npu.hccl import GraphState
 from verl_patches.emulation.npu.npu_module import do_nothing, extended_stand_in, npu
-from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, ENGINE_FUNCTIONS, FUNCTIONS
+from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, FUNCTIONS
 
 
 def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
@@ -26,13 +26,11 @@ def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
     raise RuntimeError(f"npu_format_cast: expected no private format, found {acl_format}; turn NZ formats off")
 
 
-_REFERENCES = {**vars(training.torch_npu), **vars(attention_ops), **vars(expert_ops)}
-_ENGINE_NAMES = ["npu_grouped_matmul", *ENGINE_FUNCTIONS, *ATB_FUNCTIONS]
-_ENGINE_REFERENCES = {name: _REFERENCES[name] for name in _ENGINE_NAMES}
+_REFERENCES = {**vars(training.torch_npu), **engine_ops.OPERATORS}
 _GRAPH_NODES = [value for key, value in _REFERENCES.items() if key in FUNCTIONS]  # each is one node of a traced graph
 
 torch_npu = extended_stand_in(
-    training.torch_npu, **_ENGINE_REFERENCES, npu_format_cast=npu_format_cast,
+    training.torch_npu, **engine_ops.OPERATORS, npu_format_cast=npu_format_cast,
     atb=stand_in("torch_npu.atb", "ATB.", **{name: _REFERENCES[name] for name in ATB_FUNCTIONS if name[0] != "_"}),
     npu=npu, profiler=extended_stand_in(training.torch_npu.profiler, profile=profiler.profile,
                                 ProfilerActivity=profiler.ProfilerActivity,

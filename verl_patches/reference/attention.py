@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from einops import rearrange
 
-from verl_patches.emulation.op_schemas import demand, to_fp32, torch_npu_op
+from verl_patches.reference import demand, to_fp32
 
 LAYOUTS = {"SBH": "s b (n d)", "TND": "(b s) n d"}
 CAUSAL = 3  # sparse mode: causal to the lower right corner of each sequence
@@ -57,7 +57,6 @@ def _sequence_slices(q: torch.Tensor, k: torch.Tensor, ends) -> Iterator[tuple[s
         yield slice(a, b), slice(c, d)
 
 
-@torch_npu_op
 def npu_fusion_attention(
     query,
     key,
@@ -73,7 +72,6 @@ def npu_fusion_attention(
     prefix,
     actual_seq_qlen,
     actual_seq_kvlen,
-    **unused,
 ):
     """Compute softmax(scale * q k^T, causal) v and return the op's seven outputs.
 

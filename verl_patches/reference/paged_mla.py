@@ -1,4 +1,4 @@
-"""Implement MLA on a paged cache in plain torch, for vllm_ascend.attention.mla_v1 and ops.rotary_embedding.
+"""Implement MLA on a paged cache in plain torch, for vllm_ascend.attention.mla_v1.
 
 Letters of shapes: T tokens, B sequences, N query heads, L latent width (kv_lora_rank), R rotary width, D head width,
 Dv value width. A cache is [blocks, block size, heads, width]; a slot is block * block size + place; a block table
@@ -11,18 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from verl_patches.emulation.ascend.ops import npu_rms_norm, rotate
-from verl_patches.emulation.op_schemas import (
-    atb_op,
-    demand,
-    demand_defaults,
-    demand_int32,
-    demand_one_dtype,
-    empty_output,
-    to_fp32,
-    torch_npu_op,
-    with_shapes,
-)
+from verl_patches.reference import demand, demand_int32, demand_one_dtype, empty_output, to_fp32
+from verl_patches.reference.layers import npu_rms_norm, rotate_interleaved
 
 
 def attend(q, k, v, scale, hidden=None):
@@ -77,50 +67,9 @@ def write_cache(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
     cache.view(blocks * size, *cache.shape[2:])[slots[valid].long()] = rows[valid]
 
 
-# -- rotary embedding and cache ----------------------------------------------------------------------------------------
+# -- cache -------------------------------------------------------------------------------------------------------------
 
 
-@atb_op
-def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
-    """Rotate query [T, N * head_size] and key in place; cos_sin_cache [positions, R] holds cosines, then sines.
-
-    With is_neox_style the halves of a head are pairs, else neighbours are. A head must be as wide as cos_sin_cache.
-    """
-    width = cos_sin_cache.shape[-1]
-    demand(width == head_size, f"cos_sin_cache must be head_size {head_size} wide, found {width}")
-    demand_one_dtype(query=query, key=key, cos_sin_cache=cos_sin_cache)
-    positions = positions.long().flatten()
-    rows = [len(positions), len(query), len(key)]
-    demand(len(set(rows)) == 1, f"positions, query and key must have equally many rows, found {rows}")
-    fits = bool(((positions >= 0) & (positions < len(cos_sin_cache))).all())
-    demand(fits, f"positions must be 0 to {len(cos_sin_cache) - 1}, the rows of cos_sin_cache")
-    cos, sin = cos_sin_cache[positions].chunk(2, -1)
-    for x in (query, key):
-        heads = x.view(1, len(x), -1, head_size)
-        if is_neox_style:
-            both = (torch.cat((part, part), -1) for part in (cos, sin))
-        else:
-            both = (part.repeat_interleave(2, -1) for part in (cos, sin))
-        cosines, sines = (part[None, :, None] for part in both)
-        x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
-
-
-def rotate_interleaved(x, cos, sin):
-    """Rotate x [B, N, S, R], whose pairs are neighbours; the result has its pairs in halves."""
-    return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, interleaved=False)
-
-
-@torch_npu_op
-def npu_interleave_rope(x, cos, sin):
-    """Apply DeepSeek's interleaved rotary embedding to x [B, N, S, R]; cos and sin are [B, 1, 1 or S, R].
-
-    The result has its pairs in halves.
-    """
-    demand_one_dtype(x=x, cos=cos, sin=sin)
-    return rotate_interleaved(x, cos, sin)
-
-
-@atb_op
 def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
     """Write key and value [T, heads, width] into their slots (int32 [T])."""
     demand_int32(slot_indices=slot_indices)
@@ -129,25 +78,13 @@ def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
     write_cache(value_cache, slot_indices, value)
 
 
-def _cache_shapes(kv, gamma, k_cache, ckv_cache, is_output_kv, **given):
-    if not is_output_kv:
-        return k_cache, ckv_cache, empty_output(kv), empty_output(kv)
-    latent = gamma.shape[0]
-    return k_cache, ckv_cache, torch.empty_like(kv[..., latent:]), torch.empty_like(kv[..., :latent])
-
-
-@torch_npu_op
-@with_shapes(_cache_shapes)
-def npu_kv_rmsnorm_rope_cache(
-    kv, gamma, cos, sin, index, k_cache, ckv_cache, epsilon, cache_mode, is_output_kv, **unused
-):
+def npu_kv_rmsnorm_rope_cache(kv, gamma, cos, sin, index, k_cache, ckv_cache, epsilon, cache_mode, is_output_kv):
     """Norm the latent of kv [T, 1, 1, L + R], rotate its rotary key, write both to their slots (index, int64 [T]).
 
     Returns (k_cache [blocks, size, 1, R], ckv_cache [blocks, size, 1, L], rotary key, latent); the last two are empty
     unless is_output_kv. The reference supports cache_mode "PA" only, not the private NZ format.
     """
     demand(cache_mode == "PA", f"cache_mode must be 'PA', found {cache_mode!r}")
-    demand_defaults("npu_kv_rmsnorm_rope_cache", unused)
     demand_one_dtype(kv=kv, gamma=gamma, cos=cos, sin=sin, k_cache=k_cache, ckv_cache=ckv_cache)
     demand(index.dtype == torch.int64, f"index must be int64, found {index.dtype}")
     latent = gamma.shape[0]
@@ -160,7 +97,6 @@ def npu_kv_rmsnorm_rope_cache(
     return k_cache, ckv_cache, empty_output(kv), empty_output(kv)
 
 
-@atb_op
 def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_starts, cumsum, key, value):
     """Copy rows [start, start + length) of each sequence out of the caches into key and value, packed.
 
@@ -183,7 +119,6 @@ def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_
 # -- prefill -----------------------------------------------------------------------------------------------------------
 
 
-@atb_op
 def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_heads, num_kv_heads, out):
     """Write the attention of packed sequences [T, N, D] into out.
 
@@ -203,7 +138,6 @@ def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_head
         out[here] = attend(query[here], key[here], value[here], scale_value, hidden)[0].view(out[here].shape)
 
 
-@atb_op
 def npu_ring_mla(
     q_nope,
     q_rope,
@@ -293,7 +227,6 @@ def decode_token(query, keys, latent_width, scale):
     return attend(query.unsqueeze(0), keys, keys[..., :latent_width], scale)[0][0]
 
 
-@atb_op
 def _npu_paged_attention_mla(
     query, key_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, mla_vheadsize, out
 ):
@@ -310,12 +243,10 @@ def _npu_paged_attention_mla(
         out[at] = decode_token(query[at], read_cache(key_cache, block_table[at], length), mla_vheadsize, scale_value)
 
 
-@atb_op
 def npu_multi_head_latent_attention(
-    q_nope, q_rope, ctkv, k_rope, block_tables, context_lens, q_headnum, qk_scale, kv_headnum, **unused
+    q_nope, q_rope, ctkv, k_rope, block_tables, context_lens, q_headnum, qk_scale, kv_headnum
 ):
     """Decode one token a sequence from two caches: q_nope [B, N, L] and q_rope [B, N, R] give [B, N, L]."""
-    demand_defaults("npu_multi_head_latent_attention", unused)
     demand_one_dtype(q_nope=q_nope, q_rope=q_rope, ctkv=ctkv, k_rope=k_rope)
     demand_int32(context_lens=context_lens if isinstance(context_lens, torch.Tensor) else None)
     demand_sequences(len(q_nope), q_rope=q_rope, block_tables=block_tables, context_lens=context_lens)
@@ -328,12 +259,6 @@ def npu_multi_head_latent_attention(
     return out
 
 
-def _decode_shapes(query, **given):
-    return torch.empty_like(query), empty_output(query, torch.float32)
-
-
-@torch_npu_op
-@with_shapes(_decode_shapes)
 def npu_fused_infer_attention_score(
     query,
     key,
@@ -347,7 +272,6 @@ def npu_fused_infer_attention_score(
     scale,
     input_layout,
     block_size,
-    **unused,
 ):
     """Decode one token a sequence in a graph; caches are [blocks, 1, block_size, width].
 
@@ -355,7 +279,6 @@ def npu_fused_infer_attention_score(
     to the graph's size: it gives NaN here (a device leaves that undefined). The reference supports layout BNSD without
     a mask only, and one cache of latents only: `value` must be the memory of `key`.
     """
-    demand_defaults("npu_fused_infer_attention_score", unused)
     demand(input_layout == "BNSD", f"input_layout must be 'BNSD', found {input_layout!r}")
     demand_one_dtype(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
     layout = [(x.data_ptr(), x.shape, x.stride()) for x in (key, value)]

@@ -1,4 +1,4 @@
-"""Implement torch_npu's norm, activation, rotary embedding, AdamW and mixture of experts in plain torch.
+"""Route tokens to experts and multiply by their matrices, as torch_npu's operators and MindSpeed's op builders do.
 
 Letters of shapes: T tokens, H hidden, k experts a token, E experts, M rows in all, K and N the sides of one expert's
 matrix.
@@ -9,97 +9,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch.nn.functional import silu
 
-from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_one_dtype, to_fp32, torch_npu_op
-
-# -- elementwise -------------------------------------------------------------------------------------------------------
+from verl_patches.reference import demand, demand_int32, demand_one_dtype, to_fp32
 
 
-@torch_npu_op
-def npu_rms_norm(input, gamma, epsilon):
-    """Return RMS norm over gamma's dimensions in input's dtype, and 1 / RMS in fp32, where these have width 1."""
-    dims, shape = gamma.dim(), list(input.shape)
-    fits = 0 < dims <= input.dim() and input.shape[-dims:] == gamma.shape
-    demand(fits, f"gamma {list(gamma.shape)} must have the last dimensions of input {shape}")
-    fits = gamma.dtype in (input.dtype, torch.float32)
-    demand(fits, f"gamma is {gamma.dtype}, input {input.dtype}: they must be of one dtype, or gamma float32")
-    x = to_fp32(input)
-    over = tuple(range(-dims, 0))
-    rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + epsilon)
-    return (x * rstd * to_fp32(gamma)).to(input.dtype), rstd
-
-
-@torch_npu_op
-def npu_swiglu(input, dim):
-    """Return silu(first half) * second half along `dim`, whose width must be even."""
-    demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
-    first, second = input.chunk(2, dim)
-    return (silu(to_fp32(first)) * to_fp32(second)).to(input.dtype)
-
-
-@torch_npu_op
-def npu_rotary_mul(input, r1, r2, rotary_mode):
-    """Return input * r1 + rotated input * r2 over the last of four dimensions; r1, r2 (cos, sin) broadcast to input.
-
-    rotary_mode "half" rotates halves, (a, b) -> (-b, a); "interleave" rotates neighbours.
-    """
-    known = rotary_mode in ("half", "interleave")
-    demand(known, f"rotary_mode is {rotary_mode!r}, expected 'half' or 'interleave'")
-    return rotate(input, r1, r2, rotary_mode == "interleave")
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return x * cos + rotated x * sin, [B, S, N, D] in any order of the first three; cos and sin may broadcast."""
-    dims, shape, width = [x.dim(), cos.dim(), sin.dim()], list(x.shape), x.shape[-1]
-    demand(dims == [4, 4, 4], f"all must have 4 dimensions, found {dims}")
-    fits = cos.shape == sin.shape and cos.shape[-1] == width
-    demand(fits, f"cos {list(cos.shape)} and sin {list(sin.shape)} must be equal in shape and as wide as x {shape}")
-    fits = all(c in (1, n) for c, n in zip(cos.shape, x.shape, strict=True))
-    demand(fits, f"cos {list(cos.shape)} does not broadcast to x {shape}")
-    demand(width % 2 == 0, f"head width {width} must be even")
-    inner = to_fp32(x)
-    if interleaved:
-        even, odd = inner[..., 0::2], inner[..., 1::2]
-        turned = torch.stack((-odd, even), -1).flatten(-2)
-    else:
-        first, second = inner.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return (inner * to_fp32(cos) + turned * to_fp32(sin)).to(x.dtype)
-
-
-@torch_npu_op
-def npu_apply_adam_w(
-    beta1_power, beta2_power, beta1, beta2, epsilon, grad, amsgrad, out, lr, weight_decay, maximize, **unused
-):
-    """Make one AdamW step on out=(parameter, first moment, second moment); change all in place and return them.
-
-    beta1_power and beta2_power are the powers of the step before (beta ** (step - 1)): the kernel multiplies once more.
-    Without `out` the real function refuses; this one raises TypeError.
-    """
-    demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
-    demand(not amsgrad and not maximize, "amsgrad and maximize must be False: the reference does not support them")
-    powers = beta1_power * beta1, beta2_power * beta2
-    adam_w(*out, grad, (beta1, beta2), powers, lr, weight_decay, epsilon)
-    return tuple(out)
-
-
-@torch.no_grad()
-def adam_w(param, exp_avg, exp_avg_sq, grad, betas, powers, lr, weight_decay, eps) -> None:
-    """Make one AdamW step in place; `powers` are beta ** step, from which it corrects the moments' bias."""
-    shapes = {tuple(x.shape) for x in (param, exp_avg, exp_avg_sq, grad)}
-    demand(len(shapes) == 1, f"parameter, moments and gradient must have one shape, found {sorted(shapes)}")
-    grad = grad.to(exp_avg.dtype)
-    exp_avg.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
-    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    denominator = (exp_avg_sq / (1 - powers[1])).sqrt_().add_(eps)
-    param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - powers[0]))
-
-
-# -- mixture of experts ------------------------------------------------------------------------------------------------
-
-
-@torch_npu_op
 def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     """Return tokens [T, H] in the order of their experts, [T * k, H], and the int32 place of each (token, choice).
 
@@ -119,7 +32,6 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     return tokens.index_select(0, order[:rows] // k), order.argsort().to(torch.int32)
 
 
-@torch_npu_op
 def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode):
     """Return [T, H]: for each token the sum of its k rows weighted by probs [T, k] (k is 1 without probs).
 
@@ -138,7 +50,6 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
     return total.to(permuted_tokens.dtype)
 
 
-@torch_npu_op
 @torch.no_grad()
 def npu_moe_gating_top_k(
     x, k, bias, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps
@@ -168,19 +79,6 @@ def npu_moe_gating_top_k(
     weights = scores.gather(1, experts)
     weights = weights / (weights.sum(-1, keepdim=True) + eps)
     return (weights * routed_scaling_factor).to(x.dtype), experts.to(torch.int32), scores.new_empty(0)
-
-
-@torch_npu_op
-@torch.no_grad()
-def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, **unused):
-    """Multiply x [M, K] by weight [E, K, N], group of rows by group: one input, weight and output; no gradient."""
-    demand_defaults("npu_grouped_matmul", unused)
-    found = f"{len(x)} inputs, {len(weight)} weights, group_type {group_type}, split_item {split_item}"
-    demand(
-        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3),
-        f"expected 1 input, 1 weight, group_type 0 and split_item 2 or 3, found {found}",
-    )
-    return [grouped_matmul(x[0], weight[0], group_list, 0, group_list_type or 0)]
 
 
 def _matmul(x, weight):
@@ -234,3 +132,83 @@ def grouped_matmul(x, weight, group_list, group_type, group_list_type):
     # Groups without rows, such as most experts in a small batch, need no product.
     filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
     return torch.cat([_matmul(x[a:b], weight[e]) for e, a, b in filled])
+
+
+@torch.no_grad()
+def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type):
+    """Multiply x [M, K] by weight [E, K, N], group of rows by group: one input, weight and output; no gradient.
+
+    Rows after those that group_list covers become NaN: MC2 dispatches into a buffer for the largest batch, whose unused
+    rows belong to no expert.
+    """
+    found = f"{len(x)} inputs, {len(weight)} weights, group_type {group_type}, split_item {split_item}"
+    demand(
+        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3),
+        f"expected 1 input, 1 weight, group_type 0 and split_item 2 or 3, found {found}",
+    )
+    kind = group_list_type or 0
+    covered = int(group_list[-1] if kind == 0 else sum(group_list))
+    made = grouped_matmul(x[0][:covered], weight[0], group_list, 0, kind)
+    return [torch.cat((made, made.new_full((len(x[0]) - covered, made.shape[1]), torch.nan)))]
+
+
+def npu_moe_init_routing(x, row_idx, expert_idx, active_num):
+    """Return (rows of x [T, H] sorted by expert [M, H], place of each row_idx, sorted experts), the last two int32 [M].
+
+    row_idx [T, k] numbers the pairs choice by choice (choice * T + token); expert_idx [T, k] is int32.
+    """
+    demand_int32(row_idx=row_idx, expert_idx=expert_idx)
+    fits = row_idx.shape == expert_idx.shape and len(expert_idx) == len(x)
+    shapes = f"row_idx {list(row_idx.shape)}, expert_idx {list(expert_idx.shape)}"
+    demand(fits, f"{shapes} must be [{len(x)}, k] for {len(x)} tokens")
+    demand(active_num >= len(x), f"active_num must be at least {len(x)}, the number of tokens, found {active_num}")
+    experts, order = expert_idx.flatten().sort(stable=True)
+    source = row_idx.flatten()[order].long()
+    places = torch.empty_like(source)
+    places[source] = torch.arange(len(source))
+    return x[source % len(x)], places.to(torch.int32), experts
+
+
+def npu_moe_compute_expert_tokens(sorted_expert_for_source_row, num_expert):
+    """Return each expert's last row plus one, cumulative, int32 [num_expert]; higher experts are on other ranks.
+
+    The experts (int32) must be sorted: a device finds the last row of each by bisection.
+    """
+    experts = sorted_expert_for_source_row
+    demand_int32(sorted_expert_for_source_row=experts)
+    falls = bool((experts[1:] < experts[:-1]).any())
+    demand(not falls, "sorted_expert_for_source_row must not decrease; sort the experts first")
+    counts = torch.bincount(sorted_expert_for_source_row.long(), minlength=num_expert)[:num_expert]
+    return counts.cumsum(0).to(torch.int32)
+
+
+def npu_moe_finalize_routing(
+    expanded_permuted_rows, scales, expanded_src_to_dst_row, export_for_source_row, drop_pad_mode
+):
+    """Return the sum of each token's k rows times scales [T, k]: [T, H].
+
+    expanded_src_to_dst_row holds the places that npu_moe_init_routing returned.
+    """
+    demand(drop_pad_mode in (None, 0), f"drop_pad_mode must be 0, found {drop_pad_mode}")
+    demand(scales is not None, "scales must be given, found None")
+    demand_one_dtype(expanded_permuted_rows=expanded_permuted_rows, scales=scales)
+    places = expanded_src_to_dst_row
+    demand_int32(expanded_src_to_dst_row=places, export_for_source_row=export_for_source_row)
+    tokens, k = scales.shape
+    rows = [len(places), len(expanded_permuted_rows)]
+    demand(rows == [tokens * k] * 2, f"scales {list(scales.shape)} need {tokens * k} places and rows, found {rows}")
+    rows = expanded_permuted_rows[places.long()].view(k, tokens, -1)
+    return (to_fp32(rows) * to_fp32(scales).T.unsqueeze(-1)).sum(0).to(expanded_permuted_rows.dtype)
+
+
+def sum_over_experts(x, expert_ids, scales, expert):
+    """Return for each token x[t] [T, H] the sum of scales[t, j] * expert(e, x[t]) over its experts e, [T, H].
+
+    expert_ids and scales are [T, k]; expert(e, row [H]) returns [H]. A plain loop over all pairs: what MC2's dispatch,
+    the experts of all ranks and MC2's combine make together.
+    """
+    total = torch.zeros_like(to_fp32(x))
+    for token, (chosen, weights) in enumerate(zip(expert_ids.tolist(), scales.tolist(), strict=True)):
+        for number, weight in zip(chosen, weights, strict=True):
+            total[token] += weight * expert(number, to_fp32(x[token]))
+    return total.to(x.dtype)
