@@ -118,7 +118,7 @@ def _list_layouts(
         advance(1)
         keys = given | train[1] | rollout[1]
         try:
-            tried = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
+            tried = memory_plan.with_planned_keys(changed_run(run, memory_plan.recompute_keys("auto") | keys))
             peak_bytes = _fitting_peak(tried)
             planned += 1
             listed.append(_plan_candidate(tried, rules, workload, keys) | {"peak_bytes": peak_bytes})

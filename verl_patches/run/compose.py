@@ -161,7 +161,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         if key in HYDRA_GROUPS:
             check_choice(key, value, CONFIGS_DIR / key)
         if key == "recipe.level":
-            raise ConfigError(f"{override}: expected level={value}, which also sets the keys of the level; found its name alone")
+            raise ConfigError(f"{override}: expected level={value}, which sets the keys of the level too")
         _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
 
 
