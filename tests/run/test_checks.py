@@ -88,8 +88,14 @@ REFUSED = [
                                    "recipe.rollout={instances: 2, data_parallel_size: 72}"],
      ["256 routed experts over 144 ranks"]),  # MC2 takes 144 ranks
     (rules.rollout_checks, TINY, ["recipe.rollout.enable_expert_parallel=true"], ["found 1 rank an instance"]),
-    (rules.ascend_checks, LARGE, [NO_CHUNKS, WHOLE_PROMPTS], [r"1024, expected >= 4096 .* generate\(\) hangs"]),
-    (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),
+    (rules.whole_prompt_checks, LARGE, ["data.max_prompt_length=2048"],
+     ["1024, expected >= 5120 .* a prompt alone has up to 2048"]),
+    (rules.whole_prompt_checks, LARGE, [f"{SAMPLING}.gpu_memory_utilization=0.48"],
+     ["may be preempted, as 64 of 4096 tokens need 262272 tokens of KV cache, and a die holds"]),
+    (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS, f"{BUDGET}=128"],  # its KV cache is not modelled
+     ["128, expected >= 272"]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, "recipe.rollout.rebalance_every=64"],
+     ["chunked_prefill_for_mla .* expected one", "rebalance_every is 64 with .*scheduler=ascend"]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv")], [r"decode_kv is off .* would not be written"]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[64,128]"], ["holds 128, expected at most max_num_seqs 64"]),
     (rules.ascend_checks, LARGE, [NO_PREFIX, OFF("rollout.llm_arguments")], ["row rollout.llm_arguments.* off"]),
@@ -157,8 +163,10 @@ ACCEPTED = [
     (rules.train_checks, TINY, [*TINY_STAGES, ALONE]),  # one optimizer makes one reduction
     (rules.recomputation_checks, TINY, recomputed("block")),
     (rules.recomputation_checks, TINY, recomputed("uniform")[1:]),  # recomputation is off
-    (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS, NO_PREFIX]),
-    (rules.ascend_checks, LARGE, [WHOLE_PROMPTS, IN_CHUNKS]),
+    (rules.whole_prompt_checks, LARGE, []),
+    (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, NO_CHUNKS]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, IN_CHUNKS]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[8,64]"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
@@ -200,6 +208,20 @@ def test_graphs_with_numbers_of_heads_that_no_document_names_are_noted():
         return [check.detail for check in rules.ascend_checks(run) if check.note]
 
     assert notes(4) == [] and "16 a rank, with graphs: " in notes(8)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "lowered"),
+    [(LARGE, "0.8", None), (LARGE, "0.7", (64, 48)), ("deepseekv3_256die_16k", "0.8", (32, 16))],
+)
+def test_max_num_seqs_is_lowered_until_no_request_is_preempted(name, share, lowered):
+    run = composed(name, [f"{SAMPLING}.gpu_memory_utilization={share}"])
+    (check,) = rules.whole_prompt_checks(run)
+    before, after = lowered or (None, 64)
+    assert check.ok and check.note is bool(lowered) and ("lowered from" in check.detail) is bool(lowered)
+    assert (run.lowered_from, run.max_num_seqs, run.graph_sizes) == (before, after, (after,))
+    whole = composed(name, [f"{SAMPLING}.gpu_memory_utilization={share}", "level=tuned"])
+    assert whole.lowered_from is None and list(rules.whole_prompt_checks(whole)) == []
 
 
 def test_every_rule_of_sizes_has_a_run_that_it_refuses():
