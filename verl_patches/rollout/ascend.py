@@ -183,8 +183,8 @@ def raise_on_dropped(engine: Any) -> Callable:
                 raise RecipeError(
                     f"rollout: the Ascend scheduler dropped request {sizes}; expected at most the "
                     f"{scheduler.scheduler_config.max_num_batched_tokens} tokens of max_num_batched_tokens, as it "
-                    "takes a prompt, or a preempted response with its prompt, whole. Lower max_num_seqs or the lengths, or "
-                    "use level=tuned, whose scheduler splits them"
+                    "takes a prompt, or a preempted response with its prompt, whole. Lower max_num_seqs or the "
+                    "lengths, or use level=tuned, whose scheduler splits them"
                 )
         return outputs
 
