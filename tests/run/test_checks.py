@@ -34,7 +34,6 @@ WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_pref
 IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
 DP = "recipe.rollout.data_parallel_size"
 NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
-NO_GRAPHS += [f"{ASCEND}.view_optimize=true", f"{ASCEND}.graph_batch_sizes=null"]
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 BUDGET, NO_PREFIX = f"{SAMPLING}.max_num_batched_tokens", f"{ASCEND}.prefix_caching=false"
 ALONE, TP2 = f"{ACTOR}.expert_model_parallel_size=1", f"{ACTOR}.tensor_model_parallel_size=2"

@@ -5,10 +5,12 @@ from omegaconf import OmegaConf
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError, require_checks
+from verl_patches.recipe import RolloutAscend
 from verl_patches.rules import RULES
 from verl_patches.run.compose import compose_config
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
+from verl_patches.values import leaves
 
 TINY = "deepseekv3_tiny_cpu"
 
@@ -168,6 +170,41 @@ def test_a_layout_without_a_folder_is_one_of_the_runs_line(line):
     config = compose_config(TINY, ["layout=tp2ep2", f"recipe.line={line}"])
     assert config == compose_config(TINY, [f"layout={line}/tp2ep2", f"recipe.line={line}"])
     assert config.trainer.n_gpus_per_node == 4 and config.recipe.line == line
+
+
+def test_presets_have_level_reference_and_smokes_none():
+    levels = {path.stem: composed(path.stem).recipe.level for path in CONFIGS_DIR.glob("*die*.yaml") if is_run(path)}
+    assert len(levels) > 10 and set(levels.values()) == {"reference"}
+    smoke = composed("deepseekv3_tiny_cpu")
+    assert smoke.recipe.level == "tuned" and smoke.recipe.rollout.ascend == RolloutAscend()
+
+
+def is_run(path):
+    return "algo: grpo" in path.read_text()
+
+
+@pytest.mark.parametrize("level", ["safe", "reference", "tuned"])
+def test_keys_of_a_run_win_over_those_of_a_level_and_these_over_the_bases(level):
+    """Check also that a level has scalar keys alone, and that safe is eager on one node."""
+    group = OmegaConf.load(CONFIGS_DIR / "level" / f"{level}.yaml")
+    assert not any(isinstance(value, list) for _, value in leaves(OmegaConf.to_container(group)))
+    found = {name: composed(name, [f"level={level}"]).recipe for name in ("moonlight_32die", "deepseekv3_16die")}
+    ascend = found["moonlight_32die"].rollout.ascend
+    assert (ascend.multistream_moe, ascend.scheduler) == (False, "v1" if level == "tuned" else "ascend")
+    assert [recipe.rollout.ascend.graphs for recipe in found.values()] == [True, level != "safe"]
+    assert {recipe.level for recipe in found.values()} == {level}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("level=fast", "level=fast: expected one of reference, safe, tuned"),
+        ("recipe.level=safe", "expected level=safe"),
+    ],
+)
+def test_a_level_is_chosen_by_its_group_alone(override, words):
+    with pytest.raises(ConfigError, match=words):
+        composed("deepseekv3_16die", [override])
 
 
 def test_an_unknown_algorithm_is_refused_with_the_list():
