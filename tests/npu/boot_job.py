@@ -72,6 +72,7 @@ def overrides(folder: Path, address: str) -> list[str]:
         *files,
         f"recipe.output_root={folder / 'outputs'}",
         f"recipe.ray_address={address}",
+        "level=tuned",  # which has the most rows
     ]
 
 

@@ -46,7 +46,8 @@ def big():
 
 def undecided(name, *overrides, skip=False):
     """Return a run as it is composed, with the word `auto` where the configuration has it."""
-    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], platform_rows)
+    level = [] if name == TINY else ["level=tuned"]
+    return compose(name, [*level, f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], platform_rows)
 
 
 def make_run(name, *overrides, rows=None, skip=False):

@@ -51,12 +51,14 @@ def test_balanced_layers_leave_room_for_the_head():
 
 
 def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
-    found = listed(TRUE_WEIGHT, dies=256, top=4)
+    given = "level=tuned", f"{GRAPHS_KEY}=[8,16,32,64]"
+    found = listed(TRUE_WEIGHT, *given, dies=256, top=4)
     assert len({(row["train"], row["rollout"]) for row in found}) == len(found) == 4
     seconds = [row["total_s"] for row in found]
-    assert seconds == sorted(seconds) and seconds[0] <= make_plan(TRUE_WEIGHT)["step"]["total_s"]
+    assert seconds == sorted(seconds) and seconds[0] <= make_plan(TRUE_WEIGHT, *given)["step"]["total_s"]
     row = found[0]
-    plan, run = make_plan(TRUE_WEIGHT, *row["overrides"]), composed(TRUE_WEIGHT, row["overrides"])
+    overrides = given[0], *row["overrides"]
+    plan, run = make_plan(TRUE_WEIGHT, *overrides), composed(TRUE_WEIGHT, overrides)
     assert plan["ok"] and plan["step"]["phases"] == row["phases"] and plan["train"]["layout"] == row["train"]
     assert recomputation(run)[0] == row["recompute_layers"] and f"{GRAPHS_KEY}=[8,16,32,64,128]" in row["overrides"]
     assert max(row["peak_bytes"] for row in found) <= plan["memory"]["hbm_bytes"] - MARGIN_BYTES

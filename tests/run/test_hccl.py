@@ -33,7 +33,8 @@ composed_once = functools.cache(composed)
 
 def composed_run(name="true_weight", **changes):
     """Return one of the two runs, composed once; `changes` have two underscores for a dot."""
-    return changed_run(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
+    run = composed_once(CONFIGS[name], ("level=tuned",))
+    return changed_run(run, {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def variables(**changes):

@@ -68,8 +68,7 @@ def rewrite_engine_options(config: DictConfig) -> None:
     seats = OmegaConf.select(rollout, "engine_kwargs.vllm.max_num_seqs")
     values["scheduler"] = values["scheduler"] == "ascend"
     if values["graph_batch_sizes"] is None:
-        ends = config.recipe.level == LEVELS[-1] and not rollout.ignore_eos  # responses end, and batches shrink
-        values["graph_batch_sizes"] = _graph_sizes(seats, ends) if seats and values["graphs"] else []
+        values["graph_batch_sizes"] = decode_graph_sizes(config, seats) if seats and values["graphs"] else []
     for key, place in OPTION_PATHS.items():
         OmegaConf.update(config, f"{OPTIONS_KEY}.{place}", values[key], merge=False, force_add=True)
     # verl refuses to free the cache engine in graph mode:
@@ -78,6 +77,10 @@ def rewrite_engine_options(config: DictConfig) -> None:
         rollout[name] = not values["graphs"]
 
 
-def _graph_sizes(seats: int, ends: bool) -> list[int]:
-    """Return `seats`, the batch size of a decode graph; if responses end by themselves, with 8, 16, 32, ... below."""
-    return [*(8 << n for n in range(seats.bit_length()) if ends and 8 << n < seats), seats]
+def decode_graph_sizes(config: DictConfig, seats: int) -> list[int]:
+    """Return the batch sizes of decode graphs of a composed `config` that names none; `seats`: max_num_seqs.
+
+    At level tuned there are also 8, 16, 32, ... below it, unless no response ends early and batches never shrink.
+    """
+    several = config.recipe.level == LEVELS[-1] and not config.actor_rollout_ref.rollout.ignore_eos
+    return [*(8 << n for n in range(seats.bit_length()) if several and 8 << n < seats), seats]
