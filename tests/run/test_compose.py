@@ -148,7 +148,7 @@ def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(confi
 
 
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
-    text = (configs / "deepseekv3_tiny.yaml").read_text().replace("_self_]", "_self_, algo: grpo]")
+    text = (configs / "deepseekv3_tiny.yaml").read_text().replace("level: null]", "level: null, algo: grpo]")
     for key, wrong, full in (("train_batch_size", "train_batch_sice", "data.{}"), ("line", "lime", "recipe.{}")):
         (configs / "wrong.yaml").write_text(text.replace(f"  {key}: ", f"  {wrong}: "))
         with pytest.raises(ConfigError, match=f"{full.format(wrong)};.* {full.format(key)}"):
@@ -205,6 +205,13 @@ def test_keys_of_a_run_win_over_those_of_a_level_and_these_over_the_bases(level)
 def test_a_level_is_chosen_by_its_group_alone(override, words):
     with pytest.raises(ConfigError, match=words):
         composed("deepseekv3_16die", [override])
+
+
+def test_a_level_for_a_config_without_one_is_refused(configs):
+    text = (configs / "deepseekv3_tiny.yaml").read_text()
+    (configs / "other.yaml").write_text(text.replace("level: null]", "algo: grpo]"))
+    with pytest.raises(ConfigError, match="other.yaml has no `level: NAME` in its defaults"):
+        compose_config("other", ["level=safe"])
 
 
 def test_an_unknown_algorithm_is_refused_with_the_list():
