@@ -70,6 +70,15 @@ def test_context_parallelism_halves_the_tokens_of_a_rank():
     assert found[0] == pytest.approx(2 * found[1], rel=0.01)
 
 
+@pytest.mark.parametrize("level", ["safe", "tuned"])
+@pytest.mark.parametrize("name", [NODE, BIG, TRUE_WEIGHT])
+def test_other_levels_pass_the_plan_too(name, level):
+    """Check also that each level is modelled to be faster than the one before."""
+    plan, reference = make_plan(name, f"level={level}"), make_plan(name)
+    assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
+    assert (plan["step"]["total_s"] < reference["step"]["total_s"]) == (level == "tuned")
+
+
 def test_a_plan_has_traffic_and_ports():
     plan = make_plan(BIG)
     sync = plan["traffic"]["weight_sync"]
