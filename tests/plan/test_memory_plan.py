@@ -170,7 +170,7 @@ def update_peak(run):
 
 @pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
 def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
-    run = compose(name, (), platform_rows)
+    run = compose(name, ["level=tuned"], platform_rows)
     assert OmegaConf.select(run.verl, LAYERS_KEY) == "auto"
     chosen = with_recompute(run)
     layers, together = recomputation(chosen)

@@ -109,7 +109,7 @@ REFUSED = [
     (rules.length_checks, LARGE, [f"{SAMPLING}.enable_chunked_prefill=true", "data.max_prompt_length=200000"],
      ["1024; expected .* 203072", "model's 163840 positions"]),
     (rules.length_checks, TINY, [f"{BUDGET}=128"], ["prefill: .*128; expected .* 272"]),
-    (rules.max_num_seqs_checks, LARGE, [f"{VLLM}.max_num_seqs=2048", f"{GRAPHS}=[1,32]"],
+    (rules.max_num_seqs_checks, LARGE, ["level=tuned", f"{VLLM}.max_num_seqs=2048", f"{GRAPHS}=[1,32]"],
      ["expected <= max_num_batched_tokens 1024", "size is 32; expected at least the 64"]),
     (rules.filter_groups_checks, TINY, ["recipe.filter_groups.metric=score", f"{SAMPLING}.n=1"], ["must differ"]),
     (rules.reward_checks, TINY, ["recipe.rewards=[]"], ["every reward would be 0"]),
