@@ -107,8 +107,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:pass_multistream_mla",
             "The class's forward computes enable_multistream_mla, but does not pass it on where torchair is enabled: "
             "the KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin's forward keeps its forward_kwargs with torchair too", feature="multistream_mla",
-            role="speed"),
+            exit="the pin keeps its forward_kwargs with torchair too", feature="multistream_mla", role="speed"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:reorder_top_k_top_p",

@@ -128,9 +128,8 @@ class RolloutAscend:
     rollout.free_cache_engine too, as the pin refuses other combinations
     (vllm_ascend.ascend_config.check_ascend_config).
     graph_batch_sizes: sizes to which decode batches are padded. Each has a graph, which takes 0.5 to 1.5 minutes to
-    compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone, where the
-    pin adds a graph of 1 (NPUModelRunner.check_torchair_graph_batch_sizes); at level tuned also 8, 16, 32, ... below
-    it, unless rollout.ignore_eos keeps batches full.
+    compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone; at
+    level=tuned also 8, 16, 32, ... below it, unless rollout.ignore_eos keeps batches full.
     multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
     multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with
@@ -442,8 +441,7 @@ class Recipe:
     platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
     hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). For A2 plans have
     memory and layouts, but no seconds.
-    level: written by the group level=NAME, which also sets the keys of configs/level/NAME.yaml (docs/levels.md). Rows
-    of role speed are on at tuned only, which is also the level of a run without one.
+    level: set by level=NAME, with the keys of configs/level/NAME.yaml; rows of role speed are on at tuned alone.
     patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
     drift: policy where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
     marks it.
