@@ -188,10 +188,10 @@ SETTINGS = (
     Setting("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", True, "script", f"{_ASCEND}.top_k_optimize"),
     Setting(
         "VLLM_ASCEND_MLA_PA",
-        None,
+        "0",
         "unset",
         "VLLM_ASCEND_MLA_PA",
-        "read by decodes outside of graphs alone, as at level safe",
+        "read by decodes outside of graphs: of ranks whose peers take prompts, and at level safe",
     ),
     # environment
     Setting("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "script", "PYTORCH_NPU_ALLOC_CONF"),

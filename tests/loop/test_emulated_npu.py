@@ -165,7 +165,8 @@ def test_a_level_changes_no_step(emulated, level):
     first = emulated("2")
     assert_weights_arrive(run, verified=True)
     called = run.summary["emulated"]["functions"].keys()
-    assert ("npu_ring_mla" in called) == (level == "tuned")  # decodes beside prompts, which the published runs had not
+    if level != "tuned":  # kernels that the published runs never called, of decodes beside prompts
+        assert not {"npu_ring_mla", "npu_multi_head_latent_attention"} & called
     assert (run.summary["emulated"]["graphs"] > 0) == (level != "safe")
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert ({*HOST_ROWS} <= active) == (level == "tuned") and "rollout.ascend_decode_kv" in active
