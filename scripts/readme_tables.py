@@ -5,8 +5,8 @@
 `pins` comes from configs/upstream.yaml (with some of its rows in the READMEs and docs/support.md), `models` from
 configs/model and verl_patches/model/mindspeed/arguments.py, `machines` from verl_patches/platform/npu/machine.py,
 `patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
-from the rows of verl_patches/launch/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json
-(scripts/recipe_runs.py).
+from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
+(scripts/recipe_runs.py), and `reference` and `gains` from configs/level and scripts/public_recipe.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import public_recipe  # noqa: E402
 import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
@@ -42,8 +43,8 @@ from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-CHECKS, RECIPES, SUPPORT = "docs/doctor.md", "docs/recipes.md", "docs/support.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT)
+CHECKS, RECIPES, SUPPORT, LEVELS = "docs/doctor.md", "docs/recipes.md", "docs/support.md", "docs/levels.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT, LEVELS)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -284,6 +285,8 @@ def _file_tables(name: str) -> dict[str, str]:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:
         return {"checks": checks_table()}
+    if name == LEVELS:
+        return {"reference": public_recipe.reference_table(), "gains": public_recipe.gains_table()}
     if name == PATCHES:
         return {"patches": patches_table(ROWS)}
     return {"recipe": all_recipe_tables()}

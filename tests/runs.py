@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.catalog import platform_rows
-from verl_patches.plan.memory_plan import with_recompute
+from verl_patches.plan.memory_plan import with_planned_keys
 from verl_patches.run.compose import compose
 from verl_patches.spec import RunSpec, Trees, write_run
 
 
 def composed(name: str, overrides: Sequence[str] = (), trees: Trees = Trees()) -> RunSpec:  # noqa: B008 frozen
     """Return the facts of a run of configs/`name`.yaml with Hydra `overrides`, with `auto` recomputation decided."""
-    return with_recompute(compose(name, overrides, platform_rows, trees))
+    return with_planned_keys(compose(name, overrides, platform_rows, trees))
 
 
 @functools.cache

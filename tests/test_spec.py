@@ -11,8 +11,8 @@ from tests.conftest import ROOT
 from tests.runs import composed, trainer_config, worker_section
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
-from verl_patches.plan.memory_plan import recompute_keys
-from verl_patches.plan.search import GRAPHS_KEY, MAX_NUM_SEQS_KEY, as_overrides, rollout_keys, train_keys
+from verl_patches.plan.memory_plan import MAX_NUM_SEQS_KEY, recompute_keys
+from verl_patches.plan.search import GRAPHS_KEY, as_overrides, rollout_keys, train_keys
 from verl_patches.run.resolve import CONFIGS_DIR, changed_run
 from verl_patches.spec import RunSpec, run_from_config
 
@@ -81,7 +81,11 @@ UPDATES = {
 @pytest.mark.parametrize("name", [BIG, TRUE_WEIGHT])
 @pytest.mark.parametrize("kind", UPDATES)
 def test_other_values_are_as_if_composed_with_them(name, kind):
-    given = ["algo=ppo", *as_overrides(recompute_keys(8))]  # a number, not auto, so that it does not change
+    given = [
+        "algo=ppo",
+        "level=tuned",
+        *as_overrides(recompute_keys(8)),
+    ]  # a number, not auto, so that it does not change
     run, updates = composed(name, given), UPDATES[kind]
     before = OmegaConf.to_yaml(run.verl)
     expected = composed(name, [*given, *as_overrides(updates)])

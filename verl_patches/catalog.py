@@ -107,7 +107,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:pass_multistream_mla",
             "The class's forward computes enable_multistream_mla, but does not pass it on where torchair is enabled: "
             "the KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin's forward keeps its forward_kwargs with torchair too", feature="multistream_mla"),
+            exit="the pin keeps its forward_kwargs with torchair too", feature="multistream_mla", role="speed"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:reorder_top_k_top_p",
@@ -358,9 +358,9 @@ RESHARD: tuple[PatchSpec, ...] = (
     _row("reshard.direct", "override", f"{_MANAGER}.__enter__",
          "verl_patches.worker.sharding:RecipeShardingManager.__enter__",
          "verl gives every rank every weight, tensor by tensor (verl.utils.megatron_utils.per_tensor_generator): "
-         "at 256 dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert names one by one.",
-         exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker"),
-         role="speed"),
+         "at 256 dies 1.3 TB, where a rank lacks 24.95 GB, and needs room for all experts of a layer; vLLM searches "
+         "44,544 expert names one by one; and weights that nothing proves to be written cannot be freed at sleep.",
+         exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker")),
     _row("model.local_names", "wrap", "verl.utils.model:normalize_model_name",
          "verl_patches.reshard.parameters:te_names_for_verl",
          "verl's per_tensor_generator and verl.models.mcore.weight_converter.McoreToHFWeightConverterDpskv3 know "
@@ -381,7 +381,7 @@ LOG_PROB: tuple[PatchSpec, ...] = (
          "verl_patches.model.log_prob:vocab_parallel_entropy",
          "verl's holds softmax and its product with the logits, each as large as these, and keeps one for backward.",
          exit="as logprob.in_chunks", needs=("logprob.in_chunks",),
-         bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",), role="speed"),
+         bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",)),
 )  # fmt: skip
 
 ADVANTAGE: tuple[PatchSpec, ...] = (

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from verl_patches.layout.phases import MEMORY_PHASES
-from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP_TEXT, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, NO_SKIP_TEXT, PLATFORMS
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
@@ -128,8 +128,8 @@ class RolloutAscend:
     rollout.free_cache_engine too, as the pin refuses other combinations
     (vllm_ascend.ascend_config.check_ascend_config).
     graph_batch_sizes: sizes to which decode batches are padded. Each has a graph, which takes 0.5 to 1.5 minutes to
-    compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone, where the
-    pin adds a graph of 1 (NPUModelRunner.check_torchair_graph_batch_sizes).
+    compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone; at
+    level=tuned also 8, 16, 32, ... below it, unless rollout.ignore_eos keeps batches full.
     multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
     multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with
@@ -442,6 +442,7 @@ class Recipe:
     platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
     hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). For A2 plans have
     memory and layouts, but no seconds.
+    level: set by level=NAME, with the keys of configs/level/NAME.yaml; rows of role speed are on at tuned alone.
     patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
     drift: policy where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
     marks it.
@@ -469,6 +470,7 @@ class Recipe:
     line: Annotated[str, choices(*LINES)] = "a3"
     platform: Annotated[str, choices(*PLATFORMS)] = "npu"
     hardware: Annotated[str, choices(*HARDWARE)] = "a3"
+    level: Annotated[str, choices(*LEVELS)] = "tuned"
     patches: list[_Pattern] = field(default_factory=list)
     drift: Annotated[str, choices(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
     dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from verl_patches.memory.checks import sleep_checks
 from verl_patches.model.checks import engine_checks, expert_checks, model_checks, recomputation_checks, train_checks
+from verl_patches.plan.memory_plan import whole_prompt_checks
 from verl_patches.reshard.blocks import sync_checks
 from verl_patches.rewards.checks import reward_checks, reward_model_checks
 from verl_patches.rollout.checks import ascend_checks, rollout_checks
@@ -41,6 +42,7 @@ SIZE_RULES: tuple[Rule, ...] = (
     # rollout
     rollout_checks,
     ascend_checks,
+    whole_prompt_checks,
     sleep_checks,
     length_checks,
     max_num_seqs_checks,

@@ -79,6 +79,7 @@ class RunSpec:
     engine: keyword arguments of vLLM's engine beside those that verl passes. rewards: the parts of the reward.
     has_critic: whether verl's trainer trains a critic. start: where the next start of the run begins; no_start: why it
     cannot start, else empty. given_keys: keys that the command line sets. trees: upstream checkouts to import.
+    lowered_from: max_num_seqs of the configuration where the memory plan has lowered it, else None.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # DictConfig
@@ -99,6 +100,7 @@ class RunSpec:
     verl: DictConfig = field(default_factory=lambda: OmegaConf.create({}, flags={"struct": True}))
     given_keys: frozenset[str] = frozenset()
     trees: Trees = Trees()
+    lowered_from: int | None = None
 
     @property
     def line(self) -> str:
@@ -166,6 +168,13 @@ class RunSpec:
         return self.engine.get("additional_config") or {}
 
     @property
+    def takes_whole_prompts(self) -> bool:
+        """Return whether the Ascend scheduler takes prompts whole, and drops a request that exceeds a step's budget."""
+        scheduler = self.ascend.get("ascend_scheduler_config") or {}
+        whole = scheduler.get("enabled") and not scheduler.get("enable_chunked_prefill")
+        return bool(self.samples and self.as_npu and whole)
+
+    @property
     def graphs(self) -> Mapping[str, Any]:
         """Return vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
         graph = self.ascend.get("torchair_graph_config") or {}
@@ -224,6 +233,17 @@ class RunSpec:
     def longest_tokens(self) -> int:
         """Return the most tokens that a prompt and its response may have."""
         return self.verl.data.max_prompt_length + self.verl.data.max_response_length
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the most tokens of a request to vLLM: rollout.max_model_len, or prompt and response."""
+        return self.verl.actor_rollout_ref.rollout.max_model_len or self.longest_tokens
+
+    @property
+    def step_budget(self) -> int:
+        """Return the most tokens of a step of vLLM's engine; the Ascend scheduler may have a limit of its own."""
+        scheduler = self.ascend.get("ascend_scheduler_config") or {}
+        return scheduler.get("max_num_batched_tokens") or self.verl.actor_rollout_ref.rollout.max_num_batched_tokens
 
     @property
     def reads_weights(self) -> bool:

@@ -143,6 +143,14 @@ def graphs(llm: Any, reference: Any) -> dict[str, Any]:
     return {"streams": streams, "traced": Graphs.traced, "stream_switches": Graphs.stream_switches}
 
 
+def dropped(llm: Any, reference: Any) -> dict[str, Any]:
+    """Ask for a response to a prompt that is longer than a step; return the error, and forget the request."""
+    error = refused(lambda: compare(llm, reference, [65]))
+    waiting = llm.llm_engine.output_processor
+    waiting.abort_requests(list(waiting.request_states))
+    return {"error": error}
+
+
 def sleep(llm: Any, reference: Any) -> dict[str, Any]:
     """Sleep at vLLM's level 1 and wake up; return the share of parameters that are NaN while it sleeps.
 

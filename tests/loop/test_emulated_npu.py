@@ -165,6 +165,24 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     assert_equal_steps(run, first)
 
 
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param("safe", marks=pytest.mark.nightly), "reference", pytest.param("tuned", marks=pytest.mark.nightly)],
+)
+def test_a_level_changes_no_step(emulated, level):
+    """Check which of vllm-ascend's attention kernels a level calls, beside its rows and the equal steps."""
+    run = emulated("2", f"level={level}", "layout=tp2ep2", "rollout=tp2dp2", VERIFY)
+    first = emulated("2")
+    assert_weights_arrive(run, verified=True)
+    called = run.summary["emulated"]["functions"].keys()
+    if level != "tuned":  # kernels that the published runs never called, of decodes beside prompts
+        assert not {"npu_ring_mla", "npu_multi_head_latent_attention"} & called
+    assert (run.summary["emulated"]["graphs"] > 0) == (level != "safe")
+    active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
+    assert ({*HOST_ROWS} <= active) == (level == "tuned") and "rollout.ascend_decode_kv" in active
+    assert_equal_steps(run, first)
+
+
 @pytest.mark.nightly
 def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
     """Check the failure; in the two runs above each sleep of each rank is checked in both sleep modes."""

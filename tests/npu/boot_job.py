@@ -72,6 +72,7 @@ def overrides(folder: Path, address: str) -> list[str]:
         *files,
         f"recipe.output_root={folder / 'outputs'}",
         f"recipe.ray_address={address}",
+        "level=tuned",  # which has the most rows
     ]
 
 
@@ -82,10 +83,10 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         import ray
 
         from verl_patches.catalog import platform_rows
-        from verl_patches.plan.memory_plan import with_recompute
+        from verl_patches.plan.memory_plan import with_planned_keys
         from verl_patches.run.compose import compose
 
-        run = with_recompute(compose(CONFIG, overrides(folder, head()), platform_rows))
+        run = with_planned_keys(compose(CONFIG, overrides(folder, head()), platform_rows))
         OmegaConf.save(run.verl, folder / driver.CONFIG_FILE)
         (folder / driver.FACTS_FILE).write_text(run.text())
         config = driver.read_run(run.text(), OmegaConf.load(folder / driver.CONFIG_FILE)).verl

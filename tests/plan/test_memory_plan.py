@@ -48,7 +48,8 @@ def big():
 
 def undecided(name, *overrides, skip=False):
     """Return a run as it is composed, with the word `auto` where the configuration has it."""
-    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], platform_rows)
+    level = [] if name == TINY else ["level=tuned"]
+    return compose(name, [*level, f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], platform_rows)
 
 
 def make_run(name, *overrides, rows=None, skip=False):
@@ -226,7 +227,7 @@ def update_peak(run):
 
 @pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
 def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
-    run = compose(name, (), platform_rows)
+    run = compose(name, ["level=tuned"], platform_rows)
     assert OmegaConf.select(run.verl, LAYERS_KEY) == "auto"
     chosen = with_recompute(run)
     layers, together = recomputation(chosen)

@@ -51,12 +51,14 @@ def test_balanced_layers_leave_room_for_the_head():
 
 
 def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
-    found = listed(TRUE_WEIGHT, dies=256, top=4)
+    given = "level=tuned", f"{GRAPHS_KEY}=[8,16,32,64]"
+    found = listed(TRUE_WEIGHT, *given, dies=256, top=4)
     assert len({(row["train"], row["rollout"]) for row in found}) == len(found) == 4
     seconds = [row["total_s"] for row in found]
-    assert seconds == sorted(seconds) and seconds[0] <= make_plan(TRUE_WEIGHT)["step"]["total_s"]
+    assert seconds == sorted(seconds) and seconds[0] <= make_plan(TRUE_WEIGHT, *given)["step"]["total_s"]
     row = found[0]
-    plan, run = make_plan(TRUE_WEIGHT, *row["overrides"]), composed(TRUE_WEIGHT, row["overrides"])
+    overrides = given[0], *row["overrides"]
+    plan, run = make_plan(TRUE_WEIGHT, *overrides), composed(TRUE_WEIGHT, overrides)
     assert plan["ok"] and plan["step"]["phases"] == row["phases"] and plan["train"]["layout"] == row["train"]
     assert recomputation(run)[0] == row["recompute_layers"] and f"{GRAPHS_KEY}=[8,16,32,64,128]" in row["overrides"]
     assert max(row["peak_bytes"] for row in found) <= plan["memory"]["hbm_bytes"] - MARGIN_BYTES
@@ -112,14 +114,14 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
 
 def test_several_instances_are_proposed_where_no_power_of_two_holds_the_weights(monkeypatch):
     """Search Kimi-K2 on 192 dies; with the control, the cheapest pair alone, which a weight sync's memory refuses."""
-    run = composed(K2, as_overrides(ANY_LAYOUT_KEYS))
+    run = composed(K2, ["level=tuned", *as_overrides(ANY_LAYOUT_KEYS)])
     splits = [32, 64, 96, 192]
 
     def first():
         return search_module._list_layouts(run, SIZE_RULES, Workload(), splits, {}, 1, lambda layouts: None)
 
     (row,), _ = first()
-    assert row["rollout"] == "3 x (DP16 TP4 EP64)" and make_plan(K2, *row["overrides"])["ok"]
+    assert row["rollout"] == "3 x (DP16 TP4 EP64)" and make_plan(K2, "level=tuned", *row["overrides"])["ok"]
     monkeypatch.setattr(search_module, "_MOST_PAIRS", 1)
     listed_rows, refused = first()
     assert listed_rows == [] and "memory: " in (reason := next(iter(refused))) and "reshard: die" in reason
@@ -142,7 +144,7 @@ def test_several_instances_are_proposed_where_no_power_of_two_holds_the_weights(
 )
 def test_a_search_without_a_result_names_the_reason(dies, override, message):
     with pytest.raises(ConfigError, match=message):
-        search(composed(BIG, [override]), SIZE_RULES, dies, Workload())
+        search(composed(BIG, ["level=tuned", override]), SIZE_RULES, dies, Workload())
 
 
 def test_the_presets_have_as_many_layers_as_a_refusal_says():

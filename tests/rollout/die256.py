@@ -223,7 +223,7 @@ def switches(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     found: dict[str, Any] = {"read": {}}
     for name, line in table.items():
         keys = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", ())]
-        overrides = [*keys, *line.get("more", ()), refresh]
+        overrides = ["level=tuned", *keys, *line.get("more", ()), refresh]
         made = start_again(model, overrides, line.get("without", []), first=not found["read"])
         found[name], found["read"][name] = answers(made), options_read(made)
         last = name == list(table)[-1]

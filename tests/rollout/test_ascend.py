@@ -45,6 +45,9 @@ CASES = [
                                          "additional_config": GRAPHS | WITH_RING | WHOLE_PROMPTS}, "checks": {
         "whole": {"lengths": [5, 140, 270]}, "whole, cached": {"lengths": [5, 140, 270]},
         "slept": {"before": "slept"}, "slept, upstream": {"before": "slept_without_the_row"}}},
+    {"model": "16 experts", "options": {"max_num_batched_tokens": 64, "enforce_eager": True,
+                                        "additional_config": WHOLE_PROMPTS}, "checks": {
+        "dropped": {"before": "dropped", "lengths": [5, 64]}}},
 ]  # fmt: skip
 
 
@@ -112,6 +115,13 @@ def test_level_2_sleep_keeps_buffers_and_refuses_requests_before_a_sync(found):
     assert upstream["buffers"] == 4 and upstream["worst"] == float("inf")  # NaN
 
 
+def test_a_request_that_the_ascend_scheduler_drops_ends_the_run_with_its_name(found):
+    """Check also that the engine goes on with prompts that fit, up to the limit."""
+    dropped = found["dropped"]
+    assert "of 65 tokens; expected at most the 64 tokens of max_num_batched_tokens" in dropped["error"]
+    assert dropped["worst"] < MAX_LOGP_ERROR and dropped["same"]
+
+
 def test_tokens_are_routed_as_in_fp32(found):
     (tokens, other), (_, other_upstream) = (found[name]["routed"] for name in ("router", "router, upstream"))
     assert tokens > 400 and other == 0 and other_upstream > 0.01 * tokens
@@ -151,14 +161,13 @@ def test_top_k_and_top_p_leave_the_words_that_they_should(found):
 
 
 NAMES = ["deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"]
-GRAPH_SIZES = "engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes"
-DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size", GRAPH_SIZES}  # between the rollouts of both
+DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size"}  # between the rollouts of both
 
 
-def read_as(run):
-    """Return the values of recipe.rollout.ascend that the engine must hold."""
+def read_as(run, sizes=(8, 16, 32, 64)):
+    """Return the values of recipe.rollout.ascend that the engine must hold, with graphs of `sizes` by default."""
     expected = asdict(run.recipe.rollout.ascend)
-    return expected | {"graph_batch_sizes": expected["graph_batch_sizes"] or [64]}
+    return expected | {"graph_batch_sizes": expected["graph_batch_sizes"] or [*sizes]}
 
 
 def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
@@ -170,20 +179,29 @@ def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
     assert {key for key in first | second if first.get(key) != second.get(key)} == DIFFERENT
 
 
-def test_the_256_die_rollout_with_true_weights_is_right(models, run):
+@pytest.mark.parametrize("level", ["reference", "tuned"])
+def test_the_256_die_rollout_with_true_weights_is_right(models, run, level):
     """Check each of the traced graphs, and again after each of two syncs by the map of the direct weight sync."""
-    options = composed(NAMES[0])
+    options = composed(NAMES[0], [f"level={level}"])
     found = run(
-        "tests.rollout.die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0"
+        "tests.rollout.die256:true_weight",
+        models["256 experts"],
+        models["others"],
+        [f"level={level}"],
+        TORCHDYNAMO_DISABLE="0",
     )
     assert len(found["worst"]) == 4 and max(found["worst"]) < MAX_LOGP_ERROR, found
-    assert found["graphs"] == [8, 16, 32, 64]
-    assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
+    sizes = [64] if level == "reference" else [8, 16, 32, 64]
+    assert found["graphs"] == sizes
+    assert found["responses"] == [16] * 4 and 32 < found["decodes"] <= 64
+    assert found["mixed"] > 5 if level == "tuned" else found["mixed"] == 0
     assert found["moved"] == []
-    assert found["read"] == read_as(options)
+    assert found["read"] == read_as(options, sizes)
     assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
     written = dict(options.ascend)
-    assert written.pop("enable_prefix_caching") and not written.pop("vllm_sleep_mode")  # read before the engine
+    assert written.pop("enable_prefix_caching") == (level == "tuned") and not written.pop(
+        "vllm_sleep_mode"
+    )  # read before the engine
     assert found["options"] == written
 
 
@@ -192,12 +210,11 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
 SWITCHES = {
     "top_k_optimize": {"keys": ["top_k_optimize=false"]},
     "none": {},
-    "graphs": {"keys": ["graphs=false", "graph_batch_sizes=null", "multistream_mla=false", "multistream_moe=false",
-                        "view_optimize=true"]},
+    "graphs": {"keys": ["graphs=false", "multistream_mla=false", "multistream_moe=false"]},
     "scheduler": {"keys": ["scheduler=ascend", "prefix_caching=false"],
                   "more": ["actor_rollout_ref.rollout.max_num_batched_tokens=4096"]},
     **{key.partition("=")[0]: {"keys": [key]} for key in (
-        "graph_batch_sizes=null", "multistream_mla=false", "multistream_moe=false", "view_optimize=true",
+        "graph_batch_sizes=[64]", "multistream_mla=false", "multistream_moe=false", "view_optimize=true",
         "chunked_prefill_for_mla=false", "prefix_caching=false", "vllm_sleep_mode=true")},
     "fp32 router": {"without": ["rollout.ascend_fp32_router"]},
 }  # fmt: skip
@@ -216,7 +233,7 @@ def test_each_switch_off_alone_gives_the_same_responses(models, run):
     found = run("tests.rollout.die256:switches", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")
     for name, line in SWITCHES.items():
         changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]
-        expected = read_as(composed(NAMES[0], changed))
+        expected = read_as(composed(NAMES[0], ["level=tuned", *changed]))
         if name == "graphs":  # then both are not read
             expected |= {key: found["read"][name][key] for key in ("graph_batch_sizes", "vllm_sleep_mode")}
         assert found["read"][name] == expected, name

@@ -34,7 +34,6 @@ WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_pref
 IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
 DP = "recipe.rollout.data_parallel_size"
 NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
-NO_GRAPHS += [f"{ASCEND}.view_optimize=true", f"{ASCEND}.graph_batch_sizes=null"]
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 BUDGET, NO_PREFIX = f"{SAMPLING}.max_num_batched_tokens", f"{ASCEND}.prefix_caching=false"
 ALONE, TP2 = f"{ACTOR}.expert_model_parallel_size=1", f"{ACTOR}.tensor_model_parallel_size=2"
@@ -88,8 +87,14 @@ REFUSED = [
                                    "recipe.rollout={instances: 2, data_parallel_size: 72}"],
      ["256 routed experts over 144 ranks"]),  # MC2 takes 144 ranks
     (rules.rollout_checks, TINY, ["recipe.rollout.enable_expert_parallel=true"], ["found 1 rank an instance"]),
-    (rules.ascend_checks, LARGE, [NO_CHUNKS, WHOLE_PROMPTS], [r"1024, expected >= 4096 .* generate\(\) hangs"]),
-    (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),
+    (rules.whole_prompt_checks, LARGE, ["data.max_prompt_length=2048"],
+     ["1024, expected >= 5120 .* a prompt alone has up to 2048"]),
+    (rules.whole_prompt_checks, LARGE, [f"{SAMPLING}.gpu_memory_utilization=0.48"],
+     ["may be preempted, as 64 of 4096 tokens need 262272 tokens of KV cache, and a die holds"]),
+    (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS, f"{BUDGET}=128"],  # its KV cache is not modelled
+     ["128, expected >= 272"]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, "recipe.rollout.rebalance_every=64"],
+     ["chunked_prefill_for_mla .* expected one", "rebalance_every is 64 with .*scheduler=ascend"]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv")], [r"decode_kv is off .* would not be written"]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[64,128]"], ["holds 128, expected at most max_num_seqs 64"]),
     (rules.ascend_checks, LARGE, [NO_PREFIX, OFF("rollout.llm_arguments")], ["row rollout.llm_arguments.* off"]),
@@ -104,7 +109,7 @@ REFUSED = [
     (rules.length_checks, LARGE, [f"{SAMPLING}.enable_chunked_prefill=true", "data.max_prompt_length=200000"],
      ["1024; expected .* 203072", "model's 163840 positions"]),
     (rules.length_checks, TINY, [f"{BUDGET}=128"], ["prefill: .*128; expected .* 272"]),
-    (rules.max_num_seqs_checks, LARGE, [f"{VLLM}.max_num_seqs=2048", f"{GRAPHS}=[1,32]"],
+    (rules.max_num_seqs_checks, LARGE, ["level=tuned", f"{VLLM}.max_num_seqs=2048", f"{GRAPHS}=[1,32]"],
      ["expected <= max_num_batched_tokens 1024", "size is 32; expected at least the 64"]),
     (rules.filter_groups_checks, TINY, ["recipe.filter_groups.metric=score", f"{SAMPLING}.n=1"], ["must differ"]),
     (rules.reward_checks, TINY, ["recipe.rewards=[]"], ["every reward would be 0"]),
@@ -157,8 +162,10 @@ ACCEPTED = [
     (rules.train_checks, TINY, [*TINY_STAGES, ALONE]),  # one optimizer makes one reduction
     (rules.recomputation_checks, TINY, recomputed("block")),
     (rules.recomputation_checks, TINY, recomputed("uniform")[1:]),  # recomputation is off
-    (rules.ascend_checks, LARGE, [f"{BUDGET}=4096", WHOLE_PROMPTS, NO_PREFIX]),
-    (rules.ascend_checks, LARGE, [WHOLE_PROMPTS, IN_CHUNKS]),
+    (rules.whole_prompt_checks, LARGE, []),
+    (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, NO_CHUNKS]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, IN_CHUNKS]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
     (rules.ascend_checks, LARGE, [f"{GRAPHS}=[8,64]"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
@@ -200,6 +207,20 @@ def test_graphs_with_numbers_of_heads_that_no_document_names_are_noted():
         return [check.detail for check in rules.ascend_checks(run) if check.note]
 
     assert notes(4) == [] and "16 a rank, with graphs: " in notes(8)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "lowered"),
+    [(LARGE, "0.8", None), (LARGE, "0.7", (64, 48)), ("deepseekv3_256die_16k", "0.8", (32, 16))],
+)
+def test_max_num_seqs_is_lowered_until_no_request_is_preempted(name, share, lowered):
+    run = composed(name, [f"{SAMPLING}.gpu_memory_utilization={share}"])
+    (check,) = rules.whole_prompt_checks(run)
+    before, after = lowered or (None, 64)
+    assert check.ok and check.note is bool(lowered) and ("lowered from" in check.detail) is bool(lowered)
+    assert (run.lowered_from, run.max_num_seqs, run.graph_sizes) == (before, after, (after,))
+    whole = composed(name, [f"{SAMPLING}.gpu_memory_utilization={share}", "level=tuned"])
+    assert whole.lowered_from is None and list(rules.whole_prompt_checks(whole)) == []
 
 
 def test_every_rule_of_sizes_has_a_run_that_it_refuses():

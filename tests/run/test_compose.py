@@ -5,10 +5,12 @@ from omegaconf import OmegaConf
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError, require_checks
+from verl_patches.recipe import RolloutAscend
 from verl_patches.rules import RULES
 from verl_patches.run.compose import compose_config
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
+from verl_patches.values import leaves
 
 TINY = "deepseekv3_tiny_cpu"
 
@@ -146,7 +148,7 @@ def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(confi
 
 
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
-    text = (configs / "deepseekv3_tiny.yaml").read_text().replace("_self_]", "_self_, algo: grpo]")
+    text = (configs / "deepseekv3_tiny.yaml").read_text().replace("level: null]", "level: null, algo: grpo]")
     for key, wrong, full in (("train_batch_size", "train_batch_sice", "data.{}"), ("line", "lime", "recipe.{}")):
         (configs / "wrong.yaml").write_text(text.replace(f"  {key}: ", f"  {wrong}: "))
         with pytest.raises(ConfigError, match=f"{full.format(wrong)};.* {full.format(key)}"):
@@ -168,6 +170,48 @@ def test_a_layout_without_a_folder_is_one_of_the_runs_line(line):
     config = compose_config(TINY, ["layout=tp2ep2", f"recipe.line={line}"])
     assert config == compose_config(TINY, [f"layout={line}/tp2ep2", f"recipe.line={line}"])
     assert config.trainer.n_gpus_per_node == 4 and config.recipe.line == line
+
+
+def test_presets_have_level_reference_and_smokes_none():
+    levels = {path.stem: composed(path.stem).recipe.level for path in CONFIGS_DIR.glob("*die*.yaml") if is_run(path)}
+    assert len(levels) > 10 and set(levels.values()) == {"reference"}
+    smoke = composed("deepseekv3_tiny_cpu")
+    assert smoke.recipe.level == "tuned" and smoke.recipe.rollout.ascend == RolloutAscend()
+
+
+def is_run(path):
+    return "algo: grpo" in path.read_text()
+
+
+@pytest.mark.parametrize("level", ["safe", "reference", "tuned"])
+def test_keys_of_a_run_win_over_those_of_a_level_and_these_over_the_bases(level):
+    """Check also that a level has scalar keys alone, and that safe is eager on one node."""
+    group = OmegaConf.load(CONFIGS_DIR / "level" / f"{level}.yaml")
+    assert not any(isinstance(value, list) for _, value in leaves(OmegaConf.to_container(group)))
+    found = {name: composed(name, [f"level={level}"]).recipe for name in ("moonlight_32die", "deepseekv3_16die")}
+    ascend = found["moonlight_32die"].rollout.ascend
+    assert (ascend.multistream_moe, ascend.scheduler) == (False, "v1" if level == "tuned" else "ascend")
+    assert [recipe.rollout.ascend.graphs for recipe in found.values()] == [True, level != "safe"]
+    assert {recipe.level for recipe in found.values()} == {level}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("level=fast", "level=fast: expected one of reference, safe, tuned"),
+        ("recipe.level=safe", "expected level=safe"),
+    ],
+)
+def test_a_level_is_chosen_by_its_group_alone(override, words):
+    with pytest.raises(ConfigError, match=words):
+        composed("deepseekv3_16die", [override])
+
+
+def test_a_level_for_a_config_without_one_is_refused(configs):
+    text = (configs / "deepseekv3_tiny.yaml").read_text()
+    (configs / "other.yaml").write_text(text.replace("level: null]", "algo: grpo]"))
+    with pytest.raises(ConfigError, match="other.yaml has no `level: NAME` in its defaults"):
+        compose_config("other", ["level=safe"])
 
 
 def test_an_unknown_algorithm_is_refused_with_the_list():

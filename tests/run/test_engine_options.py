@@ -31,7 +31,7 @@ def test_every_key_is_written_to_one_place_or_is_a_variable():
     [
         ("multistream_mla=false", "torchair_graph_config.enable_multistream_mla", False),
         ("graph_batch_sizes=[32,64]", "torchair_graph_config.graph_batch_sizes", [32, 64]),
-        ("chunked_prefill_for_mla=false", "chunked_prefill_for_mla", False),
+        ("chunked_prefill_for_mla=true", "chunked_prefill_for_mla", True),
         ("vllm_sleep_mode=true", "vllm_sleep_mode", True),
     ],
 )
@@ -45,9 +45,9 @@ def test_a_key_changes_its_own_place_only(override, place, value):
 def test_graphs_decide_verls_two_keys_and_the_default_sizes():
     rollout = compose_config(LARGE).actor_rollout_ref.rollout
     assert not rollout.enforce_eager and not rollout.free_cache_engine
-    assert options(LARGE).torchair_graph_config.graph_batch_sizes == [8, 16, 32, 64]
-    one = options(LARGE, f"{ASCEND_KEY}.graph_batch_sizes=null").torchair_graph_config.graph_batch_sizes
-    assert one == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
+    assert options(LARGE).torchair_graph_config.graph_batch_sizes == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
+    for name, sizes in ((LARGE, [8, 16, 32, 64]), ("deepseekv3_256die_random_init", [64])):  # which ignores end tokens
+        assert options(name, "level=tuned").torchair_graph_config.graph_batch_sizes == sizes
     eager = compose_config(TINY, NPU).actor_rollout_ref.rollout
     assert eager.enforce_eager and eager.free_cache_engine
     assert eager.engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes == []

@@ -43,7 +43,7 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def grpo():
-    return compose(GRPO, [], platform_rows)
+    return compose(GRPO, ["level=tuned"], platform_rows)
 
 
 @pytest.mark.parametrize(("updates", "features"), CHANGES, ids=[next(iter(updates)) for updates, _ in CHANGES])
@@ -69,6 +69,22 @@ def test_a_256_die_run_applies_no_row_of_a_feature_that_is_off(grpo):
     assert {"update.recipe_critic", "update.routing_samples", "rollout.rebalance", "reward.models"} <= off.keys()
     # the import alone applies the rows of all features
     assert Engine(ROWS, grpo.switches).wanted == {spec.id for spec in here} > grpo.rows
+
+
+def test_rows_of_speed_are_on_at_level_tuned_only(grpo):
+    speed = {spec.id for spec in ROWS if spec.role == "speed"}
+    assert len(speed) > 8 and speed <= grpo.rows
+    needed = {"memory.empty_cache"}  # by memory.order
+    for level in ("safe", "reference"):
+        run = compose(GRPO, [f"level={level}", "recipe.patches=[+dispatch.put_once]"], platform_rows)
+        assert run.rows & speed == needed | {"dispatch.put_once"}
+        others = {name for name, on in feature_states(grpo).items() if on and not feature_states(run)[name]}
+        assert others <= {"multistream_mla", "small_groups", "tensor_cache"}  # keys of the levels
+        assert {s.id for s in ROWS if s.id in grpo.rows and s.feature not in others} - speed <= run.rows
+    assert run.process_switches.decide(next(s for s in ROWS if s.id == "rollout.steps_alike")) == (
+        False,
+        "the level is not tuned",
+    )
 
 
 A, B = row("t.a", feature="one"), row("t.b", needs=("t.a",), feature="two")

@@ -33,7 +33,8 @@ composed_once = functools.cache(composed)
 
 def composed_run(name="true_weight", **changes):
     """Return one of the two runs, composed once; `changes` have two underscores for a dot."""
-    return changed_run(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
+    run = composed_once(CONFIGS[name], ("level=tuned",))
+    return changed_run(run, {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def variables(**changes):
@@ -53,7 +54,7 @@ def test_the_need_of_both_layouts_by_the_formula_written_out(name):
 @pytest.mark.parametrize(
     ("overrides", "need"),
     [
-        ({SEATS: 32}, 239),  # batches are padded to the largest graph
+        ({SEATS: 32, f"{ASCEND}__graph_batch_sizes": [64]}, 239),  # batches are padded to the largest graph
         ({SEATS: None, f"{ASCEND}__graphs": False}, 947),
         ({"recipe__rollout__enable_expert_parallel": False, **ALONE}, 0),
         (NODE, 0),  # MC2 needs at least 16 ranks

@@ -15,7 +15,7 @@ from verl_patches.launch.doctor import doctor
 from verl_patches.launch.doctor.node_checks import Node
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches
-from verl_patches.plan.memory_plan import with_recompute
+from verl_patches.plan.memory_plan import with_planned_keys
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run.compose import compose
 from verl_patches.upstream.checkouts import find_trees
@@ -45,7 +45,7 @@ def doctor_command(
         name, *overrides = words
     else:
         name, overrides = _default_config(), words
-    run = with_recompute(compose(name, overrides, platform_rows, find_trees(upstream)))
+    run = with_planned_keys(compose(name, overrides, platform_rows, find_trees(upstream)))
     node = Node(run, head=head)
     if this_node or (node.nodes == 1 and run.recipe.ray_address is None):
         report, nodes = doctor.check_this_node(node)

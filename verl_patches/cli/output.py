@@ -145,7 +145,7 @@ def print_plan(plan: dict[str, Any], run: RunSpec) -> None:
     """Print a plan (plan/plan.py); of a failed plan only the phases that do not fit, as its checks come below."""
     trainer, memory = run.verl.trainer, plan["memory"]
     nodes = f"{run.world_size} ranks on {trainer.nnodes} node(s) x {trainer.n_gpus_per_node}"
-    print_text(f"{plan['config']}: {nodes}; line {run.line}, platform {run.platform}", "bold")
+    print_text(f"{plan['config']}: {nodes}; line {run.line}, platform {run.platform}, level {run.recipe.level}", "bold")
     if not plan["ok"]:
         title, columns, rows = memory_rows(memory) if memory else ("", (), [])
         if short := [row for row in rows if _OVER_LIMIT in row[1]]:

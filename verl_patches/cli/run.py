@@ -24,7 +24,7 @@ from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
-from verl_patches.plan.memory_plan import with_recompute
+from verl_patches.plan.memory_plan import with_planned_keys
 from verl_patches.plan.plan import build_plan, host_memory_note, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
@@ -219,7 +219,7 @@ def compose_run(config_name: str, overrides: Sequence[str], trees: Trees) -> Run
     """
     run = compose(config_name, overrides, platform_rows, trees)
     check_switches(run)
-    return with_recompute(run)
+    return with_planned_keys(run)
 
 
 def check_switches(run: RunSpec) -> None:

@@ -12,6 +12,7 @@ from itertools import permutations
 from verl_patches.errors import ConfigError
 
 ROLES = ("correctness", "feature", "speed", "observe")
+LEVELS = ("safe", "reference", "tuned")  # groups of keys (configs/level); rows of role speed are on at the last alone
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")  # sets of pinned upstream versions (upstream/pins.py)
 EMULATED_PLATFORMS = {"npu_emulated": "npu"}  # an emulating platform has the rows of the emulated one too
@@ -37,9 +38,10 @@ class PatchSpec:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.
-    `role`: correctness (without the row the run is wrong or does not start), feature (an addition of the recipe),
-    speed, or observe. `feature` names the run's feature that needs the row (run/features.py): the launcher leaves the
-    row out of a run without it; without the launcher it is applied, but must do nothing. Empty: every run has the row.
+    `role`: correctness (without the row the run is wrong or does not start, also for want of memory), feature (an
+    addition of the recipe), observe, or speed, which a run has at level tuned only. `feature` names the run's feature
+    that needs the row (run/features.py): the launcher leaves the row out of a run without it; without the launcher it
+    is applied, but must do nothing. Empty: every run has the row.
     `under` names modules of other libraries that may wrap our object: the row stays active under their wrappers.
     A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
     `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_patches.errors import ConfigError, our_command
-from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP_TEXT, PLATFORMS, PatchSpec
+from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, NO_SKIP_TEXT, PLATFORMS, PatchSpec
 
 PATCHES_VAR = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
@@ -54,7 +54,7 @@ class Switches:
             return False, f"not for platform {self.platform}"
         wanted, reason = True, "on by default"
         if self.rows is not None and spec.id not in self.rows:
-            wanted, reason = False, f"feature {spec.feature} is off" if spec.feature else "not a row of this run"
+            wanted, reason = False, _off_reason(spec)
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted = pattern[0] == "+"
@@ -80,6 +80,12 @@ class Switches:
                     f"{pattern!r} (recipe.patches or {PATCHES_VAR}) names no row of the catalogue"
                     f"{nearest_text(pattern[1:], specs)}. `{our_command('status')}` lists them."
                 )
+
+
+def _off_reason(spec: PatchSpec) -> str:
+    reasons = [f"feature {spec.feature} is off"] if spec.feature else []
+    reasons += [f"the level is not {LEVELS[-1]}"] if spec.role == "speed" else []
+    return " or ".join(reasons) or "not a row of this run"
 
 
 def recorded_off_ids(rows: Iterable[Mapping[str, str]]) -> list[str]:

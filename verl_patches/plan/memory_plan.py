@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
@@ -33,6 +33,7 @@ from verl_patches.plan.expected import (
 from verl_patches.platform import NO_DEVICE
 from verl_patches.run import hccl
 from verl_patches.run.files import recorded_bytes
+from verl_patches.run.resolve import changed_run
 from verl_patches.spec import A3, RunSpec
 
 DEVICE_FOLDER = Path("/dev")
@@ -47,6 +48,7 @@ _OBJECT_STORE_BYTES = 256 << 20  # least size on a CPU
 _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # defaults of `ray start` in ray/_private/ray_constants.py
 KV_BLOCK_TOKENS = 128  # vllm_ascend.platform.NPUPlatform.check_and_update_config
 CHECKPOINTING_KEY = "actor_rollout_ref.model.enable_gradient_checkpointing"
+MAX_NUM_SEQS_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
 LAYERS_KEY = f"{_KWARGS}num_layers"
 # {phase: key of the samples of its micro batches}: what to lower where the logits or activations of a pass do not fit
@@ -153,8 +155,7 @@ def kv_cache_plan(run: RunSpec, memory: RunMemory, mean_tokens: float) -> dict[s
         return None
     size = min(group_bytes(setting, rank)["kv_cache"] for rank in {0, setting.rollout.world_size - 1})
     blocks = max(size // (KV_BLOCK_TOKENS * setting.inventory.model.kv_bytes) - 1, 0)  # vLLM never gives out the first
-    longest = run.verl.actor_rollout_ref.rollout.max_model_len or run.longest_tokens
-    one = -(-longest // KV_BLOCK_TOKENS)
+    one = -(-run.max_model_len // KV_BLOCK_TOKENS)
     expected, held = round(sequences * mean_tokens), blocks * KV_BLOCK_TOKENS
     preemption = "likely" if expected > held else "possible"
     return {
@@ -204,6 +205,11 @@ def recompute_keys(layers: PerStage | Literal["auto"]) -> dict[str, Any]:
     return {CHECKPOINTING_KEY: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
 
 
+def with_planned_keys(run: RunSpec) -> RunSpec:
+    """Return `run` with the keys that the memory plan decides: recomputed layers that are auto, and max_num_seqs."""
+    return with_held_requests(with_recompute(run))
+
+
 def with_recompute(run: RunSpec) -> RunSpec:
     """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
 
@@ -230,6 +236,61 @@ def with_recompute(run: RunSpec) -> RunSpec:
             layers = run.model.num_hidden_layers
     keys = {**recompute_keys(layers), CHECKPOINTING_KEY: given}
     return run.with_verl(keys | {key.replace("actor_rollout_ref.", "critic."): value for key, value in keys.items()})
+
+
+def with_held_requests(run: RunSpec) -> RunSpec:
+    """Return `run`, or with a lower max_num_seqs where the Ascend scheduler would preempt requests and then drop them.
+
+    `whole_prompt_checks` says so. The number is a multiple of 8, as graphs of tensor-parallel ranks need one of TP.
+    """
+    if not run.takes_whole_prompts or run.step_budget >= run.max_model_len:
+        return run
+    cache = _longest_kv_cache(run)
+    sequences = cache["safe_sequences"] // 8 * 8 if cache else 0
+    if not 0 < sequences < run.max_num_seqs:
+        return run
+    return replace(changed_run(run, {MAX_NUM_SEQS_KEY: sequences}), lowered_from=run.max_num_seqs)
+
+
+def _longest_kv_cache(run: RunSpec) -> dict[str, Any] | None:
+    """Return `kv_cache_plan` of the longest sequences; None too where sizes do not divide, which other checks refuse."""
+    try:
+        return kv_cache_plan(run, run_memory(run), run.longest_tokens)
+    except ConfigError:
+        return None
+
+
+def whole_prompt_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse the Ascend scheduler, which takes prompts whole, where it could drop a request without an answer.
+
+    It drops a waiting request of more tokens than a step has (vllm_ascend.core.scheduler.AscendScheduler.schedule): a
+    long prompt, or a preempted response with its prompt. None is preempted where the KV cache holds all of them.
+    """
+    if not run.takes_whole_prompts:
+        return
+    longest, budget, prompt = run.max_model_len, run.step_budget, run.verl.data.max_prompt_length
+    if budget >= longest:
+        yield Check("Ascend scheduler", True, f"max_num_batched_tokens {budget} holds prompt + response {longest}")
+        return
+    cache = _longest_kv_cache(run)
+    held, needed = (cache["held_tokens"], cache["needed_tokens"]) if cache else (None, None)
+    if budget >= prompt and cache and cache["preemption"] == "impossible":
+        text = f"max_num_seqs lowered from {run.lowered_from} to {run.max_num_seqs}: " if run.lowered_from else ""
+        text += f"{run.max_num_seqs} requests of {longest} tokens need {needed} of the {held} tokens that the KV cache "
+        text += "of a die holds (modelled), so none is preempted and then dropped"
+        yield Check("Ascend scheduler", True, text, note=run.lowered_from is not None)
+        return
+    fault = (
+        f"actor_rollout_ref.rollout.max_num_batched_tokens is {budget}, expected >= {longest} with "
+        "recipe.rollout.ascend.scheduler=ascend: it schedules a prompt, or a preempted response with its prompt, as a "
+        "whole and drops a longer one without an answer (vllm_ascend.core.scheduler.AscendScheduler.schedule)"
+    )
+    if budget < prompt:
+        fault += f"; a prompt alone has up to {prompt} tokens"
+    elif cache:
+        fault += f"; requests may be preempted, as {run.max_num_seqs} of {longest} tokens need {needed} tokens of KV "
+        fault += f"cache, and a die holds {held} (modelled): lower {MAX_NUM_SEQS_KEY} or the lengths"
+    yield Check("Ascend scheduler", False, fault)
 
 
 def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:

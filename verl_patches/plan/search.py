@@ -23,12 +23,12 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan import calibration, expected, memory_plan, plan, step_model
 from verl_patches.plan.step_plan import Workload, step_input
 from verl_patches.run import hccl
+from verl_patches.run.engine_options import decode_graph_sizes
 from verl_patches.run.resolve import MODEL_LAYERS_KEY, changed_run
 from verl_patches.spec import A3, Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # (cost, keys) of each layout
 ACTOR_KEY, REF_KEY, ROLLOUT_KEY = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-MAX_NUM_SEQS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.max_num_seqs"
 GRAPHS_KEY = "recipe.rollout.ascend.graph_batch_sizes"
 _TP_SIZES, _MOST_STAGES, _MOST_SEQUENCES, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
 PRESETS_TEXT = "presets: deepseekv3_16die has 8, deepseekv3_64die 32, with random weights"
@@ -118,7 +118,7 @@ def _list_layouts(
         advance(1)
         keys = given | train[1] | rollout[1]
         try:
-            tried = memory_plan.with_recompute(changed_run(run, memory_plan.recompute_keys("auto") | keys))
+            tried = memory_plan.with_planned_keys(changed_run(run, memory_plan.recompute_keys("auto") | keys))
             peak_bytes = _fitting_peak(tried)
             planned += 1
             listed.append(_plan_candidate(tried, rules, workload, keys) | {"peak_bytes": peak_bytes})
@@ -181,10 +181,10 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
             continue
         layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=splits_experts)
         seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
-        graphs = [*(size for size in sizes or () if size < seqs), seqs]
-        keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}
+        graphs = decode_graph_sizes(run.verl, seqs)
+        keys = rollout_keys(tp, ranks) | {memory_plan.MAX_NUM_SEQS_KEY: seqs}
         if sizes is not None:
-            keys[GRAPHS_KEY] = graphs
+            keys[GRAPHS_KEY] = graphs = [*(size for size in sizes if size < seqs), seqs]
         if (run.recipe.logprob_check.sequences or 0) % layout.dp:
             keys["recipe.logprob_check.sequences"] = None  # one for each replica
         one = replace(step, rollout=layout, max_num_seqs=seqs, graph_sizes=tuple(graphs) if step.graph_sizes else ())

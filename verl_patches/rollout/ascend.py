@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from verl_patches.errors import RecipeError
+
 # keys of additional_config, which verl passes on unread. The first is an argument of vLLM's LLM that verl 54c9b736 sets
 # itself (rollout/engine.py), the second is recipe.rollout.ascend.vllm_sleep_mode
 PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
@@ -161,3 +163,29 @@ def reuse_dp_metadata(get_forward_metadata_across_dp: Callable) -> Callable:
         return get_forward_metadata_across_dp(self, *args, **kwargs) if agreed is None else agreed
 
     return across_dp
+
+
+def raise_on_dropped(engine: Any) -> Callable:
+    """Return `step` of vLLM's in-process LLMEngine that raises RecipeError where the Ascend scheduler drops a request.
+
+    vllm_ascend.core.scheduler.AscendScheduler.schedule takes a waiting request whose tokens exceed a step's from its
+    queue, with status FINISHED_IGNORED and no output, so that vllm.LLM.generate waits for it forever.
+    """
+    step, scheduler = engine.step, engine.engine_core.engine_core.scheduler
+
+    @functools.wraps(step)
+    def step_or_raise() -> Any:
+        outputs = step()
+        if engine.output_processor.get_num_unfinished_requests() > scheduler.get_num_unfinished_requests():
+            dropped = [each for each in scheduler.requests.values() if each.status.name == "FINISHED_IGNORED"]
+            if dropped:
+                sizes = ", ".join(f"{each.request_id} of {each.num_tokens} tokens" for each in dropped)
+                raise RecipeError(
+                    f"rollout: the Ascend scheduler dropped request {sizes}; expected at most the "
+                    f"{scheduler.scheduler_config.max_num_batched_tokens} tokens of max_num_batched_tokens, as it "
+                    "takes a prompt, or a preempted response with its prompt, whole. Lower max_num_seqs or the "
+                    "lengths, or use level=tuned, whose scheduler splits them"
+                )
+        return outputs
+
+    return step_or_raise

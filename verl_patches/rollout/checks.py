@@ -51,20 +51,18 @@ def ascend_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def _scheduler(run: RunSpec) -> Iterator[Check]:
-    options, rollout = run.ascend, run.verl.actor_rollout_ref.rollout
+    options, recipe = run.ascend, run.recipe.rollout
     scheduler = options.get("ascend_scheduler_config") or {}
-    if not scheduler.get("enabled") or scheduler.get("enable_chunked_prefill"):
-        return  # prompts may be split
-    longest = rollout.max_model_len or run.longest_tokens
-    budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
-    text = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
-    fault = (
-        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_ASCEND}.scheduler=ascend"
-        ": it schedules a prompt, or a preempted response with its prompt, as a whole and drops a longer one without "
-        "an answer, so that generate() hangs (vllm_ascend.core.scheduler.AscendScheduler.schedule)"
-    )
-    yield either("Ascend scheduler", budget >= longest, text, fault)
-    if options.get("chunked_prefill_for_mla") and run.recipe.rollout.ascend.prefix_caching:
+    if not scheduler.get("enabled"):
+        return
+    if recipe.rebalance_every is not None:
+        text = (
+            f"recipe.rollout.rebalance_every is {recipe.rebalance_every} with {_ASCEND}.scheduler=ascend; expected "
+            "null, or scheduler=v1, whose running requests can move between data-parallel ranks (level=tuned)"
+        )
+        yield Check("Ascend scheduler", False, text)
+    chunked = scheduler.get("enable_chunked_prefill")
+    if not chunked and options.get("chunked_prefill_for_mla") and recipe.ascend.prefix_caching:
         text = (
             f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching are all on; expected one of them "
             "off: without chunked prefill, attention ignores the cached prefix of a prompt "

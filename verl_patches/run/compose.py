@@ -37,7 +37,7 @@ from verl_patches.upstream.support import key_refusal
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
 RowProvider = Callable[[str], Iterable[PatchSpec]]  # returns the catalogue's rows (patches) on a platform (catalog.py)
-HYDRA_GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
+HYDRA_GROUPS = ("algo", "layout", "level", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA_NAME = "recipe_schema"
 _EXPORT_HINT = "remove it, and export the secret as a variable of the shell, which the run inherits"
 _PATH_KEYS = (  # keys of files and folders, some of them read in workers
@@ -89,6 +89,8 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     ConfigStore.instance().store(SCHEMA_NAME, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
     OmegaConf.register_new_resolver("part", lambda whole, parts: max(1, whole // parts), replace=True)
+    OmegaConf.register_new_resolver("not", lambda value: not value, replace=True)
+    OmegaConf.register_new_resolver("more_dies", lambda than, nodes, dies: nodes * dies > than, replace=True)
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
     base = _load_yaml(upstream / f"{VERL_CONFIG}.yaml")
     try:
@@ -158,6 +160,8 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
         if key in HYDRA_GROUPS:
             check_choice(key, value, CONFIGS_DIR / key)
+        if key == "recipe.level":
+            raise ConfigError(f"{override}: expected level={value}, which sets the keys of the level too")
         _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
 
 
@@ -214,6 +218,8 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     key = missing[2] if missing else ""
     if override:
         key = override[1]
+    if key in HYDRA_GROUPS:
+        return f"{key}=...: {CONFIGS_DIR / name}.yaml has no `{key}: NAME` in its defaults or those of its base; add it"
     if override or key.startswith("recipe"):
         if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is not in verl's config file, although verl reads it: add it as +{key}=..."

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import ConfigError
+from verl_patches.patching.spec import LEVELS
 from verl_patches.platform import as_npu
 from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
 
@@ -67,10 +68,19 @@ def rewrite_engine_options(config: DictConfig) -> None:
     seats = OmegaConf.select(rollout, "engine_kwargs.vllm.max_num_seqs")
     values["scheduler"] = values["scheduler"] == "ascend"
     if values["graph_batch_sizes"] is None:
-        values["graph_batch_sizes"] = [seats] if seats and values["graphs"] else []
+        values["graph_batch_sizes"] = decode_graph_sizes(config, seats) if seats and values["graphs"] else []
     for key, place in OPTION_PATHS.items():
         OmegaConf.update(config, f"{OPTIONS_KEY}.{place}", values[key], merge=False, force_add=True)
     # verl refuses to free the cache engine in graph mode:
     # verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__
     for name in _GRAPH_DECIDED_KEYS:
         rollout[name] = not values["graphs"]
+
+
+def decode_graph_sizes(config: DictConfig, seats: int) -> list[int]:
+    """Return the batch sizes of decode graphs of a composed `config` that names none; `seats`: max_num_seqs.
+
+    At level tuned there are also 8, 16, 32, ... below it, unless no response ends early and batches never shrink.
+    """
+    several = config.recipe.level == LEVELS[-1] and not config.actor_rollout_ref.rollout.ignore_eos
+    return [*(8 << n for n in range(seats.bit_length()) if several and 8 << n < seats), seats]

@@ -1,4 +1,4 @@
-"""Decide which patches (rows of the catalogue) a run needs: those of features that are on, and those of no feature.
+"""Decide which patches (rows of the catalogue) a run needs, by the features that are on and by its level.
 
 The launcher ships their ids (`RunSpec.rows`) to every process of the run. Where verl_patches is only imported, without
 the launcher, the rows of all features are applied; those of features that are off then find nothing to do.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.spec import LEVELS, PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import has_dynamic_batches
@@ -43,13 +43,17 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
     }
 
 
-def needed_rows(rows: Iterable[PatchSpec], features: Collection[str], switches: Switches) -> frozenset[str]:
-    """Return the ids of the patches (rows) that are on in a run with these features.
+def needed_rows(
+    rows: Iterable[PatchSpec], features: Collection[str], switches: Switches, level: str = LEVELS[-1]
+) -> frozenset[str]:
+    """Return the ids of the patches (rows) that are on in a run with these features at this level.
 
     A pattern in `switches` decides about each row whose id it matches; a row that another one needs is on with it.
     """
     by_id = {row.id: row.on_line(switches.line) for row in rows}
     off = {row.id for row in by_id.values() if row.feature and row.feature not in features}
+    if level != LEVELS[-1]:
+        off |= {row.id for row in by_id.values() if row.role == "speed"}
     allowed = {name for name, row in by_id.items() if switches.decide(row)[0]}
     decided = replace(switches, rows=tuple(by_id.keys() - off))
     waiting = [name for name, row in by_id.items() if decided.decide(row)[0]]

@@ -70,7 +70,7 @@ def resolve(
     if applied is not None:
         return run
     features = {name for name, is_on in feature_states(run).items() if is_on}
-    return replace(run, rows=needed_rows(rows, features, switches))
+    return replace(run, rows=needed_rows(rows, features, switches, recipe.level))
 
 
 def changed_run(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:

@@ -17,7 +17,7 @@ from verl_patches.memory.schedule import has_direct_sync
 from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, require_freed_memory
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
-from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
+from verl_patches.rollout.ascend import VLLM_SLEEP_MODE, raise_on_dropped
 from verl_patches.rollout.engine import PreemptionCounter, dp_ranks, engine_arguments
 from verl_patches.step.replay.sample_seeds import seeded_params
 from verl_patches.worker import Upstream
@@ -58,6 +58,8 @@ class RolloutEngine(Upstream):
             heartbeat.current_heartbeat().count_group(
                 dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config)
             )
+        if (options.get("ascend_scheduler_config") or {}).get("enabled"):
+            self.llm_engine.step = raise_on_dropped(self.llm_engine)
         if our_sleep_mode:
             loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current_engine().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
