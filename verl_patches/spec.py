@@ -176,6 +176,12 @@ class RunSpec:
         return tuple(self.graphs.get("graph_batch_sizes") or ())
 
     @property
+    def splits_prompts(self) -> bool:
+        """Return whether the engine on NPUs spreads a long prompt over steps, as vLLM V1's scheduler does."""
+        scheduler = self.ascend.get("ascend_scheduler_config") or {}
+        return self.as_npu and (not scheduler.get("enabled") or bool(scheduler.get("enable_chunked_prefill")))
+
+    @property
     def max_num_seqs(self) -> int:
         """Return the most responses that a rollout replica decodes at once: max_num_seqs, or vLLM's default."""
         return self.engine.get("max_num_seqs") or _DEFAULT_MAX_NUM_SEQS

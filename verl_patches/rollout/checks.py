@@ -52,11 +52,10 @@ def ascend_checks(run: RunSpec) -> Iterator[Check]:
 
 def _scheduler(run: RunSpec) -> Iterator[Check]:
     options, rollout = run.ascend, run.verl.actor_rollout_ref.rollout
-    scheduler = options.get("ascend_scheduler_config") or {}
-    if not scheduler.get("enabled") or scheduler.get("enable_chunked_prefill"):
-        return  # prompts may be split
+    if run.splits_prompts:
+        return
     longest = rollout.max_model_len or run.longest_tokens
-    budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
+    budget = options["ascend_scheduler_config"].get("max_num_batched_tokens") or rollout.max_num_batched_tokens
     text = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = (
         f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_ASCEND}.scheduler=ascend"
