@@ -118,8 +118,9 @@ def whole_command(lines):
 
 
 def plain(command):
-    """Return a command on one line, without comment and without variables in front."""
+    """Return a command on one line, without comment, variables in front, and the run.sh of a job that starts it."""
     line = re.sub(r"(^|\s)#.*", "", command.replace("\\\n", " ")).strip()
+    line = re.sub(r"^bash outputs/job/run\.sh +(?=\w)", "", line)
     return re.sub(r"^([A-Z_]+=\S+ +)+(?=\S)", "", re.sub(r" +", " ", line))
 
 
