@@ -48,11 +48,8 @@ CLASSES = {
         r"export \w+=|source ",
     ),
     "of a job": (r"bash outputs/job/(up|run|follow|logs|down)\.sh",),  # tests/launch/jobs runs them
-    "start": (
-        r"bash scripts/smoke\.sh",
-        TRAIN[:-1],
-        rf"{OURS}train(?!.*--dry-run) ",
-    ),  # a run, as tests/loop does: all checks of the config hold
+    # a run, as tests/loop does: all checks of the config hold
+    "start": (r"bash scripts/smoke\.sh", TRAIN[:-1], rf"{OURS}train(?!.*--dry-run) "),
     "parse": (
         r"(python|bash) ",
     ),  # needs minutes, a cluster, NPUs, weights, the network: file, options, values are right

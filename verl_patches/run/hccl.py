@@ -25,7 +25,7 @@ BUFFERS_PER_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, H
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 WATCHDOG_MARGIN_S = 60  # HCCL has to time out before the watchdog of torch_npu's ProcessGroupHCCL ends the process
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
-IF_PORTS = 32  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074)
+IF_PORTS = 32  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074: 32 in 8.5, 16 in 8.0)
 _WITHOUT_MC2_TEXT = (
     "set recipe.rollout.enable_expert_parallel=false and recipe.rollout.data_parallel_size=1, as vllm-ascend has no "
     f"other exchange in decode from {MC2_MIN_RANKS} ranks of a run on"

@@ -41,7 +41,7 @@ AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
 # Calls and phases that wait for the slowest disk or analyse a trace: as earlier times predict nothing, they have at
 # least Bounds.load_s and first_s.
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
-WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; until HCCL's own timeout stacks are collected
+WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest, until HCCL's own timeout, is for stacks
 MAX_NAMED = 8
 _START_ACTIVITIES = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
 
