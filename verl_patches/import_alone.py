@@ -84,7 +84,8 @@ def _input_reports(trainer: Any, run: RunSpec) -> Iterator[str]:
             yield report
         if scores and isinstance(reward, RewardManager):
             place = f"the first prompt of data.{part}_files"
-            yield f"reward of a made-up answer to {place}: {reward.try_row(rows[0], place)}"
+            if result := reward.try_row(rows[0], place):  # "" where all parts are reward models
+                yield f"reward of a made-up answer to {place}: {result}"
 
 
 def _record_text(run: RunSpec) -> str:

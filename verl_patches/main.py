@@ -17,7 +17,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.launch.supervise.stall import WAIT_SHARE, Bounds
 from verl_patches.launch.supervise.watcher import Watcher
@@ -108,6 +108,9 @@ class Controller:
 def run_task_runner(config) -> None:
     """Run verl's TaskRunner in this process, a Ray worker; verl's run_ppo would give it an actor of its own."""
     try:
+        from verl_patches.run.files import require_dataset_class
+
+        require_dataset_class(config.data.custom_cls.path, config.data.custom_cls.name)
         from verl.trainer.main_ppo import TaskRunner
 
         TaskRunner.__ray_metadata__.modified_class().run(config)
@@ -120,7 +123,10 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except Exception as error:
-        message = str(getattr(error, "cause", error))  # Ray brings the controller's error as its cause
-        indented = re.sub(r"\n(?!  )", "\n  ", message)  # so that the launcher knows the lines of a message in the log
-        sys.stderr.write(traceback.format_exc().replace(message, indented))
+        text = traceback.format_exc()
+        if isinstance(error, ConfigError | RecipeError):  # Ray's own errors hold whole tracebacks of processes
+            message = str(getattr(error, "cause", error))  # Ray brings the controller's error as its cause
+            # so that the launcher knows the lines of a message in the log
+            text = text.replace(message, re.sub(r"\n(?!  )", "\n  ", message))
+        sys.stderr.write(text)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -171,6 +171,8 @@ def _allowed_text(node: Mapping[str, Any]) -> str:
     if node.get("type") == "array":
         return f"a list, each {_allowed_text(node['items'])}"
     node = {name: bound for name, bound in node.items() if bound != MAX_INT64}
+    if node.get("minLength") == 1:
+        return "text, not empty"
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
     if "minimum" in node and "maximum" in node:
         bounds = [f"from {node['minimum']} to {node['maximum']}"]
@@ -178,7 +180,6 @@ def _allowed_text(node: Mapping[str, Any]) -> str:
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_BOUNDS |= {"minLength": "of length >="}
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _TYPES |= {"null": "null", "object": "a section"}
 

@@ -56,7 +56,7 @@ def test_a_rollout_has_its_sizes_and_goes_with_layouts_that_have_its_ranks(rollo
     for layout, workers in (("ep2", 2), ("tp2ep2", 4)):
         tp, dp, _ = ROLLOUTS[rollout]
         if tp * dp > workers:
-            with pytest.raises(LayoutError, match="4 ranks, expected all 2 .*layout=tp2ep2"):
+            with pytest.raises(LayoutError, match="4 ranks, expected all 2;.*layout=NAME"):
                 composed(f"layout={layout}", f"rollout={rollout}")
             continue
         run = composed(f"layout={layout}", f"rollout={rollout}")
@@ -134,6 +134,19 @@ def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
         next(iter(smoke.smoke_inputs(SmokeOptions([f"algo={name}"]), tmp_path).tasks)) for name in ("sft", "kto")
     ]
     assert folders[0] != folders[1]
+
+
+def test_a_model_that_other_code_would_make_is_made_anew(monkeypatch, tmp_path):
+    sources = [tmp_path / "verl_patches" / name for name in ("model/tiny.py", "layout/inventory.py")]
+    for file in sources:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(smoke, "REPOSITORY", tmp_path)
+    found = [smoke.smoke_inputs(SmokeOptions(), tmp_path).model]
+    for file in sources:
+        file.write_text(file.name)
+        found.append(smoke.smoke_inputs(SmokeOptions(), tmp_path).model)
+    assert len({*found}) == 3
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
      "quantization_config has quant_method 'compressed-tensors', expected 'fp8'"),
+    ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config has quant_method None, expected 'fp8'"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ({"torch_dtype": "int3"}, "torch_dtype"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),

@@ -14,6 +14,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import (
     MTP_LAYERS,
     QUANTIZATION,
+    class_of_family,
     edit_for_training,
     edit_for_vllm,
     read_config,
@@ -82,6 +83,14 @@ def test_a_setting_of_yarn_that_one_framework_ignores_is_refused(tmp_path, secti
     config[section]["truncate"] = False
     with pytest.raises(ConfigError, match="config.json: the settings of rope have truncate; expected factor"):
         read_config(write_config(tmp_path, config))
+
+
+def test_a_model_of_the_family_is_loaded_by_its_auto_class(tiny_model, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
+
+    load = classmethod(class_of_family(AutoConfig.from_pretrained.__func__))  # as the catalogue's row wraps it
+    monkeypatch.setattr(AutoConfig, "from_pretrained", load)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tiny_model), DeepseekV3ForCausalLM)
 
 
 TOKENIZER_FAULTS = {

@@ -4,6 +4,7 @@ They run with the patches of VERL_PATCHES and without MindSpeed. Each raises if 
 """
 
 import contextlib
+import os
 import traceback
 from types import SimpleNamespace
 from unittest import mock
@@ -182,9 +183,15 @@ def make_worker(chunks, optimizer, offload=True):
     from verl_patches.worker.recipe_worker import RecipeWorker
 
     megatron = {"param_offload": True, "optimizer_offload": offload}
-    settings = ("memory.ledger=off", "watch.action=off", "reshard.bucket_bytes=8")
+    line = os.environ["VERL_PATCHES"].partition(",")[0]  # line=NAME
+    settings = (line, "memory.ledger=off", "watch.action=off", "reshard.bucket_bytes=8")
     run = composed("deepseekv3_tiny_cpu", [f"recipe.{setting}" for setting in settings])
-    config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
+    config = {
+        "actor": {"megatron": megatron},
+        "ref": {"megatron": megatron},
+        "model": {},
+        "rollout": {"enforce_eager": True},
+    }
     context().schedule, context().unmoved_groups = None, frozenset()
     worker = make_subclass(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = TrainedModel(chunks, optimizer, None)

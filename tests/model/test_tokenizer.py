@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from omegaconf import OmegaConf
+from verl.utils import hf_processor
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from tests.code_tokenizer import FILE, SYSTEM, make_code_model
@@ -15,6 +16,7 @@ from tests.runs import composed
 from tests.tools.data.cases import make
 from tests.weights.cases import as_value_model, run
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import tokenizer_code
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.files import folder_checks, reward_folder_checks, with_required_files
 from verl_patches.step.objectives.dataset import SftData
@@ -73,6 +75,46 @@ def test_code_is_not_run_without_the_key_which_the_refusals_name(folder, tiny_mo
     assert f"names {FILE} as the tokenizer's code, which is missing" in details(TRUST, model=poisoned)["model folder"]
     with pytest.raises(ConfigError, match="set recipe.trust_remote_code=true .in the file of `data build`: trust_rem"):
         make(tmp_path, [{"messages": TALK}], "instruction", tokenizer_name_or_path=str(folder))
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json", "config.json"])
+def test_a_processors_code_is_refused_and_not_run(tiny_model, tmp_path, file):
+    poisoned = make_code_model(tiny_model, tmp_path / "poisoned")
+    (poisoned / "proc_code.py").write_text("raise SystemExit('ran')")
+    edit_json(poisoned / file, auto_map={"AutoProcessor": "proc_code.P"})
+    with pytest.raises(SystemExit, match="ran"):  # control: verl's call
+        hf_processor(poisoned, trust_remote_code=True)
+    with pytest.raises(ConfigError, match=rf"/{file}: auto_map names Python code for AutoProcessor, expected none"):
+        read_tokenizer(poisoned, True)
+    edit_json(poisoned / file, auto_map={})
+    assert read_tokenizer(poisoned, True)
+
+
+def test_code_of_another_repository_is_refused(tiny_model, tmp_path):
+    model = make_code_model(tiny_model, tmp_path / "model")
+    names = [f"org/tiny-1.5--{FILE[:-3]}.TinyTokenizer", None]
+    edit_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": names})
+    words = f"copy {FILE} of org/tiny-1.5 into the folder and remove org/tiny-1.5--"
+    with pytest.raises(ConfigError, match=words):
+        read_tokenizer(model, True)
+    with pytest.raises(ConfigError, match=words):
+        load_if_trusted(lambda *_, **__: None)(None, model, trust_remote_code=True)
+
+
+def test_code_that_config_json_names_is_found_where_the_tokenizers_file_names_no_class(tiny_model, tmp_path):
+    model = make_code_model(tiny_model, tmp_path / "model")
+    edit_json(model / "config.json", auto_map=(names := {"AutoTokenizer": [f"{FILE[:-3]}.TinyTokenizer", None]}))
+    edit_json(model / "tokenizer_config.json", auto_map={})
+    assert tokenizer_code(model) == []  # control: tokenizer_class counts
+    edit_json(model / "tokenizer_config.json", tokenizer_class=None)
+    assert tokenizer_code(model) == names["AutoTokenizer"][:1]
+    assert type(read_tokenizer(model, True)).__name__ == "TinyTokenizer"
+    with pytest.raises(ConfigError, match=f"the tokenizer is Python code, {FILE}"):
+        read_tokenizer(model, False)
 
 
 def test_a_reward_models_vocabulary_is_compared_and_its_code_needs_the_key(folder, tmp_path):
@@ -185,7 +227,7 @@ def test_sft_data_is_built_and_trained_as_the_template_writes_it(folder, tmp_pat
     ]
     nameless = [{**TALK[1], "tool_calls": [{**CALL, "id": "c1"}]}]
     report = make(tmp_path, [{"messages": [USER, *nameless]}] * 3, "instruction", out="b", **keys)[1]
-    assert "changes the function 'add' of tool_calls (it writes the id" in next(iter(report["bad"]["shown"]))
+    assert "changes the function 'add' of tool_calls (the template writes only" in next(iter(report["bad"]["shown"]))
 
 
 def test_rl_data_is_built_checked_and_tokenized(folder, tmp_path, monkeypatch):

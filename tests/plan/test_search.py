@@ -22,7 +22,7 @@ from verl_patches.plan.search import (
     search,
     train_keys,
 )
-from verl_patches.plan.step_plan import Workload
+from verl_patches.plan.step_plan import Workload, step_input
 from verl_patches.rules import RULES, SIZE_RULES
 from verl_patches.run.resolve import CONFIGS_DIR, MODEL_LAYERS_KEY
 
@@ -173,7 +173,19 @@ def test_a_model_that_mc2_does_not_take_is_searched_without_expert_parallelism(t
     shape = tmp_path / "moonlight.json"
     shape.write_text(json.dumps(MOONLIGHT))
     moonlight = f"recipe.model_shape={shape}", f"{MODEL_LAYERS_KEY}=27"
-    with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*enable_expert_parallel=false"):
+    with pytest.raises(ConfigError, match="hidden size is 2048, MC2 allows 7168: set .*") as refused:
         listed(NODE, *moonlight, dies=16)
+    advice = re.findall(r"recipe\.[\w.]+=\w+", str(refused.value))
+    assert make_plan(NODE, *moonlight, "recipe.train.layers_per_stage=[14,13]", *advice)["ok"]
     (row,) = listed(NODE, *moonlight, "recipe.rollout.enable_expert_parallel=false", dies=16)
     assert row["rollout"] == "16 x (DP1 TP1 EP1)" and "recipe.rollout.data_parallel_size=1" in row["overrides"]
+
+
+def test_instances_that_do_not_split_experts_fill_the_dies():
+    for nodes in (1, 3):
+        run = composed("moonlight_8die", [f"trainer.nnodes={nodes}", *as_overrides(ANY_LAYOUT_KEYS)])
+        sides = search_module._rollout_sides(run, step_input(run, Workload()), [])
+        found = [size for _, keys in sides for key, size in keys.items() if key.endswith("tensor_model_parallel_size")]
+        assert found == [1, 2, 4, 8]
+    (row,) = listed("moonlight_8die", dies=8)
+    assert make_plan("moonlight_8die", *row["overrides"])["ok"]

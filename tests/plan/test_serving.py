@@ -45,6 +45,14 @@ def test_a_model_that_a_die_holds_is_served_as_the_run_samples_it():
     assert serving_plan(composed(BIG, few))["dp"] == 8
 
 
+def test_the_keys_that_split_experts_are_named_where_the_run_does_not_split_them():
+    cut = ["recipe.rollout.enable_expert_parallel=false", "recipe.rollout.ascend.multistream_moe=false"]
+    (fault,) = faults(*cut, "recipe.rollout.data_parallel_size=1")
+    _, _, advice = fault.rpartition(", with ")
+    assert faults(*cut, *advice.split()) == []
+    assert "enable_expert_parallel" not in serving_text(serving_plan(composed(BIG)))
+
+
 def test_a_model_that_no_instance_holds_is_said():
     plan = serving_plan(composed(BIG, [f"{SHARE}=0.2"]))
     assert plan["nodes"] is plan["dp"] is None and "no number of nodes" in serving_text(plan)

@@ -86,6 +86,11 @@ def test_a_function_of_verls_contract_may_take_more_and_is_loaded_once(tmp_path)
     assert score_response(*given, KEYWORDS)[0] == 2.0
 
 
+def test_a_compiled_function_needs_no_signature(tmp_path):
+    path, name, _ = write_function(tmp_path, "compute_score = dict\n")
+    assert score_response(path, name, {"score": 0.5}, KEYWORDS) == (0.5, KEYWORDS)
+
+
 @pytest.mark.parametrize(
     "code", [f"\nasync def compute_score({ALL}, k): ...\n", "async def a(): ...\ncompute_score = lambda **_: a()\n"]
 )

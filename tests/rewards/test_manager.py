@@ -207,6 +207,9 @@ def test_the_first_rows_of_training_and_validation_are_tried(monkeypatch):
     train.validates = True
     with pytest.raises(ConfigError, match="made-up answer to the first prompt of data.val_files: .*gold answer None"):
         list(_input_reports(trainer, train))
+    trainer.val_reward_fn = make_manager({"name": "reward_model", "path": "x"}, validates=1)
+    (report,) = _input_reports(trainer, train)
+    assert "data.train_files" in report
 
 
 def test_the_length_part_needs_no_gold_answer():

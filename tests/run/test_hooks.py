@@ -1,4 +1,4 @@
-"""Test the rule about the user's code: files and packages exist, and nothing is run."""
+"""Test the rule about the user's code: files and packages exist, and nothing is run before the controller runs it."""
 
 from dataclasses import replace
 
@@ -48,3 +48,46 @@ def test_what_this_machine_lacks_is_a_note():
     ok, detail, note = last_hook(f"{PATH}=/nowhere.py")
     assert ok and note and "not on this machine" in detail
     assert not last_hook(f"{PATH}=/nowhere.py", must_exist=[PATH])[0]
+
+
+OWN = "from torch.utils.data import Dataset\nclass Own(Dataset): ...\nclass Other: ...\n"
+
+
+@pytest.mark.parametrize(("name", "file", "code", "words"), [
+    ("Missing", "own.py", OWN, "of name Missing .*; found AttributeError: .*'Missing' not found"),
+    ("Own", "own.txt", OWN, r"own.txt: expected a Python file, \*.py,"),
+    ("Other", "own.py", OWN, "found TypeError: Other is a class of another kind"),
+    ("Own", "own.py", f"{OWN}{{}}['x']\n", "found .*own.py:4: KeyError: 'x'"),
+])  # fmt: skip
+def test_a_dataset_class_that_verl_cannot_load_is_refused_by_file_and_key(tmp_path, name, file, code, words):
+    path = tmp_path / file
+    path.write_text(code)
+    with pytest.raises(ConfigError, match=words) as refused:
+        files.require_dataset_class(str(path), name)
+    assert str(refused.value).startswith(f"data.custom_cls.path {path}: expected ")
+
+
+def test_a_dataset_class_that_verl_can_load_is_accepted(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    files.require_dataset_class(str(tmp_path / "own.py"), "Own")
+    files.require_dataset_class(None, None)
+
+
+CONTROLLER = """
+import sys
+from omegaconf import OmegaConf
+from verl_patches.errors import ConfigError
+from verl_patches.main import run_task_runner
+try:
+    run_task_runner(OmegaConf.create({"data": {"custom_cls": {"path": sys.argv[1], "name": "Missing"}}}))
+except ConfigError as error:
+    assert "'Missing' not found" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+
+
+@pytest.mark.slow
+def test_the_controller_refuses_a_dataset_class_that_it_cannot_load(run_warm, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    run_warm(CONTROLLER, str(tmp_path / "own.py"), patches="line=pypi,platform=cpu").check()

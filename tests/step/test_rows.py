@@ -55,9 +55,11 @@ USER = {"role": "user", "content": "1+1?"}
 NULL_CONTENT = row(prompt=[{"role": "user", "content": None}])
 ANSWERED = row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 CALL = {"function": {"name": "add", "arguments": "{}"}}
+FLAT_CALL = row(prompt=[{**USER, "tool_calls": [CALL["function"]]}])
 BAD = {
     "calls": (row(prompt=[{**USER, "tool_calls": [CALL]}]), "the text of prompt leaves out or changes tool_calls;"),
-    "text calls": (row(prompt=[{**USER, "tool_calls": "[]"}]), "prompt: tool_calls is text, which verl hands to"),
+    "text calls": (row(prompt=[{**USER, "tool_calls": "[]"}]), "prompt: tool_calls is '\\[\\]', which verl hands to"),
+    "flat call": (FLAT_CALL, "prompt: tool_calls is .*'name': 'add'.*, which verl hands to"),
     "no call": (row(prompt=[{**USER, "tool_calls": [{"id": "c1"}]}]), "prompt: expected a function with a name in"),
     "null content": (
         NULL_CONTENT,
@@ -65,7 +67,7 @@ BAD = {
     ),
     "null prompt": (row(prompt=None), "prompt: expected text or a list of messages, each .* found null"),
     "assistant": (ANSWERED, "prompt ends with a message of assistant; expected a last message of user or tool"),
-    "null extra_info": (row(extra_info=None), "extra_info is None; expected an object, such as"),
+    "null extra_info": (row(extra_info=None), "extra_info is null; expected an object, such as"),
     "gold": (row(gold="#### 34"), r"recipe.rewards\[0\] \(maths\): the gold answer .* is '#### 34', a `####` line"),
     "null gold": (row(reward_model=None), ".*the gold answer .* is None"),
     "a name": (row(prompt=[{**USER, "name": "Ann"}]), "the text of prompt .* changes name;"),
@@ -87,7 +89,7 @@ def test_a_bad_row_is_refused_by_file_and_row_or_dropped_and_counted(read, kind)
 def test_tools_that_verls_prompts_leave_out_are_refused(read):
     with pytest.raises(ConfigError, match="row 1: the text of prompt leaves out or changes tools; remove it from the"):
         read([row(tools=None), row(tools='[{"name": "add"}]')])
-    assert len(read([row(tools=None)])) == 1
+    assert len(read([row(tools=None), row(tools="[]")])) == 2
 
 
 def test_good_rows_are_those_of_verl_and_need_no_report(read, tokenizer, monkeypatch):
@@ -123,11 +125,23 @@ def test_files_that_verl_cannot_join_are_refused(read):
         read([row()], texts)
     assert len(read(texts)) == 2
     without = [{name: value for name, value in row().items() if name != "extra_info"}]
-    with pytest.raises(ConfigError, match="1.parquet, row 0: extra_info is None"):
+    with pytest.raises(ConfigError, match="1.parquet, row 0: extra_info is null"):
         read([row()], without)
     assert len(read(without)) == 1
     with pytest.raises(ConfigError, match="0.parquet, row 0: reward_model is '1'; expected an object, such as {ground"):
         read([row(reward_model="1")])
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_what_is_wrong(read, tmp_path):
+    with pytest.raises(ConfigError, match="data: .*1.parquet: 0 rows; expected at least 1") as refused:
+        read([row()], [])
+    assert "0.parquet" not in str(refused.value)
+    with pytest.raises(ConfigError, match="0.parquet: 0 rows; expected at least 1"):
+        read([])
+    dataset, file = read([row()]), tmp_path / "0.parquet"
+    file.write_bytes(b"PAR1" + bytes(50) + file.read_bytes()[54:])  # the footer is whole
+    with pytest.raises(ConfigError, match="same types, in .*0.parquet; found OSError: .*page header"):
+        dataset._read_files_and_tokenize()
 
 
 def test_images_are_refused_for_a_model_of_text(read):

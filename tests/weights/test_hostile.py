@@ -9,6 +9,7 @@ import torch
 
 from tests.layout.public_folder import config_of_transformers_5
 from tests.weights.cases import (
+    QUANTIZED,
     SMALL,
     SMALL_LAYOUT,
     is_same,
@@ -246,6 +247,10 @@ FAULTS = {
     "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
 }
 FP8_FAULTS = {
+    "fmt": (
+        lambda f: edit_config(f, quantization_config=QUANTIZED | {"fmt": "e5m2"}),
+        "expected fmt e4m3 and weight_bl",
+    ),
     "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"expected {SCALES}, the scales of {DOWN}"),
     "scale shape": (
         change_tensor(SCALES, lambda t: torch.ones(2, 2)),

@@ -174,7 +174,8 @@ def smoke_inputs(options: SmokeOptions, cache: Path) -> Inputs:
     An objective on fixed data (algo=...) has only the learnable task, with answers.
     """
     algorithm = options.chosen_name("algo")
-    sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
+    makers = ("model/tiny.py", "layout/inventory.py")
+    sources = [CONFIGS_DIR / options.model_shape, *(REPOSITORY / "verl_patches" / file for file in makers)]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     paths = {"input": SAMPLE, "tokenizer_name_or_path": model}
     maths = ["-m", "verl_patches", "data", "build", str(SAMPLE.with_name("sample.yaml"))]

@@ -59,6 +59,8 @@ REQUIRED_VALUES: Mapping[str, Any] = {
 }
 YARN_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
 _SMALL_FILES = "*.json", "*.jinja", "*.model", "*.py"  # files of settings and tokenizer
+_TOKENIZER = "AutoTokenizer"
+_CODE_KINDS = _TOKENIZER, "AutoConfig", "AutoModel"  # kinds of code that a folder may name; the last two do not run
 _TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
@@ -70,7 +72,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     config = read_stored_config(path)
     stored = config.get(QUANTIZATION)
     method = stored.get("quant_method") if isinstance(stored, dict) else stored
-    if method not in (None, "fp8"):
+    if stored is not None and method != "fp8":
         raise ConfigError(
             f"{path}: {QUANTIZATION} has quant_method {method!r}, expected 'fp8' or no {QUANTIZATION}: beside bf16, "
             "only DeepSeek's FP8 is supported; give a folder in one of these"
@@ -147,30 +149,60 @@ def require_whole_folder(folder: Path, trusted: bool = True) -> None:
         if fault := file_fault(path):
             raise ConfigError(f"{path} {fault}")
     path = folder / "tokenizer_config.json"
-    tokenizer = read_json_object(path) if path.exists() else {}
+    tokenizer = _read_if_there(path)
     if tokenizer.get("tokenizer_class") == "TokenizersBackend" or isinstance(tokenizer.get(_TOKENS_OF_5), list):
         raise ConfigError(
             f"{path}: expected a tokenizer of transformers 4, found one that transformers 5 saved; in a copy of the "
             f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
             "additional_special_tokens"
         )
+    for file in (folder / "config.json", path, *sorted(folder.glob("*processor_config.json"))):
+        if others := [kind for kind in _code_names(_read_if_there(file)) if not kind.startswith(_CODE_KINDS)]:
+            raise ConfigError(
+                f"{file}: auto_map names Python code for {', '.join(others)}, expected none, as this recipe reads text "
+                "alone; remove these entries in a copy of the folder"
+            )
     for name in tokenizer_code(folder):
         code = folder / f"{name.partition('.')[0]}.py"
         if not trusted:
             raise ConfigError(
-                f"{path}: the tokenizer is Python code, {code.name}; read it, then set recipe.trust_remote_code=true "
+                f"{folder}: the tokenizer is Python code, {code.name}; read it, then set recipe.trust_remote_code=true "
                 "(in the file of `data build`: trust_remote_code=true), which runs it in every process of a run"
             )
-        if "--" not in name and not code.is_file():  # ID--NAME is code of another repository
-            raise ConfigError(f"{path} names {code.name} as the tokenizer's code, which is missing; download it too")
+        if not code.is_file():
+            raise ConfigError(f"{folder} names {code.name} as the tokenizer's code, which is missing; download it too")
 
 
 def tokenizer_code(folder: Path) -> list[str]:
-    """Return FILE.CLASS of each class of the folder's tokenizer that is Python code of the folder."""
-    path = folder / "tokenizer_config.json"
-    names = (read_json_object(path) if path.exists() else {}).get("auto_map") or {}
-    names = names.get("AutoTokenizer") if isinstance(names, dict) else names  # old transformers wrote the value alone
-    return [name for name in ([names] if isinstance(names, str) else names or ()) if name]
+    """Return FILE.CLASS of each class of the folder's tokenizer that is Python code of the folder.
+
+    transformers reads them in config.json too if tokenizer_config.json has no tokenizer_class. Raise ConfigError for
+    ID--FILE.CLASS: it would download this code from another repository.
+    """
+    settings = _read_if_there(folder / "tokenizer_config.json")
+    named = [_code_names(settings).get(_TOKENIZER)]
+    if settings.get("tokenizer_class") is None:
+        named.append(_code_names(_read_if_there(folder / "config.json")).get(_TOKENIZER))
+    found = [name for names in named for name in ([names] if isinstance(names, str) else names or ()) if name]
+    for name in found:
+        repository, mark, code = name.rpartition("--")
+        if mark:
+            file = f"{code.partition('.')[0]}.py"
+            raise ConfigError(
+                f"{folder}: auto_map names {name} as the tokenizer's code, expected a file of the folder; copy {file} "
+                f"of {repository} into the folder and remove {repository}--"
+            )
+    return found
+
+
+def _code_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return auto_map of a file's content: {kind: names of Python code}."""
+    names = settings.get("auto_map")
+    return names if isinstance(names, dict) else {_TOKENIZER: names}  # old transformers wrote the value alone
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -228,6 +260,7 @@ def class_of_family(from_pretrained: Callable) -> Callable:
         from transformers import DeepseekV3Config, PretrainedConfig
 
         own = {**kwargs, "trust_remote_code": None, "name_or_path": pretrained_model_name_or_path}
+        own.pop("code_revision", None)  # of AutoModel, as AutoConfig does; it would reach the model's constructor
         config, others = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **own)
         if config.get("model_type") in MODEL_TYPES:
             return DeepseekV3Config.from_dict(config, **others)

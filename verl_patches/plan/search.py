@@ -172,11 +172,14 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
     """
     machine, sizes, by_mc2 = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes, hccl.decodes_by_mc2(run)
     share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
-    cut = not run.recipe.rollout.enable_expert_parallel
-    for tp, ranks in zip(_TP_SIZES, _TP_SIZES, strict=True) if cut else itertools.product(_TP_SIZES, splits):
-        if ranks % tp or (by_mc2 and hccl.mc2_faults(machine.mc2, step.model, ranks, tokens=1)):
+    splits_experts = run.recipe.rollout.enable_expert_parallel
+    instances = itertools.product(_TP_SIZES, splits) if splits_experts else ((tp, tp) for tp in _TP_SIZES)
+    for tp, ranks in instances:
+        if run.world_size % ranks or ranks % tp:
             continue
-        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=not cut)
+        if by_mc2 and hccl.mc2_faults(machine.mc2, step.model, ranks, tokens=1):
+            continue
+        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp, expert_parallel=splits_experts)
         seqs = min(math.ceil(step.responses / layout.dp), _MOST_SEQUENCES, step.token_budget)
         graphs = [*(size for size in sizes or () if size < seqs), seqs]
         keys = rollout_keys(tp, ranks) | {MAX_NUM_SEQS_KEY: seqs}

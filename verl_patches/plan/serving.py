@@ -67,26 +67,28 @@ def instance_checks(run: RunSpec) -> list[Check]:
 
 
 def serving_plan(run: RunSpec) -> dict[str, Any]:
-    """Return {nodes, dies, dtype, dp, die_bytes, share_bytes} of the rollout instance that needs the fewest nodes.
+    """Return {nodes, dies, dtype, dp, change_split, die_bytes, share_bytes} of the instance with the fewest nodes.
 
-    dies: of a node. dp: its recipe.rollout.data_parallel_size. die_bytes: weights on the fullest die with the KV of one
-    longest response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run; one that does not
-    split experts is tried as it is, then with experts split over whole nodes. If no number of nodes suffices, nodes
-    and the last three are None.
+    dies: of a node. dp: its recipe.rollout.data_parallel_size. change_split: whether
+    recipe.rollout.enable_expert_parallel, false in the run, must be true. die_bytes: weights on the fullest die with
+    the KV of one longest response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run; one
+    that does not split experts is tried as it is, then with experts split over whole nodes. If no number of nodes
+    suffices, nodes and the last four are None.
     """
     dies, tp = run.hardware.node_dies, run.rollout.tp
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
     sizes = [(ranks, True) for ranks in range(dies, experts + 1, dies) if not (experts % ranks or ranks % tp)]
-    if not run.recipe.rollout.enable_expert_parallel and tp <= dies:
+    is_split = run.recipe.rollout.enable_expert_parallel
+    if not is_split and tp <= dies:
         sizes.insert(0, (tp, False))
     for ranks, split in sizes:
         tried = _single_instance(run, ranks // tp, min(dies, ranks), split)
         need, share = _die_bytes(tried)
         if need <= share and hccl.check_machine(tried).ok:
-            nodes = math.ceil(ranks / dies)
-            return {**found, "nodes": nodes, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
-    return {**found, **dict.fromkeys(("nodes", "dp", "die_bytes", "share_bytes"))}
+            found |= {"nodes": math.ceil(ranks / dies), "dp": ranks // tp, "change_split": split and not is_split}
+            return found | {"die_bytes": need, "share_bytes": share}
+    return found | dict.fromkeys(("nodes", "dp", "change_split", "die_bytes", "share_bytes"))
 
 
 def serving_text(plan: dict[str, Any]) -> str:
@@ -95,7 +97,8 @@ def serving_text(plan: dict[str, Any]) -> str:
         return f"no number of nodes of {plan['dies']} dies holds the weights in {plan['dtype']} (modelled)"
     memory = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
     nodes = f"{plan['nodes']} node(s) of {plan['dies']} dies hold the weights in {plan['dtype']}"
-    return f"{nodes}: {memory}, with recipe.rollout.data_parallel_size={plan['dp']}"
+    split = " recipe.rollout.enable_expert_parallel=true" if plan["change_split"] else ""
+    return f"{nodes}: {memory}, with recipe.rollout.data_parallel_size={plan['dp']}{split}"
 
 
 def _die_bytes(run: RunSpec) -> tuple[int, int]:

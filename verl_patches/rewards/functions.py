@@ -35,12 +35,21 @@ def score_response(path: str, name: str, kwargs: Mapping[str, Any], keywords: Ma
     function, where = _load_function(path, name)
     if keywords is None:
         return True
-    try:
-        inspect.signature(function).bind(**keywords, **kwargs)
-    except TypeError as error:
-        expected = f"{name}({', '.join([*keywords, *kwargs])})"
-        raise ResultError(f"{where}: {error}; expected {expected}, called once for each response") from None
+    _require_keywords(path, name, (*keywords, *kwargs))
     return read_result(function(**keywords, **kwargs), where)
+
+
+@functools.cache
+def _require_keywords(path: str, name: str, keywords: tuple[str, ...]) -> None:
+    """Raise ResultError where a function does not take these keywords; a process checks it once."""
+    function, where = _load_function(path, name)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(keywords))
+    except TypeError as error:
+        expected = f"{name}({', '.join(keywords)})"
+        raise ResultError(f"{where}: {error}; expected {expected}, called once for each response") from None
+    except ValueError:
+        pass  # a compiled function need not have a signature
 
 
 @functools.cache

@@ -27,8 +27,9 @@ WATCHDOG_MARGIN_S = 60  # HCCL has to time out before the watchdog of torch_npu'
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
 IF_PORTS = 32  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074: 32 in 8.5, 16 in 8.0)
 _WITHOUT_MC2_TEXT = (
-    "set recipe.rollout.enable_expert_parallel=false and recipe.rollout.data_parallel_size=1, as vllm-ascend has no "
-    f"other exchange in decode from {MC2_MIN_RANKS} ranks of a run on"
+    "set recipe.rollout.enable_expert_parallel=false, recipe.rollout.data_parallel_size=1 and "
+    "recipe.rollout.instances=null, with TP > 1 also recipe.rollout.ascend.multistream_moe=false, as vllm-ascend has "
+    f"no other exchange in decode from {MC2_MIN_RANKS} ranks of a run on"
 )
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.gold import GoldCheck
 from verl_patches.rewards.parts import reward_parts
-from verl_patches.step.objectives.chat import parse_calls, parts_left_out, present_fields, render
+from verl_patches.step.objectives.chat import parse_calls, parse_functions, parts_left_out, present_fields, render
 from verl_patches.step.objectives.settings import TEXT_MESSAGES
 from verl_patches.values import loading_errors, value_faults
 
@@ -67,6 +67,7 @@ def read_checked_rows(
     checked, for the report. The dataset gets `row_report`, a sentence about what was left out or not checked, or "".
     Raises ConfigError for files that cannot be read as one, for a bad row, and where less than a batch is left.
     """
+    from datasets.exceptions import DatasetGenerationError
     from pyarrow import parquet
 
     files, config, limit = [str(file) for file in dataset.data_files], dataset.config, dataset.max_prompt_length
@@ -74,9 +75,15 @@ def read_checked_rows(
     skips = bool(whole and OmegaConf.select(whole, _SKIP_KEY))
     filters, dataset.filter_overlong_prompts = config.get("filter_overlong_prompts", True), False  # done here
     with loading_errors(f"data: expected parquet files with columns of the same types, in {', '.join(files)}"):
-        read()
+        sizes = [parquet.read_metadata(file).num_rows for file in files]
+        if empty := [file for file, size in zip(files, sizes, strict=True) if not size]:
+            raise ConfigError(f"data: {', '.join(empty)}: 0 rows; expected at least 1 in each file")
+        try:
+            read()
+        except DatasetGenerationError as error:
+            raise error.__cause__ or error from None
     bad, over, kept = list[str](), list[tuple[int, str]](), list[int]()
-    places = (f"{file}, row {row}" for file in files for row in range(parquet.read_metadata(file).num_rows))
+    places = (f"{file}, row {row}" for file, size in zip(files, sizes, strict=True) for row in range(size))
     for number, (place, (fault, tokens)) in enumerate(zip(places, _results(dataset, check_rows), strict=True)):
         is_long = fault is None and tokens > limit
         if is_long and not filters and dataset.truncation == "error":
@@ -145,14 +152,19 @@ def _rl_row_fault(dataset: Any, gold: GoldCheck, row: dict[str, Any]) -> str | N
     for name, value in (("extra_info", info), ("reward_model", reward)):
         if not isinstance(value, dict):
             example = "{index: 0}" if name == "extra_info" else "{ground_truth: 1}"
-            return f"{name} is {value!r:.60}; expected an object, such as {example}, in every row"
+            found = "null" if value is None else f"{value!r:.60}"
+            return f"{name} is {found}; expected an object, such as {example}, in every row"
     messages = [*map(present_fields, prompt)]
     for one in messages:
-        if isinstance(one.get("tool_calls"), str):
-            raise ValueError("tool_calls is text, which verl hands to the chat template as it is; expected a list")
-        parse_calls(one.get("tool_calls", []))  # raises ValueError
+        calls = one.get("tool_calls", [])
+        if parse_functions(calls, "tool_calls") != calls:
+            found = f"tool_calls is {calls!r:.60}, which verl hands to the chat template as it is"
+            raise ValueError(f"{found}; expected a list of objects with function, an object with name and arguments")
+        parse_calls(calls)  # raises ValueError
+    tools = parse_functions(row["tools"], "tools") if row.get("tools") else None
     text = render(dataset.tokenizer, messages, for_answer=False)  # as verl's, which knows no tools
-    for name in parts_left_out(dataset.tokenizer, messages, row.get("tools"), text, text):
+    # the last message is part of the prompt: unlike a response, its content may stand anywhere in the text
+    for name in parts_left_out(dataset.tokenizer, messages, tools, text, text):
         return f"the text of {dataset.prompt_key} leaves out or changes {name}; remove it from the rows"
     source = row.get(dataset.config.get("reward_fn_key", "data_source"))
     asked = "\n".join(each["content"] for each in prompt if each["role"] != "assistant")

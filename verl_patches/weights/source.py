@@ -306,16 +306,19 @@ class _Header:
 
 
 def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the FP8 block of config.json, None if it has none; another quantization raises ConfigError."""
+    """Return the FP8 block of config.json, None if it has none; another form of FP8 than DeepSeek's raises ConfigError.
+
+    `read_config` refuses other methods.
+    """
     found = config.get(QUANTIZATION)
     if found is None:
         return None
     sizes: Any = found.get("weight_block_size") if isinstance(found, Mapping) else None
     is_pair = isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
-    if not is_pair or found.get("quant_method") != "fp8" or found.get("fmt", "e4m3") != "e4m3":
+    if not is_pair or found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
-            f"{folder / 'config.json'}: {QUANTIZATION}: expected quant_method fp8, fmt e4m3 and weight_block_size of "
-            f"two numbers, as {json.dumps(QUANTIZATION_CONFIG)}, found {found!r}; only DeepSeek's FP8 is supported"
+            f"{folder / 'config.json'}: {QUANTIZATION}: expected fmt e4m3 and weight_block_size of two numbers, "
+            f"as {json.dumps(QUANTIZATION_CONFIG)}, found {found!r}; only DeepSeek's FP8 is supported"
         )
     return tuple(sizes)
 

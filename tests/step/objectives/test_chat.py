@@ -72,6 +72,14 @@ def test_calls_results_tools_and_reasoning_are_trained_as_the_template_writes_th
     )
 
 
+def test_a_prompt_beside_a_response_may_have_flat_calls(tokenizer):
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    called = {**CALLS, "tool_calls": [CALL["function"]]}
+    prompt, responses, _ = row_tokens(tokenizer, {"prompt": [USER, called, USER], "response": "4 C"})
+    assert '<call>weather {"city": "Oslo"}</call><|end|>' in tokenizer.decode(prompt)
+    assert tokenizer.decode(responses["response"]) == "4 C<|end|>"
+
+
 def test_a_begin_that_the_generation_prompt_has_is_not_trained_twice(split):
     answer = say("<think>\n1 + 1\n</think>\n\n2")
     assert split(THINK, USER, answer) == (

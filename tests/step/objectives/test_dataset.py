@@ -116,8 +116,8 @@ MISSING = "row 1: {} is null; expected {}"
 @pytest.mark.parametrize(("name", "columns", "words"), [
     ("PairData", {"chosen": ["x"]}, "d.parquet: dpo needs the columns prompt, chosen, rejected; found prompt, chosen"),
     ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or messages or text; found prompt, answer"),
-    ("SftData", {"response": ["x", None]}, MISSING.format("response", "text of length >= 1")),
-    ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text of length >= 1"),
+    ("SftData", {"response": ["x", None]}, MISSING.format("response", "text, not empty")),
+    ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text, not empty"),
     ("KtoData", {"response": ["x", "y"], "label": [1, 0]}, "row 0: label is 1; expected true or false"),
     ("KtoData", {"response": ["x", "y"], "label": [True, None]}, MISSING.format("label", "true or false")),
     ("StepData", {"steps": [["x"]], "labels": [[2.0]]}, r"row 0: labels is \[2.0\]; expected a list of true or false"),

@@ -21,7 +21,7 @@ class Mc2Limits:
     """Describe what npu_moe_distribute_dispatch and npu_moe_distribute_combine (MC2) accept on a machine.
 
     ranks: sizes of a group. tokens, rank_experts: the most of a rank. hidden: sizes of a token's hidden state. top_k:
-    the most experts of a token. experts: the most of a group, of which each rank has equally many.
+    the most experts of a token. experts: the most experts of a group; each rank has the same number.
     """
 
     ranks: tuple[int, ...]

@@ -29,12 +29,18 @@ def present_fields(message: Mapping[str, Any]) -> Message:
     return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
-def read_conversation(given: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages of a conversation, whose last is the assistant's."""
+def _read_messages(given: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return messages with their present fields, and tool calls as parse_calls does."""
     messages = [present_fields(one) for one in given]
     for one in messages:
         if "tool_calls" in one:
             one["tool_calls"] = parse_calls(one["tool_calls"])
+    return messages
+
+
+def read_conversation(given: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages of a conversation, whose last is the assistant's."""
+    messages = _read_messages(given)
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(f"expected the last message of messages to have role assistant, found {role}")
     return messages
@@ -136,7 +142,8 @@ def parts_left_out(tokenizer: Any, messages: list[Message], tools: Any, whole: s
         yield "tools"
     unsaid = [name for call in calls if (name := call["function"]["name"]) not in str(call.get("id"))]
     if unsaid and not matters([_with_renamed_calls(one) for one in messages], tools):  # Kimi-K2's writes ids alone
-        yield f"the function {unsaid[0]!r:.60} of tool_calls (it writes the id, which can hold it: functions.NAME:0)"
+        advice = "the template writes only the call's id; give ids such as functions.NAME:0"
+        yield f"the function {unsaid[0]!r:.60} of tool_calls ({advice})"
 
 
 def _with_renamed_calls(message: Message) -> Message:
@@ -197,7 +204,7 @@ def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> RowTokens:
     if "messages" in row:
         ids, response = split_tokens(tokenizer, read_conversation(row["messages"]), tools)
         return ids, {"response": response}, []
-    prompt = [present_fields(one) for one in row["prompt"]]
+    prompt = _read_messages(row["prompt"])
     if "steps" in row:
         return _step_tokens(tokenizer, prompt, row["steps"], tools)
     ids, responses = list[int](), dict[str, list[int]]()

@@ -131,7 +131,11 @@ def _made_rows(settings: Settings, sources: Sequence[Source]) -> Iterator[dict[s
 
 @contextmanager
 def _row_maker(settings: Settings) -> Iterator[Callable[..., Iterable[dict[str, Any]]]]:
-    """Yield make_rows, which with more than one worker runs in that many processes."""
+    """Yield make_rows, which with more than one worker runs in that many processes.
+
+    Python ignores an exception of a signal's handler while it forks. So an end signal in the milliseconds in which the
+    first rows fork the workers may be lost, or end a worker, which is then reported as killed; a second one ends all.
+    """
     make = functools.partial(make_rows, settings)
     if settings.workers < 2:
         yield make
