@@ -44,9 +44,10 @@ LOCK_FILE = ROOT / "configs" / "requirements-a3.txt"
 TESTED_PINS = (ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt")
 PLATFORM = "aarch64-manylinux_2_28"  # openEuler 22.03 has glibc 2.34
 SDIST_PACKAGES = ("antlr4-python3-runtime",)
-# build requirements of vLLM and vllm-ascend (pyproject.toml); pip's build isolation would install another torch
+# build requirements of vLLM and vllm-ascend (pyproject.toml); pip's build isolation would install another torch.
+# cmake below 4, which dropped policies of old projects: CANN's ascendc.cmake, which vllm-ascend includes, is not public
 BUILD_REQUIREMENTS = (
-    "setuptools>=77.0.3,<80 setuptools-scm>=8 packaging>=24.2 cmake>=3.26 ninja wheel jinja2 pybind11".split()
+    "setuptools>=77.0.3,<80 setuptools-scm>=8 packaging>=24.2 cmake>=3.26,<4 ninja wheel jinja2 pybind11".split()
 )
 EXCLUSIONS = {
     "verl": {"tensordict"},  # the pin is later

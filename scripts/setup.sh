@@ -56,7 +56,8 @@ find_python() { # set $python to a working Python 3.11 outside of the environmen
         if [ -n "$found" ]; then python=$found; return; fi
     done
     [ -z "$python" ] || die "--python $python: expected a working Python 3.11, for which the pins are made, found another or none; give another"
-    die "no Python 3.11 found (looked for ${candidates[*]}); install it (Debian 12: apt-get install python3.11-venv)" \
+    die "no Python 3.11 found (looked for ${candidates[*]}); install it (Debian 12: apt-get install python3.11-venv;" \
+        "openEuler 24.03: yum install python3 python3-pip; openEuler 22.03 has 3.9 alone: conda create -n py311 python=3.11)" \
         "or give one with --python EXE"
 }
 
@@ -98,7 +99,7 @@ make_venv() { # make an empty environment, and never replace a folder that is no
     fi
     say "making $venv with $("$python" --version)"
     "$python" -m venv "$venv" ||
-        die "$python cannot make environments (Debian: apt-get install python3.11-venv); or give another with --python EXE"
+        die "$python cannot make environments (Debian: apt-get install python3.11-venv; openEuler: yum install python3-pip); or give another with --python EXE"
     rm -f "$started"
 }
 

@@ -34,7 +34,7 @@ from verl_patches.values import (
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-HCCL_PORTS = 16 + 128  # of a node: 16 from HCCL_IF_BASE_PORT on, the others are HCCL_HOST_SOCKET_PORT_RANGE
+HCCL_PORTS = 32 + 112  # of a node: 32 from HCCL_IF_BASE_PORT on, the others are HCCL_HOST_SOCKET_PORT_RANGE
 
 CONTROLLER_PHASES = ("reward", "advantage")  # phases in which workers do nothing
 PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROLLER_PHASES)
@@ -85,7 +85,7 @@ class Train:
     after it. Only the first pipeline stage has several buckets.
     ddp_bucket_size: parameters of a bucket; null is Megatron's size, 40 million, or a million for each data-parallel
     rank if that is more.
-    distributed_timeout_minutes: time limit of a training collective.
+    distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
     moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
     update; 0 leaves the biases unchanged. No auxiliary loss is used.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs only.

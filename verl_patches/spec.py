@@ -168,11 +168,15 @@ class RunSpec:
         return self.engine.get("additional_config") or {}
 
     @property
+    def splits_prompts(self) -> bool:
+        """Return whether the engine on NPUs spreads a long prompt over steps, as vLLM V1's scheduler does."""
+        scheduler = self.ascend.get("ascend_scheduler_config") or {}
+        return self.as_npu and (not scheduler.get("enabled") or bool(scheduler.get("enable_chunked_prefill")))
+
+    @property
     def takes_whole_prompts(self) -> bool:
         """Return whether the Ascend scheduler takes prompts whole, and drops a request that exceeds a step's budget."""
-        scheduler = self.ascend.get("ascend_scheduler_config") or {}
-        whole = scheduler.get("enabled") and not scheduler.get("enable_chunked_prefill")
-        return bool(self.samples and self.as_npu and whole)
+        return self.samples and self.as_npu and not self.splits_prompts
 
     @property
     def graphs(self) -> Mapping[str, Any]:

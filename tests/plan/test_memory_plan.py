@@ -1,11 +1,13 @@
 """Test the plan's memory section: both orders of the 256-die runs against a die, and the tiny run's bytes."""
 
+import re
 from dataclasses import replace
 
 import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.conftest import ROOT
 from tests.runs import composed
 from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import memory_rows
@@ -138,6 +140,16 @@ def test_a_cpu_has_no_die_to_compare_with():
     assert planned["hbm_bytes"] is None and planned["followed"] == "ours, with vLLM's sleep mode"
     _, _, rows = memory_rows(planned)
     assert " MB" in rows[0][1] and not any("TOO MUCH" in cell for row in rows for cell in row)
+
+
+def test_the_runbooks_table_of_host_memory_is_the_plans():
+    text = (ROOT / "docs" / "256-die-runbook.md").read_text().partition("\n## Host memory\n")[2]
+    rows = re.findall(r"^\| `(.+)` \| (\d+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    for words, nodes, gigabytes in rows:
+        run = make_run(*words.split(), skip=True)
+        assert run.verl.trainer.nnodes == int(nodes), words
+        assert f"{planned(run)['host']['node_bytes'] / 1e9:.1f}" == gigabytes, words
+    assert len(rows) > 5
 
 
 def test_what_is_beside_the_memory_groups():

@@ -100,11 +100,17 @@ def test_experts_over_a_part_of_a_tp_group_are_refused():
 
 
 def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
-    assert variables()["HCCL_EXEC_TIMEOUT"] == "1080" and hccl.check_timeouts(composed_run()).ok
-    half_an_hour = {"recipe__train__distributed_timeout_minutes": 30}
-    check = hccl.check_timeouts(composed_run(**half_an_hour))
-    assert not check.ok and "distributed_timeout_minutes is 30" in check.detail and "1091 s" in check.detail
-    assert hccl.check_timeouts(composed_run(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU")).ok
+    minutes = "recipe__train__distributed_timeout_minutes"
+    assert hccl.check_timeouts(composed_run()).ok and hccl.check_timeouts(composed_run(**{minutes: 19})).ok
+    for given, words in ((20, "expected at most 19"), (1, "expected at least 2")):
+        check = hccl.check_timeouts(composed_run(**{minutes: given}))
+        assert not check.ok and f"distributed_timeout_minutes is {given} " in check.detail and words in check.detail
+    assert hccl.check_timeouts(composed_run(**{minutes: 20}, recipe__hccl__expansion_mode="AI_CPU")).ok
+
+
+def test_hccl_times_out_before_the_watchdog_of_torchs_groups():
+    run = composed_run()
+    assert int(variables()["HCCL_EXEC_TIMEOUT"]) == 60 * run.recipe.train.distributed_timeout_minutes - 60 == 1020
 
 
 @pytest.mark.parametrize(
@@ -132,6 +138,12 @@ ON_A2 = {
 }
 NODE_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
 NODE_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
+
+
+def test_a2_has_no_port_range_because_mc2_does_not_support_it():
+    names = hccl.IF_BASE_PORT, hccl.HOST_PORTS
+    found = [[variables(**changes).get(name) for name in names] for changes in ({}, NODE_800T)]
+    assert found == [["61000", "61032-61143"], ["61000", None]]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ CLASSES = {
         r"export \w+=|source ",
     ),
     "of a job": (r"bash outputs/job/(up|run|follow|logs|down)\.sh",),  # tests/launch/jobs runs them
-    "start": (r"bash scripts/smoke\.sh", TRAIN[:-1]),  # a run, as tests/loop does: all checks of the config hold
+    # a run, as tests/loop does: all checks of the config hold
+    "start": (r"bash scripts/smoke\.sh", TRAIN[:-1], rf"{OURS}train(?!.*--dry-run) "),
     "parse": (
         r"(python|bash) ",
     ),  # needs minutes, a cluster, NPUs, weights, the network: file, options, values are right
@@ -118,8 +119,9 @@ def whole_command(lines):
 
 
 def plain(command):
-    """Return a command on one line, without comment and without variables in front."""
+    """Return a command on one line, without comment, variables in front, and the run.sh of a job that starts it."""
     line = re.sub(r"(^|\s)#.*", "", command.replace("\\\n", " ")).strip()
+    line = re.sub(r"^bash outputs/job/run\.sh +(?=\w)", "", line)
     return re.sub(r"^([A-Z_]+=\S+ +)+(?=\S)", "", re.sub(r" +", " ", line))
 
 

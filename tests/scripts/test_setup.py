@@ -45,6 +45,7 @@ def test_without_python_311_it_says_how_to_give_one(tmp_path):
         (tmp_path / name).chmod(0o755)
     done = run_setup("--venv", venv, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 1 and "no Python 3.11 found" in done.stderr and "--python EXE" in done.stderr
+    assert "Debian" in done.stderr and "openEuler" in done.stderr
     refused = run_setup("--venv", venv, "--python", tmp_path / "python3")
     assert "expected a working Python 3.11" in refused.stderr and not venv.exists()
 

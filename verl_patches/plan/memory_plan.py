@@ -253,9 +253,9 @@ def with_held_requests(run: RunSpec) -> RunSpec:
 
 
 def _longest_kv_cache(run: RunSpec) -> dict[str, Any] | None:
-    """Return `kv_cache_plan` of the longest sequences; None too where sizes do not divide, which other checks refuse."""
+    """Return `kv_cache_plan` of the longest sequences; None too where sizes do not divide."""
     try:
-        return kv_cache_plan(run, run_memory(run), run.longest_tokens)
+        return kv_cache_plan(run, run_memory(run), mean_tokens=run.longest_tokens)
     except ConfigError:
         return None
 

@@ -52,8 +52,7 @@ def ascend_checks(run: RunSpec) -> Iterator[Check]:
 
 def _scheduler(run: RunSpec) -> Iterator[Check]:
     options, recipe = run.ascend, run.recipe.rollout
-    scheduler = options.get("ascend_scheduler_config") or {}
-    if not scheduler.get("enabled"):
+    if not (options.get("ascend_scheduler_config") or {}).get("enabled"):
         return
     if recipe.rebalance_every is not None:
         text = (
@@ -61,8 +60,7 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
             "null, or scheduler=v1, whose running requests can move between data-parallel ranks (level=tuned)"
         )
         yield Check("Ascend scheduler", False, text)
-    chunked = scheduler.get("enable_chunked_prefill")
-    if not chunked and options.get("chunked_prefill_for_mla") and recipe.ascend.prefix_caching:
+    if not run.splits_prompts and options.get("chunked_prefill_for_mla") and recipe.ascend.prefix_caching:
         text = (
             f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching are all on; expected one of them "
             "off: without chunked prefill, attention ignores the cached prefix of a prompt "

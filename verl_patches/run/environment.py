@@ -121,10 +121,10 @@ def _socket_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
 
 def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
     recipe = run.recipe
-    ports = "{}-{}".format(*hccl.node_ports(run)[hccl.HOST_PORTS])
+    ports = hccl.node_ports(run).get(hccl.HOST_PORTS)
     top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
-    timeout = "recipe.train.distributed_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
+    timeout = "a minute less than recipe.train.distributed_timeout_minutes: HCCL reports before torch's watchdog (s)"
     need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(run)} (MiB)"
     base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
     queue = (
@@ -151,8 +151,9 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         "HCCL_BUFFSIZE": (str(hccl.buffer_mib(run)), need),
         hccl.IF_BASE_PORT: (str(recipe.hccl.base_port), base_port),
-        hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
+        **({hccl.HOST_PORTS: ("{}-{}".format(*ports), "used instead of HCCL_IF_BASE_PORT's")} if ports else {}),
         **_socket_variables(run),
+        "ASCEND_GLOBAL_EVENT_ENABLE": ("0", "plog has errors alone; with 1, the default, events too"),
         "TASK_QUEUE_ENABLE": ("2", queue),
         "CPU_AFFINITY_CONF": (
             "0",

@@ -23,8 +23,9 @@ DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100  # a size that follows from the need is a multiple of it
 BUFFERS_PER_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
+WATCHDOG_MARGIN_S = 60  # HCCL has to time out before the watchdog of torch_npu's ProcessGroupHCCL ends the process
 IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
-IF_PORTS = 16  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074)
+IF_PORTS = 32  # ports from HCCL_IF_BASE_PORT on that HCCL uses (CANN envref_07_0074: 32 in 8.5, 16 in 8.0)
 _WITHOUT_MC2_TEXT = (
     "set recipe.rollout.enable_expert_parallel=false, recipe.rollout.data_parallel_size=1 and "
     "recipe.rollout.instances=null, with TP > 1 also recipe.rollout.ascend.multistream_moe=false, as vllm-ascend has "
@@ -213,27 +214,39 @@ def buffer_bytes(run: RunSpec) -> dict[str, int]:
 
 
 def exec_timeout_s(run: RunSpec) -> int:
-    """Return HCCL_EXEC_TIMEOUT in seconds, from recipe.train.distributed_timeout_minutes."""
-    return 60 * run.recipe.train.distributed_timeout_minutes
+    """Return HCCL_EXEC_TIMEOUT in seconds: WATCHDOG_MARGIN_S less than recipe.train.distributed_timeout_minutes.
+
+    torch_npu takes those minutes for the watchdog of its process groups and warns that plog, with HCCL's error, may not
+    be recorded where they are not longer than HCCL's timeout (ProcessGroupHCCL's constructor).
+    """
+    return 60 * run.recipe.train.distributed_timeout_minutes - WATCHDOG_MARGIN_S
 
 
 def check_timeouts(run: RunSpec) -> Check:
-    """Check that the expansion mode allows the timeout of a collective."""
-    given = exec_timeout_s(run)
-    fault = (
-        f"recipe.train.distributed_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
-        f"{AIV_EXEC_TIMEOUT_S // 60}: with HCCL_OP_EXPANSION_MODE=AIV, HCCL caps it at {AIV_EXEC_TIMEOUT_S} s; "
-        "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
-    )
-    fits = run.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S
+    """Check that the expansion mode allows the timeout of a collective, and that HCCL has one."""
+    given, minutes = exec_timeout_s(run), run.recipe.train.distributed_timeout_minutes
+    most = (AIV_EXEC_TIMEOUT_S + WATCHDOG_MARGIN_S) // 60
+    fault = f"recipe.train.distributed_timeout_minutes is {minutes} (HCCL_EXEC_TIMEOUT {given} s), expected "
+    if given <= 0:
+        fault += "at least 2: HCCL times out a minute before torch's process groups do, and 0 is no time limit"
+    else:
+        fault += (
+            f"at most {most}: with HCCL_OP_EXPANSION_MODE=AIV, HCCL caps it at {AIV_EXEC_TIMEOUT_S} s; lower it, or "
+            "set recipe.hccl.expansion_mode=AI_CPU"
+        )
+    fits = 0 < given and (run.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S)
     return either("HCCL timeouts", fits, f"a collective times out after {given} s", fault)
 
 
 def node_ports(run: RunSpec) -> dict[str, list[int]]:
-    """Return {variable, or "all": [first, last]} of HCCL's ports, which must be free on every node on platform npu."""
+    """Return {variable, or "all": [first, last]} of HCCL's ports, which must be free on every node on platform npu.
+
+    HCCL_HOST_SOCKET_PORT_RANGE takes precedence. A2 does not support it beside MC2 (CANN envref_07_0143).
+    """
     first = run.recipe.hccl.base_port
     host, last = first + IF_PORTS, first + HCCL_PORTS - 1
-    return {IF_BASE_PORT: [first, host - 1], HOST_PORTS: [host, last], "all": [first, last]}
+    ranges = {HOST_PORTS: [host, last]} if run.recipe.hardware == "a3" else {}
+    return {IF_BASE_PORT: [first, host - 1], **ranges, "all": [first, last]}
 
 
 def check_ports(run: RunSpec, proc: Path = PROC) -> Check:

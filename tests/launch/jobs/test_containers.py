@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import tarfile
 from contextlib import suppress
 
@@ -161,6 +162,15 @@ def test_the_command_is_started_once_where_connections_are_lost(job, scripts, ca
         values.write("reconnect_s=0\n")
     code, _, err = ended(call(made / "run.sh"))
     assert code == 1 and "for 0 s: start run.sh again" in err
+
+
+@pytest.mark.parametrize("words", [[], ["bash", "-c", "echo 'a  b'; it\"s"]])
+def test_run_starts_the_words_that_it_is_given_else_the_jobs_command(words, job, scripts, call, program, tmp_path):
+    program("ssh", f'[[ "$2" != *" run 0 "* ]] || exec > {tmp_path}/sent; cat; [[ "$2" != *follow* ]] || exit 0')
+    ended(call(scripts(job) / "run.sh", *words))
+    show = (tmp_path / "sent").read_text().replace('\nmain "$@"\n', "\nprintf '%s\\n' \"${command[@]}\"\n")
+    done = subprocess.run(["bash"], input=show, capture_output=True, text=True)
+    assert done.stdout.splitlines() == (words or job["command"]), done.stderr
 
 
 def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, scripts, call, program):

@@ -142,6 +142,11 @@ def test_a_rank_that_is_none_is_refused(job, node):
     assert code == 2 and "expected 0 to 1, found 2" in err
 
 
+def test_results_that_this_user_cannot_write_are_named_with_the_export_that_mends_it(job, node):
+    code, _, err = node({**job, "command": ["true", "recipe.output_root=/proc/self"]}, "check")
+    assert code == 2 and "/proc/self: this user cannot write there" in err and "no_root_squash" in err
+
+
 def test_a_second_call_joins_or_refuses(stand_in, node):
     job = stand_in
     assert node(job, "check") == (0, f"{BEGINS_LINE}free {HOST}\n", "")

@@ -124,3 +124,17 @@ assert source.tensors.keys() - read == {n for n in source.tensors if n.rsplit('.
 assert {name for name, _ in _read_tensors(source)} == source.tensors.keys()
 """
     run_warm(code, str(tiny_model), patches="line=pypi,platform=cpu").check()
+
+
+def test_an_engine_has_the_token_budget_of_training_where_it_splits_prompts(run_warm):
+    code = """
+from tests.runs import composed
+from verl_patches.tools.inference.engine import token_budget
+def budgets(config, *given):
+    run = composed(config, [*given, "actor_rollout_ref.rollout.max_num_batched_tokens=1024"])
+    return [token_budget(run, length) for length in (512, 4096)]
+large = "deepseekv3_256die_true_weight"
+assert budgets(large) == [1024, 1024]
+assert budgets(large, "recipe.rollout.ascend.scheduler=ascend") == budgets("deepseekv3_tiny_cpu") == [1024, 4096]
+"""
+    run_warm(code, patches="line=pypi,platform=cpu").check()

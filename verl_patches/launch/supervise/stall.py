@@ -45,7 +45,7 @@ AwaitedRanks = dict[int | None, dict[int | None, tuple[str, int, int]]]
 # Calls and phases that wait for the slowest disk or analyse a trace. As earlier times predict nothing, the larger of
 # Bounds.first_s and load_s bounds the time from the last byte that any process has read or written.
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
-WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest (216 s of 18 min) is left to collect stacks
+WAIT_SHARE = 0.8  # of recipe.train.distributed_timeout_minutes; the rest, until HCCL's own timeout, is for stacks
 MAX_NAMED = 8
 _START_ACTIVITIES = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
 

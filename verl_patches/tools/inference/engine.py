@@ -68,6 +68,15 @@ def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**sampling)
 
 
+def token_budget(run: RunSpec, length: int) -> int:
+    """Return max_num_batched_tokens of an engine for requests of `length` tokens.
+
+    It is training's, which the memory plan counts, and at least `length` where the engine does not split prompts.
+    """
+    budget: int = run.verl.actor_rollout_ref.rollout.max_num_batched_tokens
+    return budget if run.splits_prompts else max(budget, length)
+
+
 class Engine:
     """Hold the engine of a run with the weights of `folder`; length: most tokens of a prompt and its response.
 
@@ -89,7 +98,7 @@ class Engine:
                 dtype=rollout.dtype,
                 trust_remote_code=run.recipe.trust_remote_code,
                 max_model_len=length,
-                max_num_batched_tokens=max(rollout.max_num_batched_tokens, length),
+                max_num_batched_tokens=token_budget(run, length),
                 enforce_eager=rollout.enforce_eager,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enable_chunked_prefill=rollout.enable_chunked_prefill,

@@ -2,13 +2,15 @@
 # Start the job's command on node 0, unless it runs already, and follow its output; the exit code is the command's.
 # Ctrl-C or a lost connection do not end the command: follow.sh shows its output again, down.sh ends it and Ray.
 #
-#   bash run.sh         after: bash up.sh
+#   bash run.sh              after: bash up.sh
+#   bash run.sh WORD...      this command, without the job's uploads
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=ssh.sh
 source "$here/ssh.sh"
 goes_on="if the command was started, it still runs: follow.sh shows its output, down.sh ends it and Ray"
 
+[ $# = 0 ] || command=("$@")
 [ ${#command[@]} != 0 ] || fail 2 "job $job has no command to run"
 read_secrets
 token=$(< /proc/sys/kernel/random/uuid) # a call that was lost is made again, and the command is started once

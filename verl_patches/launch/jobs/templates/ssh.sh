@@ -39,7 +39,9 @@ on() { # RANK VERB [ARGUMENT...]: node.sh on a node, in the job's container wher
     fi
     {
         [[ $verb != @(up|run) ]] || print_secrets
-        cat "$here/job.sh" "$here/node.sh"
+        cat "$here/job.sh"
+        [ "$verb" != run ] || declare -p command # the words of run.sh's caller, or those of the job
+        cat "$here/node.sh"
     } 2> /dev/null | remote "$rank" "$line"
 }
 listed="docker ps --all --quiet --filter label=verl_patches.job=$job" # the job's containers, and no others
