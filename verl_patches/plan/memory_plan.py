@@ -243,13 +243,18 @@ def with_held_requests(run: RunSpec) -> RunSpec:
 
     `whole_prompt_checks` says so. The number is a multiple of 8, as graphs of tensor-parallel ranks need one of TP.
     """
-    if not run.takes_whole_prompts or run.step_budget >= run.max_model_len:
+    if not run.takes_whole_prompts or run.step_budget >= run.max_model_len or _longest_kv_cache(run) is None:
         return run
-    cache = _longest_kv_cache(run)
-    sequences = cache["safe_sequences"] // 8 * 8 if cache else 0
-    if not 0 < sequences < run.max_num_seqs:
+
+    def drops(sequences: int) -> bool:
+        cache = _longest_kv_cache(changed_run(run, {MAX_NUM_SEQS_KEY: sequences}))
+        return cache is None or cache["preemption"] != "impossible"
+
+    sizes = [*range(8, run.max_num_seqs, 8), run.max_num_seqs]
+    held = bisect.bisect_left(sizes, True, key=drops)  # fewer sequences also make HCCL's buffers smaller
+    if held in (0, len(sizes)):
         return run
-    return replace(changed_run(run, {MAX_NUM_SEQS_KEY: sequences}), lowered_from=run.max_num_seqs)
+    return replace(changed_run(run, {MAX_NUM_SEQS_KEY: sizes[held - 1]}), lowered_from=run.max_num_seqs)
 
 
 def _longest_kv_cache(run: RunSpec) -> dict[str, Any] | None:
