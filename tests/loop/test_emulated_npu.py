@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.launch.bringup.operators import operator_cases
+from verl_patches.worker.probe.operators import operator_cases
 from verl_patches.launch.smoke import PROOF_TEXTS
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
