@@ -103,7 +103,7 @@ class RunSpec:
     given_keys: frozenset[str] = frozenset()
     trees: Trees = Trees()
     lowered_from: int | None = None
-    probes: _Frozen = MappingProxyType({})
+    probes: _Frozen = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def line(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -70,7 +70,7 @@ class Workload:
     expert_load: str | None = None
     loads: tuple[float, float] = (1.0, 1.0)
     disk_gb_s: float = DISK_GB_S
-    measured: Mapping[str, float] = MappingProxyType({})
+    measured: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self):
         if self.lengths and (self.prompt_tokens or self.response_tokens):

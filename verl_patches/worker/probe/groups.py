@@ -77,9 +77,9 @@ def group_probes(run: RunSpec) -> tuple[str, ...]:
 def measure(run: RunSpec, what: str) -> dict[str, Any]:
     """Return what this rank measures; all ranks of the run make this call.
 
-    OPERATORS, with any words behind it: {rows: an OperatorRow as a mapping for each}, on the first rank of a node. MC2:
-    {rows}, of one row. A kind of groups: {ranks, seconds, wrong}: of this rank's group, the fastest of REPEATS calls, and what came out
-    wrong, else "".
+    OPERATORS, with any words behind it: {rows: an OperatorRow as a mapping for each}, on the first rank of a node.
+    MC2: {rows}, of one row. A kind of groups: {ranks, seconds, wrong}: of this rank's group, the fastest of REPEATS
+    calls, and what came out wrong, else "".
     """
     if what.startswith(OPERATORS):
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
