@@ -13,7 +13,7 @@ from verl_patches.errors import ConfigError, RecipeError, interruption_text, our
 try:
     import typer
 
-    from verl_patches.cli import bringup, cluster, contract, data, doctor, inference, inspect, patches, run, weights
+    from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, run, weights
     from verl_patches.processes import on_end_signals
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
@@ -37,7 +37,7 @@ app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
 app.command("plan")(run.plan_command)
 app.command("doctor")(doctor.doctor_command)
-app.command("bringup")(bringup.bringup_command)
+app.command("bringup")(doctor.bringup_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
 app.command("report")(inspect.report_command)

@@ -52,8 +52,8 @@ RUNGS = {  # rung: what it proves
 }
 _NOT_PROVED = "not proved here, without a device: kernels, HCCL, what fits on a die, speed"
 _OPERATORS = "operators"
-# a group that takes so many times as long as its peers is slow; without devices ranks share cores
-_SLOW = {True: 2.0, False: 20.0}
+# {on a device: (times the seconds of its peers, seconds)} above both of which a group is slow; else ranks share cores
+_SLOW = {True: (2.0, 0.0), False: (20.0, 0.1)}
 _PROBE_S = 3600
 
 
@@ -218,7 +218,7 @@ class Bringup:
     def _groups(self) -> Rung:
         outcome, summary = self._probe()
         answers = summary.get("probes", {})
-        rows = group_rows(answers, _SLOW[self.run.platform not in NO_DEVICE])
+        rows = group_rows(answers, *_SLOW[self.run.platform not in NO_DEVICE])
         faults = [f"{row['group']} of ranks {row['ranks']}: {row['verdict']}" for row in rows if row["verdict"] != "ok"]
         exchanged = operator_rows({name: rows for name, rows in answers.items() if name == "MC2"})
         faults += [operator_text(row) for row in exchanged if row["verdict"] not in ("ok", "not checked here")]
@@ -371,8 +371,11 @@ def operator_text(row: dict[str, Any]) -> str:
     return f"{row['operator']} on rank {row['rank']}: {row['verdict']}{error} ({row['shape']})"
 
 
-def group_rows(answers: dict[str, Any], slow: float) -> list[dict[str, Any]]:
-    """Return {group, ranks, seconds, verdict} of each group: its slowest rank, against the median of its kind."""
+def group_rows(answers: dict[str, Any], slow: float, least_s: float) -> list[dict[str, Any]]:
+    """Return {group, ranks, seconds, gb_s, verdict} of each group: its slowest rank, against the median of its kind.
+
+    A group is slow above `slow` times that median and least_s seconds. gb_s: bytes of a rank's tensor over seconds.
+    """
     rows = []
     for what, ranks in answers.items():
         groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
@@ -383,11 +386,10 @@ def group_rows(answers: dict[str, Any], slow: float) -> list[dict[str, Any]]:
         for group, found in groups.items():
             wrong = [f"wrong on rank {answer['rank']}: {answer['wrong']}" for answer in found if answer["wrong"]]
             peers = statistics.median_low(seconds.values())
-            late = seconds[group] > slow * peers
+            late = seconds[group] > max(slow * peers, least_s)
             verdict = f"slow: {seconds[group]:.3g} s, its peers take {peers:.3g}" if late else "ok"
-            rows.append(
-                {"group": what, "ranks": [*group], "seconds": seconds[group], "verdict": (wrong or [verdict])[0]}
-            )
+            figures = {"seconds": seconds[group], "gb_s": found[0]["bytes"] / 1e9 / seconds[group]}
+            rows.append({"group": what, "ranks": [*group], **figures, "verdict": (wrong or [verdict])[0]})
     return rows
 
 

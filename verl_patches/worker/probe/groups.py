@@ -78,8 +78,8 @@ def measure(run: RunSpec, what: str) -> dict[str, Any]:
     """Return what this rank measures; all ranks of the run make this call.
 
     OPERATORS, with any words behind it: {rows: an OperatorRow as a mapping for each}, on the first rank of a node.
-    MC2: {rows}, of one row. A kind of groups: {ranks, seconds, wrong}: of this rank's group, the fastest of REPEATS
-    calls, and what came out wrong, else "".
+    MC2: {rows}, of one row. A kind of groups: {ranks, bytes, seconds, wrong}: of this rank's group, the fastest of
+    REPEATS calls, and what came out wrong, else "".
     """
     if what.startswith(OPERATORS):
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
@@ -90,7 +90,7 @@ def measure(run: RunSpec, what: str) -> dict[str, Any]:
     kind = group_kinds(run)[what]
     ranks, group = _make_group(kind.groups)
     seconds, wrong = _COLLECTIVES[kind.collective](ranks, group, kind.size_bytes, device_type(run.platform))
-    return {"ranks": ranks, "seconds": seconds, "wrong": wrong}
+    return {"ranks": ranks, "bytes": kind.size_bytes, "seconds": seconds, "wrong": wrong}
 
 
 def _make_group(groups: list[list[int]]) -> tuple[list[int], Any]:
