@@ -93,6 +93,8 @@ def bringup_command(
     for rung in (first, last):
         if rung not in (*RUNGS, None):
             raise ConfigError(f"{rung}: expected a rung, one of {', '.join(RUNGS)}")
+    if first and [*RUNGS].index(first) > [*RUNGS].index(last):
+        raise ConfigError(f"--from {first} --to {last}: expected rungs in the order {', '.join(RUNGS)}")
     for level in levels or ():
         if level not in LEVELS:
             raise ConfigError(f"--level {level}: expected one of {', '.join(LEVELS)}")

@@ -96,19 +96,16 @@ class Bringup:
         self.rungs: dict[str, Rung] = {}
 
     def climb(self, first: str | None, last: str) -> Report:
-        """Make the rungs from `first`, or from the one that failed in the last call, to `last`; return the report."""
+        """Make the rungs from `first`, or from the one that failed in the last call, to `last`; return the report.
+
+        Other rungs are those of earlier calls; where all have passed, none is made again.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept = self._kept_rungs()
-        names = [*RUNGS]
-        names = names[: names.index(last) + 1]
-        begin = (
-            names.index(first) if first in names else next((n for n, name in enumerate(names) if name not in kept), 0)
-        )
-        failed = ""
-        for number, name in enumerate(names):
-            if number < begin and name in kept:
-                self.rungs[name] = kept[name]
-                continue
+        kept, names = self._kept_rungs(), [*RUNGS][: [*RUNGS].index(last) + 1]
+        open_rungs = [first] if first else [name for name in names if name not in kept]
+        begin, failed = names.index(open_rungs[0]) if open_rungs else len(names), ""
+        self.rungs = {name: rung for name, rung in kept.items() if name not in names[begin:]}
+        for name in names[begin:]:
             if failed:
                 self.rungs[name] = Rung(Finding(name, NOT_RUN, expected=RUNGS[name], found=f"waits for rung {failed}"))
                 continue
@@ -124,8 +121,8 @@ class Bringup:
         return self.report()
 
     def report(self) -> Report:
-        """Return the findings of the rungs."""
-        return Report(COMMAND, self.run.line, tuple(rung.finding for rung in self.rungs.values()))
+        """Return the findings of the rungs, in their order."""
+        return Report(COMMAND, self.run.line, tuple(self.rungs[name].finding for name in RUNGS if name in self.rungs))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, with {rung: {seconds, figures}} and what it was made of."""
@@ -294,7 +291,7 @@ class Bringup:
             return Rung(Finding("resume", NOT_RUN, expected=RUNGS["resume"], found="for one node, as rung levels"))
         level = "reference" if self.run.as_npu else None
         words = [*levels.level_words(self.run, level), "trainer.save_freq=1", "recipe.restart.max_restarts=0"]
-        words += ["trainer.total_training_steps=3", "trainer.resume_mode=auto"]
+        words += ["trainer.total_training_steps=3", "trainer.resume_mode=auto", "trainer.max_actor_ckpt_to_keep=1"]
         home, killed = self.run.home.with_name(f"{self.run.recipe.run}_bringup_resume"), list[int]()
 
         def kill_after_checkpoint() -> None:
