@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from verl_patches.errors import ConfigError, our_command
+from verl_patches.errors import INTERRUPTION_PREFIX, ConfigError, our_command
 from verl_patches.launch.bringup import levels
 from verl_patches.launch.doctor import doctor
 from verl_patches.launch.doctor.node_checks import RATE_BYTES, Node, disk_rates
@@ -50,7 +50,13 @@ RUNGS = {  # rung: what it proves
     "resume": "a killed run goes on from its checkpoint",
     "measured": "figures for `plan --measured`",
 }
-_NOT_PROVED = "not proved here, without a device: kernels, HCCL, what fits on a die, speed"
+NOT_PROVED = {  # rung: what it does not prove without a device
+    "operators": "the device's kernels",
+    "groups": "HCCL, and links between dies",
+    "levels": "kernels, graphs of the device, what fits on a die, speed",
+    "resume": "a file system of several nodes, and that dies are freed",
+    "measured": "seconds of a device",
+}
 _OPERATORS = "operators"
 # {on a device: (times the seconds of its peers, seconds)} above both of which a group is slow; else ranks share cores
 _SLOW = {True: (2.0, 0.0), False: (20.0, 0.1)}
@@ -145,8 +151,8 @@ class Bringup:
     def _rung(self, name: str, faults: Sequence[str], found: str, todo: str = "", **figures: Any) -> Rung:
         """Return the rung with its faults, or with what it has found; without a device it says what is not proved."""
         details = [*faults[1:]]
-        if self.run.platform in NO_DEVICE and name != "machine":
-            details.append(_NOT_PROVED)
+        if self.run.platform in NO_DEVICE and name in NOT_PROVED:
+            details.append(f"not proved here, without a device: {NOT_PROVED[name]}")
         state, text = ("problem", faults[0]) if faults else ("fine", found)
         finding = Finding(name, state, "", RUNGS[name], text, todo if faults else "", tuple(details))
         return Rung(finding, figures=figures)
@@ -154,13 +160,18 @@ class Bringup:
     def _start(
         self, name: str, words: Sequence[str], often: Callable[[], None] = lambda: None, **changes: Any
     ) -> Start:
-        """Start the run with more overrides, under a name of its own; a refused start is an outcome too."""
+        """Start the run with more overrides, under a name of its own; a refused start is an outcome too.
+
+        Raise SystemExit where a signal has ended it: the rung is made again by the next call.
+        """
         own = f"{self.run.recipe.run}_bringup_{name}"
         try:
             run = replace(self.compose([*words, f"recipe.run={own}"]), **changes)
             outcome = self.begin(run, often)
         except ConfigError as error:
             return Start(Outcome(2, str(error), self.folder, 0.0), {"steps": []})
+        if outcome.reason.startswith(INTERRUPTION_PREFIX):
+            raise SystemExit(outcome.code)
         return Start(outcome, read_summary(outcome.folder))
 
     # ---- rungs
@@ -276,13 +287,14 @@ class Bringup:
             part = f"no single part was found in {found.starts} starts; the smallest that was not excluded: {names}"
         else:
             part = "nothing that is on can be off: rows of role correctness, the device, or upstream's code is at fault"
+        parts = [each.name for each in found.part]
         figures["at_fault"] = {
             "level": name,
-            "parts": [each.name for each in found.part],
+            "parts": parts,
             "words": off,
-            **found._asdict(),
+            "confirmed": found.confirmed,
+            "starts": found.starts,
         }
-        figures["at_fault"].pop("part")
         todo = f"give {off}" if found.confirmed else f"the log is {outcome.folder / 'driver.log'}"
         return self._rung("levels", [fault, part], "", todo, levels=figures)
 
@@ -396,6 +408,10 @@ def page_lines(report: dict[str, Any]) -> list[str]:
     for row in report["rows"]:
         minutes = f"{report['rungs'][row['name']]['seconds'] / 60:.1f}"
         lines.append(f"| {row['name']} | {row['state']} | {minutes} | {row['found']} |")
+    for level, found in report["rungs"].get("levels", {"figures": {}})["figures"].get("levels", {}).items():
+        if "seconds" in found:
+            phases = ", ".join(f"{phase} {_cell(s)}" for phase, s in found["seconds"].items())
+            lines.append(f"| level {level} | mean dlogp {_cell(found['logprob_delta'])} | | seconds: {phases} |")
     for row in report["rows"]:
         notes = [*row["details"], *([f"next: {row['todo']}"] if row["todo"] else [])]
         lines += ["", f"## {row['name']}", "", f"Proves: {row['expected']}.", *(f"- {note}" for note in notes)]
