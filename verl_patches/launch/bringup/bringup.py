@@ -255,9 +255,7 @@ class Bringup:
                 return self._failed_level(name, words, before, outcome, figures)
             before = self.compose(words)
         deltas = ", ".join(f"{name} {found['logprob_delta']:.2g}" for name, found in figures.items())
-        found = (
-            f"mean |dlogp| at most: {deltas}; {'' if levels.has_weights(self.run) else 'not '}with the model's weights"
-        )
+        found = f"largest mean difference of log-probs: {deltas}; {'' if levels.has_weights(self.run) else 'not '}with the model's weights"
         return self._rung("levels", (), found, levels=figures)
 
     def _failed_level(
@@ -407,7 +405,7 @@ def page_lines(report: dict[str, Any]) -> list[str]:
     lines = [f"# Bring-up: {' '.join(report['words'])}", "", "| rung | state | minutes | found |", "|---|---|---|---|"]
     for row in report["rows"]:
         minutes = f"{report['rungs'][row['name']]['seconds'] / 60:.1f}"
-        lines.append(f"| {row['name']} | {row['state']} | {minutes} | {row['found']} |")
+        lines.append(f"| {row['name']} | {row['state']} | {minutes} | {_cell(row['found'])} |")
     for level, found in report["rungs"].get("levels", {"figures": {}})["figures"].get("levels", {}).items():
         if "seconds" in found:
             phases = ", ".join(f"{phase} {_cell(s)}" for phase, s in found["seconds"].items())
@@ -425,4 +423,4 @@ def page_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "\\|")
