@@ -255,7 +255,8 @@ class Bringup:
                 return self._failed_level(name, words, before, outcome, figures)
             before = self.compose(words)
         deltas = ", ".join(f"{name} {found['logprob_delta']:.2g}" for name, found in figures.items())
-        found = f"largest mean difference of log-probs: {deltas}; {'' if levels.has_weights(self.run) else 'not '}with the model's weights"
+        weights = "the model's weights" if levels.has_weights(self.run) else "random weights"
+        found = f"largest mean difference of log-probs, with {weights}: {deltas}"
         return self._rung("levels", (), found, levels=figures)
 
     def _failed_level(
