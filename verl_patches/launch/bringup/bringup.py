@@ -254,7 +254,7 @@ class Bringup:
             if outcome.code:
                 return self._failed_level(name, words, before, outcome, figures)
             before = self.compose(words)
-        deltas = ", ".join(f"{name} {found['logprob_delta']:.2g}" for name, found in figures.items())
+        deltas = ", ".join(f"{name} {_cell(found['logprob_delta'])}" for name, found in figures.items())
         weights = "the model's weights" if levels.has_weights(self.run) else "random weights"
         found = f"largest mean difference of log-probs, with {weights}: {deltas}"
         return self._rung("levels", (), found, levels=figures)
