@@ -35,6 +35,7 @@ from verl_patches.plan.calibration import fitted_constants
 from verl_patches.plan.plan import DRIVER_MODULE
 from verl_patches.plan.step_plan import Workload, disk_figures, step_input
 from verl_patches.platform import NO_DEVICE
+from verl_patches.processes import FREE_S
 from verl_patches.run.record.record import read_object, read_summary
 from verl_patches.shared_files import disk_folder, write_whole
 from verl_patches.spec import RunSpec
@@ -315,6 +316,8 @@ class Bringup:
             text = f"the run ended before it could be killed: {first.outcome.reason}"
             return self._rung("resume", [text], "", f"the log is {first.outcome.folder / 'driver.log'}")
         self.say("the driver was killed; the same command goes on")
+        if self.run.recipe.ray_address is not None:  # whose raylets end the workers
+            wait_for_workers(FREE_S)
         second = self._start("resume", words)
         resumed, saves = second.summary.get("resumed_step"), second.summary.get("checkpoints") or []
         faults = []
@@ -354,6 +357,15 @@ def kill_driver() -> list[int]:
     for each in drivers:
         os.kill(each.pid, signal.SIGKILL)
     return [each.pid for each in drivers]
+
+
+def wait_for_workers(limit_s: float) -> None:
+    """Wait until no worker of verl is left on this host, as each holds a die and pinned memory until it has ended."""
+    ends = time.monotonic() + limit_s
+    while time.monotonic() < ends and any(
+        "WorkerDict" in " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])
+    ):
+        time.sleep(1)
 
 
 def operator_rows(answers: dict[str, Any]) -> list[dict[str, Any]]:
