@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.launch.bringup.operators import operator_cases
 from verl_patches.launch.smoke import PROOF_TEXTS
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
 from verl_patches.run import hccl
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.spec import read_run
+from verl_patches.worker.probe.operators import operator_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts

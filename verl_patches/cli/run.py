@@ -67,6 +67,7 @@ PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
 RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
 LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
 LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
+MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
 DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes; or a run: that of its slowest save."
 SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
@@ -148,6 +149,17 @@ def train_command(
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
     run = compose_run(config_name, overrides, trees)
+    outcome, off = start_run(run, as_json, wide)
+    _report_outcome(outcome, run, as_json, off)
+
+
+def start_run(
+    run: RunSpec, silent: bool, wide: bool = False, often: Callable[[], None] = lambda: None
+) -> tuple[launcher.Outcome, str]:
+    """Check a run, start it and wait for its end; return the outcome, and a sentence that names rows switched off.
+
+    `often` is called several times a second. Raise ConfigError where the run cannot start.
+    """
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform, f"add --dry-run to look at the run here; on a CPU run {our_command('smoke.sh')}")
@@ -155,9 +167,13 @@ def train_command(
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     require_checks([*_file_checks(run), *disk_checks(run, starts=True)])
-    with _progress_display(as_json, wide, off) as show:
-        outcome = launcher.run(run, show, dirty=dirty)
-    _report_outcome(outcome, run, as_json, off)
+    with _progress_display(silent, wide, off) as show:
+
+        def on_line(line: str) -> None:
+            show(line)
+            often()
+
+        return launcher.run(run, on_line, dirty=dirty), off
 
 
 def _require_startable(run: RunSpec) -> str:
@@ -186,6 +202,7 @@ def plan_command(
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
     disk_gb_s: Annotated[str, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = str(DISK_GB_S),
+    measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
@@ -195,7 +212,10 @@ def plan_command(
     The exit code is 1 if a check refuses the start.
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    found = {} if measured is None else read_object(measured)
+    disk_gb_s = str(found.get("disk_gb_s") or disk_gb_s)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(disk_gb_s))
+    workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
         workload = replace(workload, lengths=str(lengths), recorded=recorded)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from verl_patches.errors import ConfigError
@@ -58,7 +59,7 @@ class Workload:
     lengths, expert_load: the runs, if any, that `recorded` and `loads` were read from. recorded: tokens of each prompt,
     and of each response. loads: tokens of the busiest rank's experts over the mean, in training and in rollout, not
     read where routing is balanced. disk_gb_s: rate of the file system with weights and checkpoints, to or from all
-    nodes together.
+    nodes together. measured: constants of the step model that a bring-up has measured, in the place of quoted ones.
     """
 
     prompt_tokens: float | None = None
@@ -69,6 +70,7 @@ class Workload:
     expert_load: str | None = None
     loads: tuple[float, float] = (1.0, 1.0)
     disk_gb_s: float = DISK_GB_S
+    measured: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self):
         if self.lengths and (self.prompt_tokens or self.response_tokens):
@@ -230,14 +232,23 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
-    """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row."""
-    seconds = step_time(run, CONSTANTS)
-    total = sum(seconds.values())
+    """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row.
+
+    With measured constants each phase, and the sum, has the seconds by the quoted ones beside it.
+    """
+    constants = replace(CONSTANTS, **workload.measured)
+    seconds, quoted = step_time(run, constants), step_time(run, CONSTANTS) if workload.measured else {}
+    total, beside = sum(seconds.values()), {name: {"quoted_s": round(s, 3)} for name, s in quoted.items()}
     absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
     return {
         "modelled": True,
-        "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],
+        "phases": [
+            {"phase": phase, "seconds": round(s, 3), **beside.get(phase, {})}
+            for phase, s in seconds.items()
+            if phase not in absent
+        ],
         "total_s": round(total, 2),
+        **({"quoted_total_s": round(sum(quoted.values()), 2)} if quoted else {}),
         "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
         "assumed": {
             "prompt_tokens": round(run.lengths.prompt, 1),
@@ -248,7 +259,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "engine_ratio": run.engine_ratio,
             "not_counted_s": round(COLLECTOR_AND_CORES_SHARE * seconds.get("rollout", 0.0), 2),
         },
-        "constants": {**vars(CONSTANTS), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
+        "constants": {**vars(constants), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": calibration_errors(),
     }
 

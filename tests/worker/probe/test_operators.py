@@ -48,7 +48,7 @@ def operator_rows(cases):
     import torch.distributed as dist
 
     from tests.runs import composed
-    from verl_patches.launch.bringup.operators import check_mc2, check_operators
+    from verl_patches.worker.probe.operators import check_mc2, check_operators
 
     found = []
     for overrides, change, with_mc2 in cases:
@@ -65,7 +65,7 @@ def operator_rows(cases):
 def test_each_planted_fault_is_named_and_no_other_operator(run_emulated):
     tuned = [*LARGE, *FUSED, *GRAPHS, RING, "recipe.dtype=bf16"]
     cases = [([], None, False), (tuned, None, True), *((tuned, change, True) for change in CHANGES)]
-    job = "tests.launch.bringup.test_operators:operator_rows"
+    job = "tests.worker.probe.test_operators:operator_rows"
     ((eager, graphs, *found),) = run_emulated(job, cases, trees=("MindSpeed", "vllm-ascend"), backend="hccl")
     for row in (*eager, *graphs):
         assert row["verdict"] == "not checked here" and row["seconds"] > 0 and row["shape"], row
