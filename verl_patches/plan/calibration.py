@@ -1,15 +1,15 @@
 """Hold the published rows that the step model is fitted to, and compute its error on each; no torch.
 
-docs/plan.md has all rows: the public recipe's run on 256 dies (random weights, forced responses of 3072 tokens) and its
-single measurements. A row fixes at most one constant, with which the model reproduces its figure; the other rows check
-the model.
+docs/plan.md has all rows: the public recipe's runs on 256 dies, one with random weights and forced responses of 3072
+tokens and two with true weights, and its single measurements. A row fixes at most one constant, with which the model
+reproduces its figure. The other rows check the model: their errors are the range of a figure (`likely_range`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,22 +18,21 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan.step_model import Constants, Lengths, Offload, StepInput, SyncTraffic, decode_s, step_time
 from verl_patches.run.resolve import CONFIGS_DIR
 
-TOTAL_S = 801.29  # sum of the published phases
-# mean tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less 3072 of its response
-MEAN_PROMPT = 250.2 * 128 * TOTAL_S / (512 * 16) - 3072
+MEAN_PROMPT = 75.0  # mean tokens of a prompt, random weights; published with 796.8 s, where the phases' sum is 801.29
 DECODE_MS = {64: 76, 32: 67, 16: 61, 8: 57, 4: 55, 2: 54, 1: 54}
 _DECODE_CONTEXT = MEAN_PROMPT + 3072 / 2  # context of the decode rows; not published
 _PUBLISHED_COLLECTIVES, _PUBLISHED_SYNC_BYTES = 3100, 73.9e9
 
 CONSTANTS = Constants(
-    train_efficiency=0.2884,
-    decode_layer_s=4.934e-4,
-    engine_step_s=0.02259,
+    train_efficiency=0.2902,
+    decode_layer_s=4.933e-4,
+    engine_step_s=0.02247,
     driver_bytes_per_s=7.56e8,
     collective_s=3.342e-3,
     empty_cache_s=0.3456,
     reward_s=5.444e-7,
     advantage_s=7.47e-9,
+    train_load=1.156,
 )
 
 
@@ -65,6 +64,28 @@ def published_run() -> StepInput:
     )
 
 
+def true_weights(constants: Constants = CONSTANTS) -> StepInput:
+    """Return the run with true weights of hicann/cann-recipes-train 93819a7, of 1,576.6 tokens in the mean.
+
+    The tensor cache is on in its script. Its DP ranks synchronise over Gloo, as vllm-ascend v0.9.1rc2 does, which the
+    page names for this run.
+    """
+    load, lengths = (constants.train_load, 1.0), Lengths(77.8, 3072, 1637.0)
+    return replace(
+        published_run(), rollout=rollout_layout(2, 64, 2), lengths=lengths, dp_sync="gloo", expert_load=load
+    )
+
+
+def earlier_true_weights(constants: Constants = CONSTANTS) -> StepInput:
+    """Return the run with true weights of revision 10871f73, of 2,553 tokens in the mean, before most optimizations.
+
+    The page names verl's PR 3427 for it, which recomputes 8 layers, sends a batch once to each replica and has neither
+    tensor cache nor the recipe's weight sync; that verl's own sync is not modelled, the recipe's is taken.
+    """
+    run = replace(true_weights(constants), rollout=rollout_layout(1, 128, 2), lengths=Lengths(75.0, 3072, 3357.0))
+    return replace(run, tensor_cache=False, copies=1, recompute_layers=8, old_micro_batch=4)
+
+
 def run_without_cache() -> StepInput:
     """Return the published run without the tensor cache."""
     return replace(published_run(), tensor_cache=False)
@@ -72,50 +93,81 @@ def run_without_cache() -> StepInput:
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """Describe one published figure: how the model predicts it, and the constant that it fixes, if any."""
+    """Describe one published figure: how the model predicts it, and the constant that it fixes, if any.
+
+    phase: the phase of a step whose range the row belongs to, "total", or empty for parts of a phase.
+    """
 
     name: str
     quoted_s: float
     predict: Callable[[Constants], float]
     fixes: str | None = None
+    phase: str = ""
 
 
-def _phase_s(name: str, run: Callable[[], StepInput] = published_run) -> Callable[[Constants], float]:
-    return lambda constants: step_time(run(), constants)[name]
+def _phase_rows(
+    name: str, run: Callable[[Constants], StepInput], quoted: Mapping[str, float], fixes: Mapping[str, str]
+) -> Iterator[PublishedRow]:
+    """Yield the rows of a run's quoted phases, and of their sum; `fixes` maps phases to constants."""
+
+    def predict(phase: str) -> Callable[[Constants], float]:
+        return lambda constants: step_time(run(constants), constants)[phase]
+
+    for phase, seconds in quoted.items():
+        yield PublishedRow(f"{name}{phase}", seconds, predict(phase), fixes.get(phase), phase)
+    total = round(sum(quoted.values()), 3)
+    yield PublishedRow(
+        f"{name}total", total, lambda constants: sum(step_time(run(constants), constants).values()), phase="total"
+    )
 
 
 def _decode_s(batch: int) -> Callable[[Constants], float]:
     return lambda constants: decode_s(published_run(), batch, _DECODE_CONTEXT, batch, constants)
 
 
-def _total_s(constants: Constants) -> float:
-    return sum(step_time(published_run(), constants).values())
+def _cache_saves_s(constants: Constants) -> float:
+    return step_time(run_without_cache(), constants)["update"] - step_time(published_run(), constants)["update"]
 
 
-def _saved_s(phase: str) -> Callable[[Constants], float]:
-    def predict(constants: Constants) -> float:
-        return step_time(run_without_cache(), constants)[phase] - step_time(published_run(), constants)[phase]
-
-    return predict
-
-
+RANDOM_INIT = {"rollout": 318.27, "ref": 104.7, "reward": 13.7, "advantage": 0.188, "update": 328.8, "reshard": 11.18,
+               "offload": 24.45}  # fmt: skip
+RANDOM_INIT_FIXES = {"rollout": "engine_step_s", "ref": "train_efficiency", "reward": "reward_s",
+                     "advantage": "advantage_s", "reshard": "collective_s", "offload": "empty_cache_s"}  # fmt: skip
+TRUE_WEIGHTS = {"rollout": 373.65, "ref": 144.5, "reward": 5.0, "advantage": 0.21, "update": 319.3, "reshard": 11.5,
+                "offload": 5.5}  # fmt: skip
+EARLIER_TRUE_WEIGHTS = {"rollout": 495.4, "old_log_prob": 134.0, "ref": 116.7, "reward": 8.4, "advantage": 0.21,
+                        "update": 495.1, "reshard": 67.6, "offload": 20.3}  # fmt: skip
 PUBLISHED_ROWS = (
     *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode_s(batch), "decode_layer_s" if batch == 1 else None)
       for batch, ms in DECODE_MS.items()),
-    PublishedRow("rollout", 318.27, _phase_s("rollout"), "engine_step_s"),
-    PublishedRow("ref", 104.7, _phase_s("ref"), "train_efficiency"),
-    PublishedRow("reward", 13.7, _phase_s("reward"), "reward_s"),
-    PublishedRow("advantage", 0.188, _phase_s("advantage"), "advantage_s"),
-    PublishedRow("update", 328.8, _phase_s("update")),
-    PublishedRow("reshard", 11.18, _phase_s("reshard"), "collective_s"),
-    PublishedRow("offload", 24.45, _phase_s("offload"), "empty_cache_s"),
-    PublishedRow("total of the phases", TOTAL_S, _total_s),
-    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _saved_s("update"), "driver_bytes_per_s"),
-    PublishedRow("update, no tensor cache", 400.9, _phase_s("update", run_without_cache)),
-    PublishedRow("update, tensor cache (second series)", 334.15, _phase_s("update")),
-    PublishedRow("ref, no tensor cache", 156.8, _phase_s("ref", run_without_cache)),
-    PublishedRow("ref, tensor cache (second series)", 105.06, _phase_s("ref")),
+    *_phase_rows("", lambda constants: published_run(), RANDOM_INIT, RANDOM_INIT_FIXES),
+    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _cache_saves_s, "driver_bytes_per_s"),
+    *(PublishedRow(f"{phase}, no tensor cache", seconds,
+                   lambda constants, phase=phase: step_time(run_without_cache(), constants)[phase], phase=phase)
+      for phase, seconds in (("update", 400.9), ("ref", 156.8))),
+    *(PublishedRow(f"{phase}, tensor cache (second series)", seconds,
+                   lambda constants, phase=phase: step_time(published_run(), constants)[phase], phase=phase)
+      for phase, seconds in (("update", 334.15), ("ref", 105.06))),
+    *_phase_rows("true weights, 1,577 tokens: ", true_weights, TRUE_WEIGHTS, {"update": "train_load"}),
+    *_phase_rows("true weights, 2,553 tokens: ", earlier_true_weights, EARLIER_TRUE_WEIGHTS, {}),
 )  # fmt: skip
+
+
+@functools.cache
+def error_spread(phase: str) -> tuple[float, float]:
+    """Return the lowest and the highest error of a phase's rows, or of "total", that fix no constant; 0 is in it."""
+    rows = [row for row in PUBLISHED_ROWS if row.phase == phase and row.fixes is None]
+    errors = [0.0, *(row.predict(CONSTANTS) / row.quoted_s - 1 for row in rows)]
+    return min(errors), max(errors)
+
+
+def likely_range(phase: str, seconds: float) -> tuple[float, float]:
+    """Return the seconds between which a run would lie if the model erred on it as on the published rows.
+
+    Phases of a critic, of which no row is published, err as a total does.
+    """
+    low, high = error_spread(phase if any(row.phase == phase for row in PUBLISHED_ROWS) else "total")
+    return seconds / (1 + high), seconds / (1 + low)
 
 
 def fitted_constants(run: StepInput, measured: Mapping[str, float]) -> dict[str, float]:

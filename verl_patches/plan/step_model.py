@@ -27,7 +27,7 @@ reward, advantage   response tokens x seconds a token, on the driver
 
 Efficiencies of 0.7 (compute of decode), 0.6 (memory), 0.7 (network) are taken as given; each of `Constants` is fixed by
 one row of plan/calibration.py. FLOPs and bytes of experts are those of the busiest rank, `expert_load` times the
-mean: 1, balanced, unless a run has counted more. docs/plan.md has the limits.
+mean: 1, balanced, in rollout, train_load in training, unless a run has counted them. docs/plan.md has the limits.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Constants:
     a decode graph that do not depend on the batch, beyond reading its weights. engine_step_s: seconds of a decode step
     outside of the model (scheduler, sampling, output). driver_bytes_per_s: batches through Ray's driver. collective_s:
     seconds of one collective of a weight sync, with its share of Python. empty_cache_s: a call of empty_cache that
-    releases nothing. reward_s, advantage_s: seconds of one response token.
+    releases nothing. reward_s, advantage_s: seconds of one response token. train_load: tokens of the busiest rank's
+    experts over the mean in training, where routing is not balanced and no run has counted it.
     """
 
     train_efficiency: float
@@ -86,6 +87,7 @@ class Constants:
     empty_cache_s: float
     reward_s: float
     advantage_s: float
+    train_load: float
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class StepInput:
     under TP. `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
     `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
     rank over the mean, in training and in rollout.
-    `engine_ratio`: the part of engine_step_s that the rows of rollout/decode_host.py leave, assumed.
+    `engine_ratio`: the part of engine_step_s that is left; 1 in every total (step_plan.ENGINE_RATIO).
     """
 
     model: ModelShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +15,13 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.memory.schedule import PhaseMemory, has_direct_sync
-from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_errors
+from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_errors, likely_range
 from verl_patches.plan.expected import group_bytes, phase_moments
 from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
+    Constants,
     Lengths,
     Offload,
     StepInput,
@@ -28,6 +29,7 @@ from verl_patches.plan.step_model import (
     direct_sync_bound,
     driver_bytes,
     rollout_bytes,
+    rollout_s,
     stage_elements,
     step_time,
     tokens_per_s_per_die,
@@ -40,13 +42,12 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import trainer_bytes
 
 DISK_GB_S = 10.0  # rate of a shared file system; assumed
-# CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
-# (tests/benchmarks/decode_step.py); assumed to hold for all of engine_step_s, which has launches and copies too
-ENGINE_RATIO = 0.6
-COLLECTOR_AND_CORES_SHARE = (
-    0.136  # part of rollout's seconds that rows rollout.no_collector, update.bind_cores save; quoted for another model
-)
 DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
+# CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
+# (tests/benchmarks/decode_step.py, x86): an upper bound of what they save of engine_step_s, and in no total
+ENGINE_RATIO = 0.6
+COLLECTOR_ROWS = {"rollout.no_collector", "update.bind_cores"}
+COLLECTOR_AND_CORES_SHARE = 0.136  # part of rollout's seconds that COLLECTOR_ROWS save; quoted for another model
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
@@ -68,7 +69,7 @@ class Workload:
     lengths: str | None = None
     recorded: tuple[Sequence[int], Sequence[int]] = ((), ())
     expert_load: str | None = None
-    loads: tuple[float, float] = (1.0, 1.0)
+    loads: tuple[float, float] = (CONSTANTS.train_load, 1.0)
     disk_gb_s: float = DISK_GB_S
     measured: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -134,7 +135,6 @@ def step_input(
         max_prompt_length=data.max_prompt_length,
         max_num_seqs=run.max_num_seqs,
         graph_sizes=graphs,
-        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
         whole_shared_experts=run.rollout_library == "vllm-ascend",
@@ -189,7 +189,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
-    step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
+    step = step_figures(model, workload, run.rows) if run.as_npu and run.hardware.timed else None
     dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
     if model.tensor_cache:
@@ -231,37 +231,57 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
     return {stage: sizes for stage, sizes in columns.items() if sizes and stage not in absent}
 
 
-def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
+def step_figures(run: StepInput, workload: Workload, rows: Collection[str] = ()) -> dict[str, Any]:
     """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row.
 
-    With measured constants each phase, and the sum, has the seconds by the quoted ones beside it.
+    Each has its `likely_range` beside it. With measured constants each phase, and the sum, has the seconds by the
+    quoted ones too. `assumed_gains` is in no sum. rows: ids of the run's rows.
     """
     constants = replace(CONSTANTS, **workload.measured)
     seconds, quoted = step_time(run, constants), step_time(run, CONSTANTS) if workload.measured else {}
     total, beside = sum(seconds.values()), {name: {"quoted_s": round(s, 3)} for name, s in quoted.items()}
     absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
+    low, high = likely_range("total", total)
     return {
         "modelled": True,
         "phases": [
-            {"phase": phase, "seconds": round(s, 3), **beside.get(phase, {})}
+            {
+                "phase": phase,
+                "seconds": round(s, 3),
+                "range_s": [round(bound, 3) for bound in likely_range(phase, s)],
+                **beside.get(phase, {}),
+            }
             for phase, s in seconds.items()
             if phase not in absent
         ],
         "total_s": round(total, 2),
+        "total_range_s": [round(low, 2), round(high, 2)],
         **({"quoted_total_s": round(sum(quoted.values()), 2)} if quoted else {}),
         "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
+        "tokens_per_s_per_die_range": [round(tokens_per_s_per_die(run, bound), 2) for bound in (high, low)],
         "assumed": {
             "prompt_tokens": round(run.lengths.prompt, 1),
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
             "dp_sync": workload.dp_sync,
             "lengths": _lengths_text(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
-            "engine_ratio": run.engine_ratio,
-            "not_counted_s": round(COLLECTOR_AND_CORES_SHARE * seconds.get("rollout", 0.0), 2),
         },
+        "assumed_gains": _assumed_gains(run, rows, constants),
         "constants": {**vars(constants), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": calibration_errors(),
     }
+
+
+def _assumed_gains(run: StepInput, rows: Collection[str], constants: Constants) -> list[dict[str, Any]]:
+    """Return [{if, saves_s}]: what rows of the run would save if an assumption held; no total has it."""
+    gains, seconds = list[tuple[str, float]](), rollout_s(run, constants) if run.sampled else 0.0
+    if DECODE_ROWS.issubset(rows):
+        saved = seconds - rollout_s(replace(run, engine_ratio=ENGINE_RATIO), constants)
+        gains.append((f"if {ENGINE_RATIO:g} of a decode step's CPU time is left, as on x86", saved))
+    if COLLECTOR_ROWS.issubset(rows):
+        saved = COLLECTOR_AND_CORES_SHARE * seconds
+        gains.append(("if no collector and bound cores save 13.6 % of rollout, as quoted for another model", saved))
+    return [{"if": text, "saves_s": round(saved, 2)} for text, saved in gains if saved > 0]
 
 
 def _lengths_text(lengths: Lengths, workload: Workload) -> str:
