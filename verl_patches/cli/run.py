@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text, progress_bar
+from verl_patches.cli.output import Json, print_json, print_table, print_text, progress_bar
+from verl_patches.cli.plan_text import print_screen, print_whole_plan
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
@@ -34,6 +35,7 @@ from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
 from verl_patches.run.files import disk_checks, with_required_files
 from verl_patches.run.record.loggers import require_loggers
+from verl_patches.run.record.plots import plan_figure, save_figure
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
@@ -69,7 +71,12 @@ LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
 LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
 MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
 DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes; or a run: that of its slowest save."
+PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
+WHOLE_HELP = "Print every check, rank, patch row, environment variable and command, not one screen."
 SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
+
+
+Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -139,6 +146,7 @@ def train_command(
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     wide: Wide = False,
+    whole: Whole = False,
     as_json: Json = False,
 ) -> None:
     """Run a config of this repository, or show what a run would do.
@@ -147,7 +155,7 @@ def train_command(
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
     if dry_run:
-        report_plan(config_name, overrides, trees, Workload(), as_json)
+        report_plan(config_name, overrides, trees, Workload(), as_json, whole)
     run = compose_run(config_name, overrides, trees)
     outcome, off = start_run(run, as_json, wide)
     _report_outcome(outcome, run, as_json, off)
@@ -205,9 +213,11 @@ def plan_command(
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
+    whole: Whole = False,
     as_json: Json = False,
 ) -> None:
-    """Check a config, and print layouts, memory, traffic and modelled step time; nothing is started.
+    """Check a config, and print layout, memory and modelled step time on one screen; nothing is started.
 
     The exit code is 1 if a check refuses the start.
     """
@@ -224,7 +234,7 @@ def plan_command(
     if dies is not None and not searched:
         raise ConfigError(f"--dies {dies} needs --search; a plan has trainer.nnodes x trainer.n_gpus_per_node dies")
     if not searched:
-        report_plan(config_name, overrides, trees, workload, as_json)
+        report_plan(config_name, overrides, trees, workload, as_json, whole, plot)
     answer = search_layouts(config_name, overrides, trees, dies, workload, top)
     if as_json:
         print_json(answer)
@@ -255,37 +265,42 @@ def check_switches(run: RunSpec) -> None:
 
 
 def report_plan(
-    config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool
+    config_name: str,
+    overrides: Sequence[str],
+    trees: Trees,
+    workload: Workload,
+    as_json: bool,
+    whole: bool = False,
+    plot: Path | None = None,
 ) -> NoReturn:
-    """Print the plan of a run, its failures, how to go on and a verdict; exit with 0, or 1 if a check failed."""
+    """Print the plan of a run on one screen, whole or as JSON; exit with 0, or 1 if a check failed."""
     try:
         run = compose_run(config_name, overrides, trees)
         require_trees(run)
-        plan = build_plan(run, RULES.checks(run), config_name, overrides, platform_rows(run.platform), workload)
+        other = _other_level(run, config_name, overrides, trees)
+        rows = platform_rows(run.platform)
+        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
+    if plot is not None and plan["memory"]:
+        save_figure(plan_figure(plan["config"], plan["memory"]), plot)
     if as_json:
         print_json(plan)
-    elif run is not None:
-        print_plan(plan, run)
-    if plan["ok"]:
-        if not as_json:
-            print_text(plan["verdict"], "bold green")
-        raise typer.Exit(0)
-    for check in plan["checks"]:
-        if not check["ok"]:
-            detail = check["detail"].removeprefix(f"{check['name']}: ")
-            print_text(f"verl_patches: {check['name']}: {detail}", "red", err=True)
-    first, *others = plan["next"] or [None]
-    if first:
-        print_text(first["what"], err=True)
-    for way in others:
-        print_text(f"{way['what']}: {way['command']}", err=True, whole=True)
-    if first:
-        print_text(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
     else:
-        print_text(plan["verdict"], err=True)
-    raise typer.Exit(1)
+        if whole and run is not None:
+            print_whole_plan(plan, run)
+        print_screen(plan, run)
+    raise typer.Exit(0 if plan["ok"] else 1)
+
+
+def _other_level(run: RunSpec, config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec | None:
+    """Return the run at level reference, or at tuned where it is at reference; None where that is refused."""
+    level = "tuned" if run.recipe.level == "reference" else "reference"
+    with suppress(ConfigError):
+        return compose_run(
+            config_name, [*(each for each in overrides if not each.startswith("level=")), f"level={level}"], trees
+        )
+    return None
 
 
 def search_layouts(
@@ -338,19 +353,15 @@ def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: lis
     for number, row in enumerate(layouts, 1):
         if timed:
             phases = {phase["phase"]: f"{phase['seconds']:.1f}" for phase in row["phases"]}
-            figures = [
-                f"{row['total_s']:.1f}",
-                f"{row['tokens_per_s_per_die']:.1f}",
-                phases["rollout"],
-                phases["update"],
-            ]
+            low, high = row["total_range_s"]
+            figures = [f"{low:.0f} to {high:.0f}", f"{row['total_s']:.1f}", phases["rollout"], phases["update"]]
         else:
             figures = [f"{row['sent_bytes'] / 1e9:.1f}"]
         layers = row["recompute_layers"]
         layers = str(layers) if isinstance(layers, int) else ",".join(map(str, layers))
         sizes = row["train"].partition(" etp")[0], row["rollout"], layers, f"{row['peak_bytes'] / 1e9:.1f}"
         rows.append((str(number), *figures, *sizes))
-    columns = ("step s", "tokens / s / die", "rollout", "update") if timed else ("GB sent a step and die",)
+    columns = ("step s, range", "modelled", "rollout", "update") if timed else ("GB sent a step and die",)
     title = f"{'fastest layouts' if timed else 'layouts with least traffic'} of {answer['config']}"
     columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
     print_table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)

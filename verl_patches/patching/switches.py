@@ -52,7 +52,7 @@ class Switches:
             return False, f"not for line {self.line}"
         if self.platform not in spec.all_platforms:
             return False, f"not for platform {self.platform}"
-        wanted, reason = True, "on by default"
+        wanted, reason = True, f"feature {spec.feature} is on" if spec.feature else f"role {spec.role}"
         if self.rows is not None and spec.id not in self.rows:
             wanted, reason = False, _off_reason(spec)
         for pattern in self.patterns:

@@ -71,9 +71,7 @@ def true_weights(constants: Constants = CONSTANTS) -> StepInput:
     page names for this run.
     """
     load, lengths = (constants.train_load, 1.0), Lengths(77.8, 3072, 1637.0)
-    return replace(
-        published_run(), rollout=rollout_layout(2, 64, 2), lengths=lengths, dp_sync="gloo", expert_load=load
-    )
+    return replace(published_run(), rollout=rollout_layout(2, 64, 2), lengths=lengths, dp_sync="gloo", expert_load=load)
 
 
 def earlier_true_weights(constants: Constants = CONSTANTS) -> StepInput:

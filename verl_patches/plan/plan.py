@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import Check, either, our_command
 from verl_patches.layout.parallel import ParallelLayout
@@ -34,7 +34,7 @@ from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
 from verl_patches.run.resolve import ROLLOUT_LAYOUT, TRAIN_LAYOUT, LayoutError
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.values import size_text
+from verl_patches.values import leaves, size_text
 from verl_patches.weights.writer import SYNC_BYTES
 
 DRIVER_MODULE = "verl_patches.main"
@@ -56,12 +56,13 @@ def build_plan(
     overrides: Sequence[str],
     catalogue: Iterable[PatchSpec],
     workload: Workload = Workload(),  # noqa: B008 frozen
+    other: RunSpec | None = None,
 ) -> dict[str, Any]:
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
-    checks: results of the table of rules for this run. Keys: config, ok, checks, train, rollout, those of
-    `plan_figures`, inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. All
-    ranks and groups are listed.
+    checks: results of the table of rules for this run. other: the same run at another level. Keys: config, ok, checks,
+    train, rollout, those of `plan_figures`, level (`_level_difference`), inference (`serving_plan`; platform npu
+    only), patches, environment, commands, verdict, next. All ranks and groups are listed.
     """
     checks, figures = plan_figures(run, checks, workload)
     ok = {check.name: check.ok for check in checks}
@@ -76,6 +77,7 @@ def build_plan(
         "rollout": _rollout_section(run, ok),
         "inference": serving_plan(run) if served else None,
         **figures,
+        "level": _level_difference(run, other, workload, figures["step"]) if other else None,
         "patches": patch_table(run, catalogue),
         "environment": [asdict(variable) for variable in environment.environment_variables(run)],
         "commands": todo,
@@ -87,7 +89,7 @@ def plan_without_layout(
     error: LayoutError, config_name: str, trees: Trees, overrides: Sequence[str], workload: Workload
 ) -> dict[str, Any]:
     """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and how to go on."""
-    nothing = ("train", "rollout", "memory", "inference", "step", "disk", "traffic", "ports")
+    nothing = ("train", "rollout", "memory", "inference", "step", "level", "disk", "traffic", "ports")
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
     checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
     plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
@@ -114,6 +116,23 @@ def plan_figures(run: RunSpec, checks: Iterable[Check], workload: Workload) -> t
     return checks, figures
 
 
+def _level_difference(
+    run: RunSpec, other: RunSpec, workload: Workload, step: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return {other, keys, rows, total_s, range_s, saves_s}: what differs at another level, and its modelled seconds.
+
+    saves_s: seconds that this run's step saves over the other's. All seconds are None where this run has none.
+    """
+    one, two = (dict(leaves(OmegaConf.to_container(each.verl))) for each in (run, other))
+    keys = [key for key in one if key != "recipe.level" and one[key] != two.get(key)]
+    found: dict[str, Any] = {"other": other.recipe.level, "keys": keys, "rows": sorted(run.rows ^ other.rows)}
+    total_s = range_s = saves_s = None
+    if step and (there := step_sections(other, run_memory(other), workload)["step"]):
+        total_s, range_s = there["total_s"], there["total_range_s"]
+        saves_s = round(total_s - step["total_s"], 2)
+    return {**found, "total_s": total_s, "range_s": range_s, "saves_s": saves_s}
+
+
 def _verdict(
     checks: Sequence[Check], memory: dict[str, Any] | None, todo: list[dict[str, str]], search: str | None
 ) -> dict[str, Any]:
@@ -136,7 +155,6 @@ def _verdict(
     if refused := [check.name for check in checks if check.detail.startswith("a start is refused")]:
         names = ", ".join(refused)
         return {"verdict": f"{text}; a start is refused here; next: do what the note on {names} says", "next": []}
-    text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
     return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
 
 

@@ -46,9 +46,9 @@ def search(
 ) -> list[dict[str, Any]]:
     """Return the `top` best layouts of the run's model and batch on `dies` that keep `rules` and pass a plan.
 
-    The best comes first; total_s, tokens_per_s_per_die and phases are None on machines without seconds. advance: called
-    for each layout that is tried. Raises ConfigError for another platform than npu, another line than a3, dies that
-    do not fill nodes, and where nothing fits, which names the most layers that would.
+    The best comes first; total_s, total_range_s, tokens_per_s_per_die and phases are None on machines without seconds.
+    advance: called for each layout that is tried. Raises ConfigError for another platform than npu, another line than
+    a3, dies that do not fill nodes, and where nothing fits, which names the most layers that would.
     """
     machine = run.hardware
     if run.platform != "npu" or run.line != A3 or run.recipe.train.expert_split != "tp_extend_ep":
@@ -213,7 +213,7 @@ def _plan_candidate(run: RunSpec, rules: Sequence[Rule], workload: Workload, key
     layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     host = figures["memory"]["host"]
     return {
-        **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
+        **{name: step.get(name) for name in ("total_s", "total_range_s", "tokens_per_s_per_die", "phases")},
         "sent_bytes": sum(figures["traffic"]["sent"].values()),
         "train": str(run.train),
         "rollout": f"{rollout.edp} x (DP{rollout.ep * rollout.etp // rollout.tp} TP{rollout.tp} EP{rollout.ep})",

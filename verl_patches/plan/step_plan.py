@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,6 @@ from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
-    Constants,
     Lengths,
     Offload,
     StepInput,
@@ -189,7 +188,9 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
-    step = step_figures(model, workload, run.rows) if run.as_npu and run.hardware.timed else None
+    step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
+    if step:
+        step["assumed_gains"] = _assumed_gains(run, model)
     dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
     if model.tensor_cache:
@@ -231,11 +232,11 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
     return {stage: sizes for stage, sizes in columns.items() if sizes and stage not in absent}
 
 
-def step_figures(run: StepInput, workload: Workload, rows: Collection[str] = ()) -> dict[str, Any]:
+def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row.
 
     Each has its `likely_range` beside it. With measured constants each phase, and the sum, has the seconds by the
-    quoted ones too. `assumed_gains` is in no sum. rows: ids of the run's rows.
+    quoted ones too.
     """
     constants = replace(CONSTANTS, **workload.measured)
     seconds, quoted = step_time(run, constants), step_time(run, CONSTANTS) if workload.measured else {}
@@ -266,22 +267,22 @@ def step_figures(run: StepInput, workload: Workload, rows: Collection[str] = ())
             "lengths": _lengths_text(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
         },
-        "assumed_gains": _assumed_gains(run, rows, constants),
         "constants": {**vars(constants), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": calibration_errors(),
     }
 
 
-def _assumed_gains(run: StepInput, rows: Collection[str], constants: Constants) -> list[dict[str, Any]]:
+def _assumed_gains(run: RunSpec, step: StepInput) -> list[dict[str, Any]]:
     """Return [{if, saves_s}]: what rows of the run would save if an assumption held; no total has it."""
-    gains, seconds = list[tuple[str, float]](), rollout_s(run, constants) if run.sampled else 0.0
-    if DECODE_ROWS.issubset(rows):
-        saved = seconds - rollout_s(replace(run, engine_ratio=ENGINE_RATIO), constants)
+    gains, seconds = list[tuple[str, float]](), rollout_s(step, CONSTANTS) if step.sampled else 0.0
+    if step.sampled and DECODE_ROWS <= run.rows and run.recipe.rollout.ascend.scheduler == "v1":
+        saved = seconds - rollout_s(replace(step, engine_ratio=ENGINE_RATIO), CONSTANTS)
         gains.append((f"if {ENGINE_RATIO:g} of a decode step's CPU time is left, as on x86", saved))
-    if COLLECTOR_ROWS.issubset(rows):
-        saved = COLLECTOR_AND_CORES_SHARE * seconds
-        gains.append(("if no collector and bound cores save 13.6 % of rollout, as quoted for another model", saved))
-    return [{"if": text, "saves_s": round(saved, 2)} for text, saved in gains if saved > 0]
+    if step.sampled and COLLECTOR_ROWS <= run.rows:
+        share = f"{COLLECTOR_AND_CORES_SHARE:.1%}"
+        text = f"if no collector and bound cores save {share} of rollout, as quoted for another model"
+        gains.append((text, COLLECTOR_AND_CORES_SHARE * seconds))
+    return [{"if": text, "saves_s": round(saved, 2)} for text, saved in gains]
 
 
 def _lengths_text(lengths: Lengths, workload: Workload) -> str:
