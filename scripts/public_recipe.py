@@ -1,6 +1,7 @@
-"""Compare level reference with the public recipe's 256-die scripts, and model what level tuned gains over it.
+"""Compare level reference and the step model with the public recipe, and model what level tuned gains over reference.
 
-readme_tables.py writes both tables into docs/levels.md, which names the commit of the public recipe and its files.
+readme_tables.py writes the tables into docs/levels.md, which names the commit of the public recipe and its files, and
+into docs/plan.md.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_patches.catalog import platform_rows
-from verl_patches.plan.calibration import CONSTANTS
-from verl_patches.plan.memory_plan import with_planned_keys
-from verl_patches.plan.step_model import step_time
-from verl_patches.plan.step_plan import DECODE_ROWS, step_input
+from verl_patches.plan.calibration import calibration_errors, likely_range
+from verl_patches.plan.memory_plan import run_memory, with_planned_keys
+from verl_patches.plan.step_plan import DECODE_ROWS, Workload, step_sections
 from verl_patches.run import hccl
 from verl_patches.run.compose import compose
 from verl_patches.run.engine_options import OPTIONS_KEY
@@ -30,6 +30,7 @@ _MEGATRON, _REF, _TRAIN = f"{_ACTOR}.megatron", "actor_rollout_ref.ref", "recipe
 _CHECKPOINT = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint"
 _GRAPHS = f"{OPTIONS_KEY}.torchair_graph_config"
 _SPMD, _YAML = "vllm_rollout_spmd.py", "ppo_mindspeed_trainer.yaml"
+_LONGER = Workload(response_tokens=1650.0)
 _ENGINE, _WORKERS = "initialize_training.py", "megatron_workers.py"
 
 
@@ -301,7 +302,7 @@ GAINS = (
         "micro batches of equal lengths",
         {"trainer.balance_batch": False},
         frozenset(),
-        "lengths of a lognormal, cv 0.6",
+        "lengths of a lognormal, cv 0.55",
     ),
     _keys("decode graphs of 8, 16, 32, ...", "published seconds of batches 1 to 64", graph_batch_sizes=[64]),
     _keys(
@@ -311,7 +312,12 @@ GAINS = (
         prefix_caching=False,
         chunked_prefill_for_mla=False,
     ),
-    _rows("less CPU work in a decode step", " ".join(sorted(DECODE_ROWS)), "measured on a CPU, assumed for all of it"),
+    _rows(
+        "less CPU work in a decode step",
+        " ".join(sorted(DECODE_ROWS)),
+        "in no total: measured on a CPU, `plan` says what it would be",
+        modelled=False,
+    ),
     _rows(
         "one all-reduce less in a decode step",
         "rollout.ascend_dp_sync rollout.ascend_dp_metadata",
@@ -321,7 +327,7 @@ GAINS = (
     _rows(
         "no garbage collector, bound cores",
         "rollout.no_collector update.bind_cores",
-        "13.6 % of rollout, quoted for another model",
+        "in no total: 13.6 % of rollout, quoted for another model",
         modelled=False,
     ),
     _rows("all of MLA's second stream", "rollout.ascend_multistream_mla", "not modelled", modelled=False),
@@ -329,8 +335,8 @@ GAINS = (
 
 
 def seconds(run: RunSpec) -> float:
-    """Return the modelled seconds of a step, without what the weight sync's routes would change."""
-    return sum(step_time(step_input(run), CONSTANTS).values())
+    """Return the modelled seconds of a step, as its plan has them."""
+    return step_sections(run, run_memory(run), Workload())["step"]["total_s"]
 
 
 def gains() -> Iterator[tuple[Gain, float | None]]:
@@ -346,16 +352,46 @@ def gains() -> Iterator[tuple[Gain, float | None]]:
 def gains_table() -> str:
     """Return the table of what level tuned adds, with modelled gains."""
     reference, tuned = (_run(TRUE_WEIGHT, level) for level in ("reference", "tuned"))
-    text = ["| what | off by | seconds of a step saved (modelled) | basis |", "|---" * 4 + "|"]
+    text = ["| what | off by | seconds of a step saved (modelled, range) | basis |", "|---" * 4 + "|"]
     for gain, saved in gains():
         off = [f"`{key.removeprefix('actor_rollout_ref.')}={_shown(value)}`" for key, value in gain.keys.items()]
         off += [f"`-{row}`" for row in sorted(gain.rows)]
-        text.append(f"| {gain.what} | {', '.join(off)} | {'-' if saved is None else f'{saved:.1f}'} | {gain.basis} |")
-    total = f"{seconds(reference):.0f} -> {seconds(tuned):.0f}"
+        text.append(f"| {gain.what} | {', '.join(off)} | {'-' if saved is None else _range(saved, 1)} | {gain.basis} |")
+    total = f"{_range(seconds(reference))} -> {_range(seconds(tuned))}"
     text.append(f"| all of it, level reference -> tuned | `level=reference` | {total} | |")
     small = [sum(hccl.buffer_bytes(run).values()) / 1e9 for run in (reference, tuned)]
     text.append(
         "| buffers of small groups | `recipe.hccl.small_groups_mib=null` | "
         f"{small[0]:.1f} -> {small[1]:.1f} GB of a die | sizes of groups |"
     )
+    return "\n".join(text) + "\n"
+
+
+def _range(modelled: float, digits: int = 0) -> str:
+    return " to ".join(f"{bound:.{digits}f}" for bound in likely_range("total", modelled))
+
+
+@functools.cache
+def rows_table() -> str:
+    """Return the table of all published rows, with the model's figure of each and its error."""
+    text = ["| row | quoted s | modelled s | error | fixes |", "|---" * 5 + "|"]
+    for row in calibration_errors():
+        error = "" if row["fixes"] else f"{row['error']:+.1%}"
+        cells = row["row"], f"{row['quoted_s']:g}", f"{row['modelled_s']:g}", error, row["fixes"] or ""
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
+@functools.cache
+def totals_table() -> str:
+    """Return the table of a step's seconds in both 256-die runs at two levels, and what assumptions would save."""
+    text = ["| config | level | step s | modelled | in no total |", "|---" * 5 + "|"]
+    for name, option, workload in ((RANDOM, "", Workload()), (TRUE_WEIGHT, " --response-tokens 1650", _LONGER)):
+        for level in ("reference", "tuned"):
+            run = _run(name, level)
+            step = step_sections(run, run_memory(run), workload)["step"]
+            low, high = step["total_range_s"]
+            gains = "; ".join(f"{gain['if']}, then -{gain['saves_s']:.0f} s" for gain in step["assumed_gains"])
+            cells = f"`{name}{option}`", level, f"{low:.0f} to {high:.0f}", f"{step['total_s']:.0f}", gains or "-"
+            text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"

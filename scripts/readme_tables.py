@@ -44,7 +44,8 @@ from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
 CHECKS, RECIPES, SUPPORT, LEVELS = "docs/doctor.md", "docs/recipes.md", "docs/support.md", "docs/levels.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT, LEVELS)
+PLAN = "docs/plan.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT, LEVELS, PLAN)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -287,6 +288,8 @@ def _file_tables(name: str) -> dict[str, str]:
         return {"checks": checks_table()}
     if name == LEVELS:
         return {"reference": public_recipe.reference_table(), "gains": public_recipe.gains_table()}
+    if name == PLAN:
+        return {"rows": public_recipe.rows_table(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
         return {"patches": patches_table(ROWS)}
     return {"recipe": all_recipe_tables()}
