@@ -13,10 +13,13 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.plan.step_plan import Workload
+from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.step.replay.recording import save_step
 from verl_patches.weights.run_folders import take_start
 
+PAGE, TRUE_WEIGHTS_TOTAL_S = Path(__file__).resolve().parents[2] / "docs" / "plan.md", 859.68
 TINY, NODE, BIG = "deepseekv3_tiny_cpu", "deepseekv3_16die", "deepseekv3_256die_true_weight"
+PRESETS = sorted(path.stem for path in CONFIGS_DIR.glob("[!c]*_*die*.yaml") if path.stem != "deepseekv3_256die")
 
 
 def call(*arguments):
@@ -35,11 +38,70 @@ def test_a_dry_run_prints_the_same_as_plan():
     assert {"checks", "memory", "traffic", "ports", "environment", "commands"} <= set(plan)
 
 
+FAULTS = ("trainer.nnodes=3", "recipe.memory.host_gib=64", "trainer.save_freq=1", "recipe.watch.action=off")
+GIVEN = [(BIG, (word,)) for word in ("level=tuned", "algo=ppo", *FAULTS)]
+GIVEN += [(BIG, ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", *FAULTS[1:])), ("moonlight_32die_8k", FAULTS)]
+
+
+@pytest.mark.parametrize(("config", "given"), [*((preset, ()) for preset in (TINY, *PRESETS)), *GIVEN])
+def test_a_plan_is_one_screen(config, given):
+    """Check each preset, and plans that do not fit."""
+    done = call("plan", config, *given)
+    lines = done.output.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 110, done.output
+    assert lines[1].startswith("fits: " if done.exit_code == 0 else "does not fit: ")
+    assert ("FAILED" in done.stdout) == (done.exit_code == 1) and "on by default" not in done.output
+
+
+def test_all_prints_every_section_before_the_screen():
+    whole, screen = (call("plan", NODE, *given).stdout.splitlines() for given in (("--all",), ()))
+    assert whole[-len(screen) :] == screen and len(whole) > 150 > 40 >= len(screen)
+    assert "on by default" not in "\n".join(whole)
+
+
+def test_seconds_are_a_range_and_what_is_assumed_stands_beside_them():
+    plan = json.loads(call("plan", BIG, "level=tuned", "--json").stdout)
+    step, shown = plan["step"], call("plan", BIG, "level=tuned").stdout
+    assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.01)
+    assert step["total_range_s"][0] <= step["total_s"] < step["total_range_s"][1]
+    first, second = step["assumed_gains"]
+    assert (
+        first["if"].startswith("if 0.6 of ") and "13.6%" in second["if"] and first["saves_s"] > 20 < second["saves_s"]
+    )
+    assert f"then -{first['saves_s']:.0f} s" in shown
+    level = plan["level"]
+    assert level["other"] == "reference" and level["saves_s"] > 100 and "reference: " in shown
+    assert {"trainer.balance_batch", "recipe.tensor_cache.enabled"} & {*level["keys"]} == {"trainer.balance_batch"}
+    assert json.loads(call("plan", BIG, "--json").stdout)["step"]["assumed_gains"] == []
+
+
+def test_a_published_run_is_planned_by_its_lengths_and_switches():
+    """Run the example of docs/plan.md, whose phases are those of the table of published rows."""
+    (example,) = re.findall(r"python -m verl_patches (plan \S+ --prompt-tokens .*?--json)", PAGE.read_text(), re.DOTALL)
+    plan = json.loads(call(*shlex.split(example.replace("\\\n", " "))).stdout)
+    seconds = {phase["phase"]: phase["seconds"] for phase in plan["step"]["phases"]}
+    rows = {row["row"].rpartition("1,577 tokens: ")[2]: row for row in plan["step"]["calibration"]}
+    for phase in ("rollout", "ref", "update"):
+        assert seconds[phase] == pytest.approx(rows[phase]["modelled_s"], rel=0.005), phase
+    low, high = plan["step"]["total_range_s"]
+    assert low < TRUE_WEIGHTS_TOTAL_S < high
+
+
+def test_a_picture_has_the_memory_of_each_phase(tmp_path):
+    assert call("plan", NODE, "--plot", str(tmp_path / "memory.png")).exit_code == 0
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tables_of_a_node_say_that_they_are_modelled():
-    done = call("plan", NODE, "--prompt-tokens", "100", "--dp-sync", "gloo")
+    done = call("plan", NODE, "--prompt-tokens", "100", "--dp-sync", "gloo", "--all")
     assert done.exit_code == 0, done.output
     shown = " ".join(done.stdout.split())
-    for words in ("step (modelled, not measured)", "prompt tokens 100", "dp sync gloo", "decode step, batch 64"):
+    for words in (
+        "step (modelled, not measured); range: the errors",
+        "prompt tokens 100",
+        "dp sync gloo",
+        "decode step, batch 64",
+    ):
         assert words in shown, done.stdout
     assert "generate, chat, eval: 1 node(s) of 16 dies hold the weights in bf16" in shown
     assert "weight sync (modelled)" in shown and "61000 to 61143" in shown
@@ -60,8 +122,8 @@ def test_a_search_lists_as_many_layouts_as_asked_for():
 
 
 def next_command(text):
-    """Return the arguments of the command that a line of output ends with."""
-    return shlex.split(text.rpartition("python -m verl_patches ")[2])
+    """Return the arguments of the last command in an output."""
+    return shlex.split(re.split(r"\n(?=\S)", text.rpartition("python -m verl_patches ")[2])[0].replace("\\\n", " "))
 
 
 @pytest.mark.slow
@@ -71,8 +133,8 @@ def next_command(text):
 def test_what_is_printed_for_4_nodes_of_8_dies_leads_to_a_layout(config, hardware):
     """Follow the commands that are printed, from a config whose layout is for other nodes."""
     done = call("plan", config, f"recipe.hardware={hardware}", "trainer.nnodes=4", "trainer.n_gpus_per_node=8")
-    assert done.exit_code == 1 and done.output.splitlines()[-1].startswith("does not fit: "), done.output
-    search = [*next_command(done.output.splitlines()[-1]), "--top", "1"]
+    assert done.exit_code == 1 and done.stdout.splitlines()[1].startswith("does not fit: "), done.output
+    search = [*next_command(done.stdout), "--top", "1"]
     done = call(*search)
     if config == BIG:
         assert isinstance(done.exception, ConfigError) and "no layout for 32 dies" in str(done.exception)
@@ -91,8 +153,9 @@ def test_a_plan_whose_start_is_refused_here_names_no_command_to_start_it():
     done = call("plan", NODE)
     (note,) = [check for check in json.loads(call("plan", NODE, "--json").stdout)["checks"] if check["name"] == "verl"]
     assert note["note"] and "--upstream DIR" in note["detail"]
-    assert done.stdout.splitlines()[-1].endswith("a start is refused here; next: do what the note on verl says")
-    assert "commands to run, in this order; a start is refused as long as the note on verl applies:" in done.stdout
+    shown, words = " ".join(done.stdout.split()), "a start is refused here; next: do what the note on verl says"
+    assert words in shown and "--upstream DIR" in shown and "ray start" not in shown
+    assert "as long as the note on verl applies:" in call("plan", NODE, "--all").stdout
 
 
 def test_no_layout_is_searched_where_none_would_help():
@@ -162,7 +225,7 @@ def test_what_was_given_is_in_the_next_command(tmp_path):
 
 
 def test_what_disks_take_has_its_own_table():
-    shown = " ".join(call("plan", NODE, "trainer.save_freq=5", "--disk-gb-s", "20").stdout.split())
+    shown = " ".join(call("plan", NODE, "trainer.save_freq=5", "--disk-gb-s", "20", "--all").stdout.split())
     assert "what a start reads and a save writes (modelled), at --disk-gb-s" in shown and " load " in shown, shown
     assert isinstance(call("plan", NODE, "--disk-gb-s", "0").exception, ConfigError)
 
@@ -194,5 +257,5 @@ def test_a2_is_planned_without_seconds():
         assert done.exit_code == 0 and plan["ok"], plan["verdict"]
     assert found["a2"]["step"] is None and found["a3"]["step"]["total_s"] > 0
     assert found["a2"]["memory"]["hbm_bytes"] < found["a3"]["memory"]["hbm_bytes"] and found["a2"]["traffic"]
-    shown = call("plan", "deepseekv3_256die_true_weight", *A2_OVERRIDES).stdout
+    shown = call("plan", "deepseekv3_256die_true_weight", *A2_OVERRIDES, "--all").stdout
     assert "no published run reports it for Atlas 800T A2" in shown and "tokens/s" not in shown

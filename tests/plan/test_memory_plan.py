@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.conftest import ROOT
 from tests.runs import composed
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.plan_text import memory_rows
+from verl_patches.cli.output import memory_rows
 from verl_patches.errors import ConfigError
 from verl_patches.plan import activations
 from verl_patches.plan import memory_plan as memory_plan_module

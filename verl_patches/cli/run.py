@@ -18,8 +18,15 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, print_table, print_text, progress_bar
-from verl_patches.cli.plan_text import print_screen, print_whole_plan
+from verl_patches.cli.output import (
+    Json,
+    print_json,
+    print_screen,
+    print_table,
+    print_text,
+    print_whole_plan,
+    progress_bar,
+)
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,12 @@ def _memory_check(plan: dict[str, Any]) -> Check:
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
     if short := memory_shortages(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
-    text, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
+    fullest, layers = max(followed["phases"], key=itemgetter("peak_bytes")), plan["recompute_layers"]
+    text = f"the fullest die, {fullest['rank']} in {fullest['phase']}, needs {fullest['peak_bytes'] / 1e9:.2f} GB of "
+    text += f"{plan['hbm_bytes'] / 1e9:.2f}"
     if layers is not None:
         layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
-        left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
+        left = plan["hbm_bytes"] - fullest["peak_bytes"]
         text += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
         if left < MARGIN_BYTES:
             text += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for memory that the model does not count"
