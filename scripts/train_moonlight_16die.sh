@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train Moonlight-16B-A3B-Instruct by GRPO on GSM8K on 16 dies (one Atlas A3 node), from its own weights.
 #
-#   bash scripts/train_moonlight_16die.sh --dry-run     # check and print ranks, groups, patches, environment, commands
+#   bash scripts/train_moonlight_16die.sh --dry-run     # check, and print memory, seconds and the next command; --all: everything
 #   bash scripts/train_moonlight_16die.sh               # start Ray on this node, and train
 #   ... --upstream DIR         # the line's sources, unless they are on PYTHONPATH; fetch them with scripts/fetch_upstream.sh --dest DIR
 #   ... algo=sft trainer.total_training_steps=10         # any Hydra override; --help lists the options
