@@ -31,11 +31,12 @@ _SCREEN_CHECKS = ("memory", "host memory", "KV cache", "disk rate")
 _OVER_LIMIT = " TOO MUCH"
 _PROCESS_LABELS = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 # Sections of a plan: title, key in --json, and the columns of its rows or the shown keys
-_MEMORY_SECTIONS = (
+_Sections = tuple[tuple[str, str, tuple[str, ...]], ...]
+_MEMORY_SECTIONS: _Sections = (
     ("host memory of the fullest node (modelled)", "memory.host", ()),
     ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
 )
-_FIGURE_SECTIONS = (
+_FIGURE_SECTIONS: _Sections = (
     ("step (modelled, not measured); range: the errors on published runs (docs/plan.md)", "step.phases",
      ("phase", "range_s", "seconds", "quoted_s")),
     ("whole step", "step", ("total_range_s", "total_s", "quoted_total_s", "tokens_per_s_per_die_range")),
@@ -153,10 +154,9 @@ def print_screen(plan: Mapping[str, Any], run: RunSpec | None) -> None:
     print_text(title, "bold")
     print_text(textwrap.fill(plan["verdict"], PIPE_COLUMNS), "bold green" if plan["ok"] else "bold red")
     for label, text, lines in _screen_rows(plan):
-        text = f"{label:<{_LABEL}}{text}"
-        cut = {"max_lines": lines, "placeholder": " ... (--all)", "break_on_hyphens": False}
-        text = textwrap.fill(text, PIPE_COLUMNS, subsequent_indent=" " * _LABEL, replace_whitespace=False, **cut)
-        print_text(text, "red" if label == "FAILED" else "")
+        wrapper = textwrap.TextWrapper(PIPE_COLUMNS, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
+        wrapper.max_lines, wrapper.placeholder = lines, " ... (--all)"
+        print_text(wrapper.fill(f"{label:<{_LABEL}}{text}"), "red" if label == "FAILED" else "")
     for way in plan["next"][:1]:
         print_text(f"next (1 of {len(plan['next'])}), {way['what']}:", "bold")
         print_command(way["command"])
@@ -168,7 +168,11 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     checks, step = plan["checks"], plan["step"]
     failed = [check for check in checks if not check["ok"]]
     for check in failed[:_SHOWN_FAULTS]:
-        yield "FAILED", f"{check['name']}: {check['detail'].removeprefix(check['name'] + ': ')}", 2
+        yield (
+            "FAILED",
+            f"{check['name']}: {check['detail'].removeprefix(check['name'] + ': ')}",
+            max(2, 10 // len(failed)),
+        )
     if len(failed) > _SHOWN_FAULTS:
         yield "FAILED", f"{len(failed) - _SHOWN_FAULTS} more checks (--all)", 1
     for side in ("train", "rollout"):
@@ -178,12 +182,11 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         if check["ok"] and (check["name"] in _SCREEN_CHECKS or check["detail"].startswith("a start is refused")):
             yield check["name"], check["detail"], 3 if check["name"] in _SCREEN_CHECKS else 4
     if step:
-        (low, high), phases = step["total_range_s"], step["phases"] if plan["ok"] else ()
-        text = f"{low:7.1f} to {high:7.1f} s (modelled {step['total_s']:.1f})"
+        text = _seconds_text(step["total_range_s"], step["total_s"], step.get("quoted_total_s"))
         yield "step", f"{text}; ranges: the model's errors on the published runs", 1
-        for each in (each for each in phases if each["seconds"]):
-            low, high = each["range_s"]
-            yield each["phase"], f"{low:7.1f} to {high:7.1f} s (modelled {each['seconds']:.1f})", 1
+        for each in step["phases"] if plan["ok"] else ():
+            if each["seconds"]:
+                yield each["phase"], _seconds_text(each["range_s"], each["seconds"], each.get("quoted_s")), 1
         for gain in step["assumed_gains"]:
             yield "", f"{gain['if']}, then -{gain['saves_s']:.0f} s", 1
     if plan["level"] and plan["ok"]:
@@ -191,6 +194,11 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     notes = [check["name"] for check in checks if check["note"] and check["name"] not in _SCREEN_CHECKS]
     if notes:
         yield "notes on", f"{', '.join(dict.fromkeys(notes))} (--all)", 1
+
+
+def _seconds_text(bounds: Sequence[float], seconds: float, quoted: float | None) -> str:
+    beside = "" if quoted is None else f", {quoted:.1f} by quoted constants"
+    return f"{bounds[0]:7.1f} to {bounds[1]:7.1f} s (modelled {seconds:.1f}{beside})"
 
 
 def _level_text(level: Mapping[str, Any]) -> str:

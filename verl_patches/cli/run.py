@@ -79,11 +79,9 @@ LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts 
 MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
 DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes; or a run: that of its slowest save."
 PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
-WHOLE_HELP = "Print every check, rank, patch row, environment variable and command, not one screen."
-SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
-
-
+WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
+SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -303,10 +301,9 @@ def report_plan(
 def _other_level(run: RunSpec, config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec | None:
     """Return the run at level reference, or at tuned where it is at reference; None where that is refused."""
     level = "tuned" if run.recipe.level == "reference" else "reference"
+    unchanged = [each for each in overrides if not each.startswith("level=")]
     with suppress(ConfigError):
-        return compose_run(
-            config_name, [*(each for each in overrides if not each.startswith("level=")), f"level={level}"], trees
-        )
+        return compose_run(config_name, [*unchanged, f"level={level}"], trees)
     return None
 
 

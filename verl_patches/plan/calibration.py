@@ -106,17 +106,16 @@ class PublishedRow:
 def _phase_rows(
     name: str, run: Callable[[Constants], StepInput], quoted: Mapping[str, float], fixes: Mapping[str, str]
 ) -> Iterator[PublishedRow]:
-    """Yield the rows of a run's quoted phases, and of their sum; `fixes` maps phases to constants."""
+    """Yield the rows of a run's quoted phases, and of their sum if they are all; `fixes` maps phases to constants."""
 
     def predict(phase: str) -> Callable[[Constants], float]:
         return lambda constants: step_time(run(constants), constants)[phase]
 
     for phase, seconds in quoted.items():
         yield PublishedRow(f"{name}{phase}", seconds, predict(phase), fixes.get(phase), phase)
-    total = round(sum(quoted.values()), 3)
-    yield PublishedRow(
-        f"{name}total", total, lambda constants: sum(step_time(run(constants), constants).values()), phase="total"
-    )
+    if "rollout" in quoted:
+        total = round(sum(quoted.values()), 3)
+        yield PublishedRow(f"{name}total", total, lambda c: sum(step_time(run(c), c).values()), phase="total")
 
 
 def _decode_s(batch: int) -> Callable[[Constants], float]:
@@ -140,12 +139,8 @@ PUBLISHED_ROWS = (
       for batch, ms in DECODE_MS.items()),
     *_phase_rows("", lambda constants: published_run(), RANDOM_INIT, RANDOM_INIT_FIXES),
     PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _cache_saves_s, "driver_bytes_per_s"),
-    *(PublishedRow(f"{phase}, no tensor cache", seconds,
-                   lambda constants, phase=phase: step_time(run_without_cache(), constants)[phase], phase=phase)
-      for phase, seconds in (("update", 400.9), ("ref", 156.8))),
-    *(PublishedRow(f"{phase}, tensor cache (second series)", seconds,
-                   lambda constants, phase=phase: step_time(published_run(), constants)[phase], phase=phase)
-      for phase, seconds in (("update", 334.15), ("ref", 105.06))),
+    *_phase_rows("no tensor cache: ", lambda constants: run_without_cache(), {"update": 400.9, "ref": 156.8}, {}),
+    *_phase_rows("second series: ", lambda constants: published_run(), {"update": 334.15, "ref": 105.06}, {}),
     *_phase_rows("true weights, 1,577 tokens: ", true_weights, TRUE_WEIGHTS, {"update": "train_load"}),
     *_phase_rows("true weights, 2,553 tokens: ", earlier_true_weights, EARLIER_TRUE_WEIGHTS, {}),
 )  # fmt: skip

@@ -217,8 +217,8 @@ def _memory_check(plan: dict[str, Any]) -> Check:
     if short := memory_shortages(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
     fullest, layers = max(followed["phases"], key=itemgetter("peak_bytes")), plan["recompute_layers"]
-    text = f"the fullest die, {fullest['rank']} in {fullest['phase']}, needs {fullest['peak_bytes'] / 1e9:.2f} GB of "
-    text += f"{plan['hbm_bytes'] / 1e9:.2f}"
+    text = f"the fullest die needs {fullest['peak_bytes'] / 1e9:.2f} GB of {plan['hbm_bytes'] / 1e9:.2f} (rank "
+    text += f"{fullest['rank']}, {fullest['phase']})"
     if layers is not None:
         layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
         left = plan["hbm_bytes"] - fullest["peak_bytes"]
