@@ -106,20 +106,26 @@ class PublishedRow:
 def _phase_rows(
     name: str, run: Callable[[Constants], StepInput], quoted: Mapping[str, float], fixes: Mapping[str, str]
 ) -> Iterator[PublishedRow]:
-    """Yield the rows of a run's quoted phases, and of their sum if they are all; `fixes` maps phases to constants."""
+    """Yield the rows of a run's quoted phases, or "total"; `fixes` maps phases to constants."""
 
     def predict(phase: str) -> Callable[[Constants], float]:
-        return lambda constants: step_time(run(constants), constants)[phase]
+        def predicted(constants: Constants) -> float:
+            seconds = step_time(run(constants), constants)
+            return sum(seconds.values()) if phase == "total" else seconds[phase]
+
+        return predicted
 
     for phase, seconds in quoted.items():
         yield PublishedRow(f"{name}{phase}", seconds, predict(phase), fixes.get(phase), phase)
-    if "rollout" in quoted:
-        total = round(sum(quoted.values()), 3)
-        yield PublishedRow(f"{name}total", total, lambda c: sum(step_time(run(c), c).values()), phase="total")
 
 
 def _decode_s(batch: int) -> Callable[[Constants], float]:
     return lambda constants: decode_s(published_run(), batch, _DECODE_CONTEXT, batch, constants)
+
+
+def _total_s(tokens_per_s: float) -> float:
+    """Return the seconds of a step of a series that quotes tokens/s of a card, of responses of 3039.8 tokens."""
+    return round(512 * 16 * (MEAN_PROMPT + 3039.8) / 128 / tokens_per_s, 1)
 
 
 def _cache_saves_s(constants: Constants) -> float:
@@ -127,20 +133,25 @@ def _cache_saves_s(constants: Constants) -> float:
 
 
 RANDOM_INIT = {"rollout": 318.27, "ref": 104.7, "reward": 13.7, "advantage": 0.188, "update": 328.8, "reshard": 11.18,
-               "offload": 24.45}  # fmt: skip
+               "offload": 24.45, "total": 796.8}  # fmt: skip
 RANDOM_INIT_FIXES = {"rollout": "engine_step_s", "ref": "train_efficiency", "reward": "reward_s",
                      "advantage": "advantage_s", "reshard": "collective_s", "offload": "empty_cache_s"}  # fmt: skip
 TRUE_WEIGHTS = {"rollout": 373.65, "ref": 144.5, "reward": 5.0, "advantage": 0.21, "update": 319.3, "reshard": 11.5,
-                "offload": 5.5}  # fmt: skip
+                "offload": 5.5, "total": 859.68}  # fmt: skip
 EARLIER_TRUE_WEIGHTS = {"rollout": 495.4, "old_log_prob": 134.0, "ref": 116.7, "reward": 8.4, "advantage": 0.21,
-                        "update": 495.1, "reshard": 67.6, "offload": 20.3}  # fmt: skip
+                        "update": 495.1, "reshard": 67.6, "offload": 20.3, "total": 1338.0}  # fmt: skip
 PUBLISHED_ROWS = (
     *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode_s(batch), "decode_layer_s" if batch == 1 else None)
       for batch, ms in DECODE_MS.items()),
     *_phase_rows("", lambda constants: published_run(), RANDOM_INIT, RANDOM_INIT_FIXES),
     PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _cache_saves_s, "driver_bytes_per_s"),
-    *_phase_rows("no tensor cache: ", lambda constants: run_without_cache(), {"update": 400.9, "ref": 156.8}, {}),
-    *_phase_rows("second series: ", lambda constants: published_run(), {"update": 334.15, "ref": 105.06}, {}),
+    *_phase_rows("no tensor cache: ", lambda constants: run_without_cache(),
+                 {"update": 400.9, "ref": 156.8, "total": _total_s(208.5)}, {}),
+    *_phase_rows("tensor cache: ", lambda constants: published_run(),
+                 {"update": 334.15, "ref": 105.06, "total": _total_s(238.46)}, {}),
+    *_phase_rows("DP sync over Gloo: ", lambda constants: replace(published_run(), dp_sync="gloo"),
+                 {"rollout": 385}, {}),
+    *_phase_rows("DP sync over HCCL: ", lambda constants: published_run(), {"rollout": 322}, {}),
     *_phase_rows("true weights, 1,577 tokens: ", true_weights, TRUE_WEIGHTS, {"update": "train_load"}),
     *_phase_rows("true weights, 2,553 tokens: ", earlier_true_weights, EARLIER_TRUE_WEIGHTS, {}),
 )  # fmt: skip
