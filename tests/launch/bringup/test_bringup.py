@@ -35,7 +35,7 @@ def test_of_an_operator_the_worst_rank_and_level_is_shown():
 
     answers = {"operators, level safe": [{"rows": [row("ok", 0.01)]}, {"rows": []}, {"rows": [row("wrong", 0.5)]}]}
     answers |= {"operators, level tuned": [{"rows": [row("ok", 0.001)]}], "train tp": [group([0, 1], 1.0)]}
-    (found,) = operator_rows(answers)
+    (found,) = operator_rows({**answers, "MC2": answers["operators, level tuned"]}, "operators")
     assert operator_text(found) == "npu_swiglu on rank 2: wrong, error 0.5, tolerance 0.02 (x [2])"
 
 

@@ -58,7 +58,7 @@ NOT_PROVED = {  # rung: what it does not prove without a device
     "resume": "a file system of several nodes, and that dies are freed",
     "measured": "seconds of a device",
 }
-_OPERATORS = "operators"
+_OPERATORS, _MC2 = "operators", "MC2"  # names of worker/probe/groups.py, which imports torch
 # {on a device: (times the seconds of its peers, seconds)} above both of which a group is slow; else ranks share cores
 _SLOW = {True: (2.0, 0.0), False: (20.0, 0.1)}
 _PROBE_S = 3600
@@ -212,7 +212,7 @@ class Bringup:
 
     def _operators(self) -> Rung:
         outcome, summary = self._probe()
-        rows = operator_rows(summary.get("probes", {}))
+        rows = operator_rows(summary.get("probes", {}), _OPERATORS)
         faults = [operator_text(row) for row in rows if row["verdict"] not in ("ok", "not checked here")]
         if outcome.code and not faults and not summary.get("probes"):
             faults = [f"the workers did not start: {outcome.reason}"]
@@ -229,7 +229,7 @@ class Bringup:
         answers = summary.get("probes", {})
         rows = group_rows(answers, *_SLOW[self.run.platform not in NO_DEVICE])
         faults = [f"{row['group']} of ranks {row['ranks']}: {row['verdict']}" for row in rows if row["verdict"] != "ok"]
-        exchanged = operator_rows({name: rows for name, rows in answers.items() if name == "MC2"})
+        exchanged = operator_rows(answers, _MC2)
         faults += [operator_text(row) for row in exchanged if row["verdict"] not in ("ok", "not checked here")]
         if outcome.code and not faults:
             faults = [f"{outcome.reason}; measured before: {', '.join(answers) or 'nothing'}"]
@@ -265,7 +265,7 @@ class Bringup:
     ) -> Rung:
         """Return the rung with the smallest part of a level that failed, found by starts without parts of it."""
         minutes = max(outcome.wall_s, 1.0) / 60
-        fault = f"level {name} fails: {outcome.reason}"
+        fault = f"level {name} fails: {' '.join(outcome.reason.split())}"
         try:
             run = self.compose(words)
         except ConfigError:
@@ -283,10 +283,11 @@ class Bringup:
         off, names = " ".join(levels.words_without(run, found.part)), ", ".join(each.name for each in found.part)
         if found.confirmed:
             part = f"it passes without {names}: {off}"
-        elif suspects:
-            part = f"no single part was found in {found.starts} starts; the smallest that was not excluded: {names}"
+        elif found.part == suspects:
+            without = f"it fails also without {names}" if suspects else "nothing that is on can be off"
+            part = f"{without}: a row of role correctness, the device, or upstream's code is at fault"
         else:
-            part = "nothing that is on can be off: rows of role correctness, the device, or upstream's code is at fault"
+            part = f"starts: {found.starts}; none shows one part to be at fault, the smallest not excluded: {names}"
         parts = [each.name for each in found.part]
         figures["at_fault"] = {
             "level": name,
@@ -368,12 +369,12 @@ def wait_for_workers(limit_s: float) -> None:
         time.sleep(1)
 
 
-def operator_rows(answers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of operators of all ranks and levels: of each operator and shape the worst one, with its rank."""
+def operator_rows(answers: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """Return the rows of all ranks and levels that begin with `kind`: of each operator and shape the worst one."""
     worst: dict[tuple[str, str], dict[str, Any]] = {}
     for what, ranks in answers.items():
         for rank, answer in enumerate(ranks):
-            for row in answer.get("rows", ()) if what.startswith((_OPERATORS, "MC2")) else ():
+            for row in answer.get("rows", ()) if what.startswith(kind) else ():
                 key, found = (row["operator"], row["shape"]), {**row, "rank": rank}
                 if key not in worst or _badness(found) > _badness(worst[key]):
                     worst[key] = found
