@@ -183,8 +183,11 @@ class Bringup:
             report, _ = doctor.check_this_node(node)
         else:
             report, _ = doctor.check_all_nodes(node, [*self.words, *self.option])
-        bad = [each for each in report.findings if each.state == "problem"]
-        faults = [f"{each.name}{f' [{each.where}]' * bool(each.where)}: {each.found}; {each.todo}" for each in bad]
+        faults = [
+            f"{each.name}{f' [{each.where}]' * bool(each.where)}: expected {each.expected}, found {each.found}; {each.todo}"
+            for each in report.findings
+            if each.state == "problem"
+        ]
         written, read = disk_rates(disk_folder(self.run.home), RATE_BYTES[node.npu])
         saving = self.run.with_verl({"trainer.save_freq": 1})
         needs = {rate: disk_figures(saving, rate / 1e9)["parts"] for rate in (written, read)}
@@ -193,7 +196,14 @@ class Bringup:
         found = f"{len(report.findings)} checks; one process writes {written / 1e9:.2f} and reads {read / 1e9:.2f} GB/s"
         found += f", at which a save takes {seconds['save']:.0f} s and a load {seconds['load']:.0f} s"
         figures = {"written_gb_s": written / 1e9, "read_gb_s": read / 1e9, "seconds": seconds}
-        return self._rung("machine", faults, found, "mend what doctor names", **figures, doctor=report.as_dict())
+        return self._rung(
+            "machine",
+            faults,
+            found,
+            "mend this, or go on in spite of it with --from operators",
+            **figures,
+            doctor=report.as_dict(),
+        )
 
     def _probe(self) -> Start:
         """Start the workers once for the rungs operators and groups."""
