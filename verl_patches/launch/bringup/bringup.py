@@ -183,11 +183,11 @@ class Bringup:
             report, _ = doctor.check_this_node(node)
         else:
             report, _ = doctor.check_all_nodes(node, [*self.words, *self.option])
-        faults = [
-            f"{each.name}{f' [{each.where}]' * bool(each.where)}: expected {each.expected}, found {each.found}; {each.todo}"
-            for each in report.findings
-            if each.state == "problem"
-        ]
+        faults = []
+        for each in report.findings:
+            if each.state == "problem":
+                place = f" [{each.where}]" if each.where else ""
+                faults.append(f"{each.name}{place}: expected {each.expected}, found {each.found}; {each.todo}")
         written, read = disk_rates(disk_folder(self.run.home), RATE_BYTES[node.npu])
         saving = self.run.with_verl({"trainer.save_freq": 1})
         needs = {rate: disk_figures(saving, rate / 1e9)["parts"] for rate in (written, read)}
