@@ -179,6 +179,7 @@ def test_a_level_changes_no_step(emulated, level):
     if level != "tuned":  # kernels that the published runs never called, of decodes beside prompts
         assert not {"npu_ring_mla", "npu_multi_head_latent_attention"} & called
     assert (run.summary["emulated"]["graphs"] > 0) == (level != "safe")
+    assert_bringup_compares_the_operators(run)
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert ({*HOST_ROWS} <= active) == (level == "tuned") and "rollout.ascend_decode_kv" in active
     assert_equal_steps(run, first)

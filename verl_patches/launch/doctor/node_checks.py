@@ -25,6 +25,7 @@ import psutil
 from verl_patches.errors import config_error_text, our_command
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
+from verl_patches.plan.step_plan import disk_figures
 from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, refuse_loopback, require_interface
 from verl_patches.processes import port_holder
 from verl_patches.run import hccl
@@ -204,6 +205,10 @@ def _disk(node: Node) -> Iterator[Result]:
         written, read = disk_rates(place, RATE_BYTES[node.npu])
         rates = f"writes {written / GB:.2f} GB/s, reads {read / GB:.2f} GB/s"
         found = f"{rates} (one process, {RATE_BYTES[node.npu] >> 20} MiB)"
+        for part, rate in (("save", written), ("load", read)):
+            for needed in disk_figures(node.run, node.nodes * rate / GB)["parts"]:
+                if needed["part"] == part:
+                    found += f"; at {node.nodes} x this a {part} takes {needed['seconds']:.0f} s"
         yield Result(True, found, "a file can be written", name=f"rate in {place}")
 
 
