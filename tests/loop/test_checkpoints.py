@@ -122,7 +122,7 @@ def test_a_slow_disk_is_no_stall_and_a_stuck_one_is_named_with_its_key(smoke):
     (saved,) = run.summary["checkpoints"]
     assert saved["step"] == 1 and saved["complete_s"] > bound_s + 1 and [*saved_checkpoints(run)] == [1]
     found = re.search(
-        r"StallError: step 2: rank 1 \(pid \d+ on .* in finish_checkpoint .* for (\d+) s without a byte read or written"
+        r"StallError: step 2: rank 1 \(pid \d+ on .* in finish_checkpoint.* for (\d+) s without a byte read or written"
         rf", where at most {bound_s + 1} s were expected \(recipe\.timeouts\.load_s\)",
         run.summary["exit"],
     )

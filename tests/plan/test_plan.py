@@ -102,7 +102,7 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     step = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]
     seconds = {phase["phase"]: phase["seconds"] for phase in step["phases"]}
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
-    assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
+    assert all(seconds[phase] == pytest.approx(value, rel=0.04) for phase, value in quoted.items()), seconds
     assert step["total_s"] == pytest.approx(801.29, rel=0.05)
     switches += ",+rollout.ascend_dp_sync,+rollout.ascend_dp_metadata"
     one_sync = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # one sync takes 3 ms a decode step

@@ -212,7 +212,7 @@ def test_graphs_with_numbers_of_heads_that_no_document_names_are_noted():
 
 @pytest.mark.parametrize(
     ("name", "share", "lowered"),
-    [(LARGE, "0.9", None), (LARGE, "0.8", (64, 48)), ("deepseekv3_256die_16k", "0.8", (32, 8))],
+    [("deepseekv3_64die", "0.8", None), (LARGE, "0.8", (64, 48)), ("deepseekv3_256die_16k", "0.8", (32, 8))],
 )
 def test_max_num_seqs_is_lowered_until_no_request_is_preempted(name, share, lowered):
     run = composed(name, [f"{SAMPLING}.gpu_memory_utilization={share}"])

@@ -17,10 +17,11 @@ from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
 from verl_patches.spec import RunSpec
 
-_TRAIN_SIZES = [
-    f"actor_rollout_ref.actor.megatron.{name}_parallel_size"
+_MEGATRON = "actor_rollout_ref.actor.megatron"
+_TRAIN_SIZES = {
+    f"{_MEGATRON}.{name}_parallel_size": 1
     for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-]
+}
 
 
 def instance_config(config: DictConfig) -> DictConfig:
@@ -36,15 +37,9 @@ def instance_config(config: DictConfig) -> DictConfig:
             f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.data_parallel_size {dp}), expected "
             f"whole nodes of trainer.n_gpus_per_node={dies} dies: change one of them"
         )
-    return change_config(config, _instance_keys(tp * dp // dies, dies))
-
-
-def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
-    """Return the keys of one instance on `nodes` x `dies` that trains nothing, also of a run without rollout."""
-    sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
-    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.rollout.instances": 1, "recipe.train.layers_per_stage": None}
-    alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
-    return {**alone, **sizes}
+    sizes = {"trainer.nnodes": tp * dp // dies, "trainer.n_gpus_per_node": dies, "recipe.rollout.instances": 1}
+    others = {"recipe.train.layers_per_stage": None, f"{_MEGATRON}.virtual_pipeline_model_parallel_size": None}
+    return change_config(config, _TRAIN_SIZES | sizes | others | {"recipe.objective.name": "rl"})  # also of fixed data
 
 
 def _single_instance(run: RunSpec, dp: int, dies: int, split: bool) -> RunSpec:
