@@ -310,7 +310,7 @@ def search_layouts(
 def _read_measured(path: Path) -> dict[str, Any]:
     """Return the content of a bring-up's measured.json; raise ConfigError for any other file."""
     found = read_object(path) if path.is_file() else {}
-    constants, rate = found.get("constants"), found.get("disk_gb_s")
+    constants, rate = found.get("constants", []), found.get("disk_gb_s")
     names = {field.name for field in fields(Constants)}
     fine = isinstance(constants, dict) and constants.keys() <= names and isinstance(rate, float | None)
     if not fine or not all(isinstance(value, float) and 0 < value < math.inf for value in constants.values()):

@@ -257,7 +257,7 @@ class Bringup:
 
     def _levels(self) -> Rung:
         if self.run.verl.trainer.nnodes > 1:
-            return _not_run("levels", f"for one node: {our_command(COMMAND, 'deepseekv3_16die')}")
+            return _not_run("levels", f"for one node: {our_command("bringup", "deepseekv3_16die")}")
         figures: dict[str, Any] = {}
         before = None
         for level in self.levels:
@@ -318,7 +318,7 @@ class Bringup:
         words = [*levels.level_words(self.run, level), "trainer.save_freq=1", "recipe.restart.max_restarts=0"]
         words += ["trainer.total_training_steps=3", "trainer.max_actor_ckpt_to_keep=1"]
         home = self.run.home.with_name(f"{self.run.recipe.run}_bringup_resume")
-        earlier, killed = {start.name for start in list_starts(home)}, []
+        earlier, killed = {start.name for start in list_starts(home)}, list[int]()
 
         def kill_after_checkpoint() -> None:
             made = [start for start in list_starts(home) if start.name not in earlier]
