@@ -257,7 +257,7 @@ class Bringup:
 
     def _levels(self) -> Rung:
         if self.run.verl.trainer.nnodes > 1:
-            return _not_run("levels", f"for one node: {our_command("bringup", "deepseekv3_16die")}")
+            return _not_run("levels", "for one node: " + our_command("bringup", "deepseekv3_16die"))
         figures: dict[str, Any] = {}
         before = None
         for level in self.levels:
