@@ -355,3 +355,17 @@ def stale_kv():
         return original(self, hidden_states, cos, sin, kv_cache, slots.roll(1), *args)
 
     wrap("vllm_ascend.attention.mla_v1", "AscendMLAImpl.exec_kv", exec_kv)
+
+
+def slow_then_stuck_disk():
+    """Flush rank 1's files a little at a time, each after a second; those of step 2, never."""
+    if os.environ.get("RANK") != "1":
+        return
+
+    def flush(original, self):
+        time.sleep(1e6 if "global_step_2" in self.path.parts else 1)
+        original(self)
+
+    writer = "verl_patches.weights.writer"
+    after_import(writer, lambda module: setattr(module, "SYNC_BYTES", 32 << 10))
+    wrap(writer, "NewFile._flush", flush)

@@ -158,7 +158,7 @@ def test_the_host_memory_of_the_runbook_and_the_presets_is_the_plans():
             host = planned(make_run(file.stem, *filter(None, [override]), skip=True))["host"]
             assert f"{host['pinned_bytes'] / 2**30:.0f}" == gib, (file.name, override)
             presets += 1
-    assert presets == 9
+    assert presets == 10
 
 
 def test_what_is_beside_the_memory_groups():

@@ -108,8 +108,10 @@ def bringup_command(
         begin=lambda run, often: start_run(run, as_json, often=often)[0],
         catalogue=platform_rows,
         say=lambda text: None if as_json else print_text(text),
-        chosen_levels=levels or (),
+        levels=levels or (),
     )
+    if levels and not bringup.run.as_npu:
+        raise ConfigError(f"--level {levels[0]}: levels are settings of NPUs, found platform {bringup.run.platform}")
     with lock_folder(bringup.folder, "recipe.run"):
         report = bringup.climb(first, last)
     if as_json:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NoReturn
@@ -29,12 +29,14 @@ from verl_patches.cli.output import (
 )
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
+from verl_patches.launch.bringup.bringup import MEASURED
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_planned_keys
 from verl_patches.plan.plan import build_plan, host_memory_note, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
+from verl_patches.plan.step_model import Constants
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require_platform
 from verl_patches.rules import RULES
@@ -77,7 +79,10 @@ RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncat
 LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
 LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
 MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
-DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes; or a run: that of its slowest save."
+DISK_HELP = (
+    "GB/s of the file system with weights and checkpoints, over all nodes, or a run: that of its slowest save; "
+    f"default: measured, or {DISK_GB_S:g}."
+)
 PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
 WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
@@ -214,7 +219,7 @@ def plan_command(
     dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
-    disk_gb_s: Annotated[str, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = str(DISK_GB_S),
+    disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
@@ -227,9 +232,9 @@ def plan_command(
     The exit code is 1 if a check refuses the start.
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
-    found = {} if measured is None else read_object(measured)
-    disk_gb_s = str(found.get("disk_gb_s") or disk_gb_s)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(disk_gb_s))
+    found = {} if measured is None else _read_measured(measured)
+    rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
+    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
     workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -319,6 +324,17 @@ def search_layouts(
     with progress_bar("layouts tried", None, "") as advance:
         layouts = search(run, RULES.sizes, dies, workload, top, advance)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+
+
+def _read_measured(path: Path) -> dict[str, Any]:
+    """Return the content of a bring-up's measured.json; raise ConfigError for any other file."""
+    found = read_object(path) if path.is_file() else {}
+    constants, rate = found.get("constants", []), found.get("disk_gb_s")
+    names = {field.name for field in fields(Constants)}
+    fine = isinstance(constants, dict) and constants.keys() <= names and isinstance(rate, float | None)
+    if not fine or not all(isinstance(value, float) and 0 < value < math.inf for value in constants.values()):
+        raise ConfigError(f"--measured {path}: expected {MEASURED} of a bring-up, found another file, or none")
+    return found
 
 
 def _disk_rate(given: str) -> float:

@@ -22,6 +22,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
+    CONTEXT_BYTES,
     RankGroup,
     Setting,
     group_bytes,
@@ -167,6 +168,16 @@ def kv_cache_plan(run: RunSpec, memory: RunMemory, mean_tokens: float) -> dict[s
         "expected_tokens": expected,
         "preemption": "impossible" if sequences * one <= blocks else preemption,
     }
+
+
+def engine_share(run: RunSpec, rollout: ParallelLayout, tokens: int, *sides: str) -> int:
+    """Return the bytes of vLLM's share of a die that are left for weights and KV cache (see plan/expected.py).
+
+    `rollout`: its layout. `tokens`: of its largest batch. HCCL's buffers are those of these sides of `run`.
+    """
+    buffers, share = hccl.buffer_bytes(run), run.verl.actor_rollout_ref.rollout.gpu_memory_utilization
+    beside = CONTEXT_BYTES + engine_bytes(run.model, rollout, tokens) + sum(buffers[side] for side in sides)
+    return max(int(share * run.hardware.seen_bytes) - beside, 0)
 
 
 def followed_peaks(run: RunSpec) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
+    Constants,
     Lengths,
     Offload,
     StepInput,
@@ -81,6 +82,11 @@ class Workload:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
         if self.dp_sync not in DP_SYNC_S:
             raise ConfigError(f"--dp-sync is {self.dp_sync!r}; expected one of {', '.join(DP_SYNC_S)}")
+
+    @property
+    def constants(self) -> Constants:
+        """Return the constants of the step model: quoted, or measured."""
+        return replace(CONSTANTS, **self.measured)
 
     @property
     def option(self) -> tuple[str, ...]:
@@ -238,8 +244,8 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     Each has its `likely_range` beside it. With measured constants each phase, and the sum, has the seconds by the
     quoted ones too.
     """
-    constants = replace(CONSTANTS, **workload.measured)
-    seconds, quoted = step_time(run, constants), step_time(run, CONSTANTS) if workload.measured else {}
+    constants, quoted = workload.constants, step_time(run, CONSTANTS) if workload.measured else {}
+    seconds = step_time(run, constants)
     total, beside = sum(seconds.values()), {name: {"quoted_s": round(s, 3)} for name, s in quoted.items()}
     absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
     low, high = likely_range("total", total)

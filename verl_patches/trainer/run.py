@@ -96,8 +96,9 @@ class TrainerRun:
         """Run `fit` (verl's) after the handshake, and record the outcome in any case."""
         reason, dead = "failed", []
         try:
+            result = None
             if self.run.probes:
-                result = self.probe_devices()
+                self.probe_devices()
             else:
                 self.compare_patches()
                 self.wrap_groups()

@@ -1,5 +1,7 @@
 """Test how a bring-up judges what ranks measured, and how it searches the part that makes a level fail."""
 
+import functools
+
 import pytest
 
 from tests.runs import composed
@@ -35,7 +37,7 @@ def test_of_an_operator_the_worst_rank_and_level_is_shown():
 
     answers = {"operators, level safe": [{"rows": [row("ok", 0.01)]}, {"rows": []}, {"rows": [row("wrong", 0.5)]}]}
     answers |= {"operators, level tuned": [{"rows": [row("ok", 0.001)]}], "train tp": [group([0, 1], 1.0)]}
-    (found,) = operator_rows(answers)
+    (found,) = operator_rows({**answers, "MC2": answers["operators, level tuned"]}, "operators")
     assert operator_text(found) == "npu_swiglu on rank 2: wrong, error 0.5, tolerance 0.02 (x [2])"
 
 
@@ -94,15 +96,13 @@ class Climbed(Bringup):
 
     bad, made = (), ()
 
-    def __getattribute__(self, name):
-        if name.removeprefix("_") not in RUNGS:
-            return super().__getattribute__(name)
+    @property
+    def methods(self):
+        def rung(name):
+            self.made = (*self.made, name)
+            return self._rung(name, ["broken"] if name in self.bad else [], "fine")
 
-        def rung():
-            self.made = (*self.made, name.removeprefix("_"))
-            return self._rung(name.removeprefix("_"), ["broken"] if name.removeprefix("_") in self.bad else [], "fine")
-
-        return rung
+        return {name: functools.partial(rung, name) for name in RUNGS}
 
 
 def climb(folder, first=None, last="measured", bad=(), words=()):
@@ -122,6 +122,8 @@ def test_a_call_goes_on_at_the_rung_that_failed(tmp_path):
     report, bringup = climb(tmp_path)
     assert bringup.made == ("groups", "levels", "resume", "measured") and report.exit_code == 0
     assert climb(tmp_path, first="levels", last="levels")[1].made == ("levels",)
+    report, bringup = climb(tmp_path / "other", first="levels", last="levels")
+    assert [each.found for each in report.findings] == ["left out by --from"] * 3 + ["fine"] and report.exit_code == 0
     assert climb(tmp_path, words=["data.train_batch_size=128"])[1].made == tuple(RUNGS)  # another run
 
 
@@ -135,8 +137,9 @@ def test_a_start_that_is_refused_is_a_failed_rung_with_its_reason(tmp_path):
     )
     rung = bringup._levels()
     assert rung.finding.state == "problem" and "no such file" in rung.finding.found
+    assert "at_fault" not in rung.figures["levels"]  # no part is searched
     bringup.begin = lambda run, often: Outcome(1, "it broke", tmp_path, 1.0)
     (tmp_path / "summary.json").write_text('{"steps": []}')
     rung = bringup._levels()
-    assert rung.finding.found == "level safe fails: it broke"
+    assert rung.finding.found == "level safe fails: it broke" and rung.finding.todo.endswith("driver.log")
     assert not rung.figures["levels"]["at_fault"]["confirmed"]

@@ -17,11 +17,11 @@ STEPS, RESPONSE_TOKENS = 2, 512
 MAX_STARTS = 8  # of a search for the part that fails
 KINDS = ("graphs", "keys", "speed", "feature")  # in the order in which they are suspected; roles of rows at the end
 _ASCEND = "recipe.rollout.ascend."
-_EAGER = tuple(
+_EAGER_WORDS = tuple(
     f"{_ASCEND}{key}"
     for key in ("graphs=false", "view_optimize=true", "multistream_mla=false", "multistream_moe=false")
 )
-_TOGETHER = {  # keys that hold only with each other
+_JOINT_KEYS = {  # keys that hold only with each other
     **dict.fromkeys(("graphs", "view_optimize", "multistream_mla", "multistream_moe"), "graphs"),
     **dict.fromkeys(("scheduler", "prefix_caching", "chunked_prefill_for_mla"), "scheduler"),
 }
@@ -84,7 +84,10 @@ def find_suspects(run: RunSpec, before: RunSpec | None, catalogue: Iterable[Patc
     """
     found = [*_changed_keys(run, before)]
     if run.graphs and not (before and before.graphs):
-        found = [Suspect("graphs", "rollout", f"{_ASCEND}graphs", _EAGER), *(s for s in found if s.name != "graphs")]
+        found = [
+            Suspect("graphs", "rollout", f"{_ASCEND}graphs", _EAGER_WORDS),
+            *(s for s in found if s.name != "graphs"),
+        ]
     rows = {row.id: row for row in catalogue if row.id in run.rows}
     for row in rows.values():
         dependents = _dependents(row.id, rows)
@@ -100,11 +103,13 @@ def _changed_keys(run: RunSpec, before: RunSpec | None) -> list[Suspect]:
     if before is None or run.recipe.level is None:
         return []
     changed: dict[str, list[str]] = {}
+    if run.graphs and before.graphs and run.graph_sizes != before.graph_sizes:  # they follow the level in code
+        changed["graph_batch_sizes"] = [f"{_ASCEND}graph_batch_sizes={[*before.graph_sizes]}".replace(" ", "")]
     for key, _ in leaves(read_yaml(CONFIGS_DIR / "level" / f"{run.recipe.level}.yaml")):
         value, earlier = OmegaConf.select(run.verl, key), OmegaConf.select(before.verl, key)
         if value != earlier and key != "recipe.level":
             text = {None: "null", True: "true", False: "false"}.get(earlier, earlier)
-            changed.setdefault(_TOGETHER.get(key.removeprefix(_ASCEND), key), []).append(f"{key}={text}")
+            changed.setdefault(_JOINT_KEYS.get(key.removeprefix(_ASCEND), key), []).append(f"{key}={text}")
     return [Suspect("keys", words[0].partition(".")[0], name, tuple(words)) for name, words in changed.items()]
 
 
@@ -124,7 +129,7 @@ def words_without(run: RunSpec, part: Sequence[Suspect]) -> list[str]:
     return [*words, *([f"recipe.patches=[{','.join(patches)}]"] if rows else [])]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Hold the result of a search: the smallest part, whether the run passes without it, and the number of starts."""
 
     part: list[Suspect]
@@ -132,7 +137,9 @@ class Found(NamedTuple):
     starts: int
 
 
-def find_part(suspects: Sequence[Suspect], passes_without: Callable[[Sequence[Suspect]], bool], known: bool) -> Found:
+def find_part(
+    suspects: Sequence[Suspect], passes_without: Callable[[Sequence[Suspect]], bool], known: bool
+) -> SearchResult:
     """Return the smallest part of the suspects without which a run passes: by kind, then by stage, then one by one.
 
     passes_without starts the run without a part, at most MAX_STARTS times. known: whether it passes without all of
@@ -146,7 +153,7 @@ def find_part(suspects: Sequence[Suspect], passes_without: Callable[[Sequence[Su
         return passes_without(tried)
 
     if not part or (not known and not passes(part)):
-        return Found(part, False, starts)
+        return SearchResult(part, False, starts)
     confirmed = True
     for grain in (lambda each: each.kind, lambda each: (each.kind, each.stage), lambda each: each.name):
         groups = [list(group) for _, group in itertools.groupby(part, grain)]
@@ -157,10 +164,11 @@ def find_part(suspects: Sequence[Suspect], passes_without: Callable[[Sequence[Su
         part = [each for group in groups for each in group]
     if not confirmed and starts < MAX_STARTS:
         confirmed = passes(part)
-    return Found(part, confirmed, starts)
+    return SearchResult(part, confirmed, starts)
 
 
 def step_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return {seconds: {phase: of the last step}, logprob_delta: the largest mean} of a start's steps."""
-    deltas = [step["logprob_delta"]["mean"] for step in steps if step["logprob_delta"]]
-    return {"seconds": steps[-1]["seconds"] if steps else {}, "logprob_delta": max(deltas, default=None)}
+    deltas = [step["logprob_delta"].get("mean") for step in steps if step["logprob_delta"]]
+    largest = max((delta for delta in deltas if delta is not None), default=None)
+    return {"seconds": steps[-1]["seconds"] if steps else {}, "logprob_delta": largest}

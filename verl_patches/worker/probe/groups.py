@@ -22,6 +22,7 @@ from verl_patches.worker.probe.operators import check_mc2, check_operators
 OPERATORS, MC2 = "operators", "MC2"  # probes beside the kinds of groups
 EXPERTS = "rollout experts"  # the groups over which MC2 exchanges tokens too
 REPEATS = 5
+_compared: set[tuple[str, str]] = set()  # operators and shapes that this process has compared
 _BUCKET = 40_000_000  # elements of a bucket of gradients: megatron.core.distributed.DistributedDataParallelConfig
 
 
@@ -83,13 +84,15 @@ def measure(run: RunSpec, what: str) -> dict[str, Any]:
     """
     if what.startswith(OPERATORS):
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
-        return {"rows": [asdict(row) for row in check_operators(run)] if first else []}
-    if what == MC2:
-        _, group = _make_group(group_kinds(run)[EXPERTS].groups)
-        return {"rows": [asdict(check_mc2(run, group))]}
-    kind = group_kinds(run)[what]
+        return {"rows": [asdict(row) for row in check_operators(run, _compared)] if first else []}
+    kind = group_kinds(run)[EXPERTS if what == MC2 else what]
     ranks, group = _make_group(kind.groups)
-    seconds, wrong = _COLLECTIVES[kind.collective](ranks, group, kind.size_bytes, device_type(run.platform))
+    try:
+        if what == MC2:
+            return {"rows": [asdict(check_mc2(run, group))]}
+        seconds, wrong = _COLLECTIVES[kind.collective](ranks, group, kind.size_bytes, device_type(run.platform))
+    finally:
+        dist.destroy_process_group(group)  # its buffers
     return {"ranks": ranks, "bytes": kind.size_bytes, "seconds": seconds, "wrong": wrong}
 
 
