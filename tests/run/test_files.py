@@ -189,5 +189,7 @@ def test_the_commands_refuse_before_anything_is_written(make_run, tmp_path, comm
     done = CliRunner().invoke(app, [*words, f"recipe.output_root={tmp_path / 'new'}"])
     assert isinstance(done.exception, ConfigError) and "disk: expected " in str(done.exception)
     assert not (tmp_path / "new").exists()
-    dry = CliRunner().invoke(app, ["train", "--config-name", TINY, "--dry-run", f"recipe.output_root={tmp_path}"])
+    dry = CliRunner().invoke(
+        app, ["train", "--config-name", TINY, "--dry-run", "--all", f"recipe.output_root={tmp_path}"]
+    )
     assert dry.exit_code == 0 and "found 0.0 MB" in dry.output
