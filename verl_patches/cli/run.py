@@ -372,16 +372,16 @@ def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: lis
     timed = layouts[0]["total_s"] is not None
     for number, row in enumerate(layouts, 1):
         if timed:
-            phases = {phase["phase"]: f"{phase['seconds']:.1f}" for phase in row["phases"]}
-            low, high = row["total_range_s"]
-            figures = [f"{low:.0f} to {high:.0f}", f"{row['total_s']:.1f}", phases["rollout"], phases["update"]]
+            bounds = {"step": row["total_range_s"]} | {each["phase"]: each["range_s"] for each in row["phases"]}
+            ranges = (bounds[name] for name in ("step", "rollout", "update"))
+            figures = [f"{row['total_s']:.1f}", *(f"{low:.0f} to {high:.0f}" for low, high in ranges)]
         else:
             figures = [f"{row['sent_bytes'] / 1e9:.1f}"]
         layers = row["recompute_layers"]
         layers = str(layers) if isinstance(layers, int) else ",".join(map(str, layers))
         sizes = row["train"].partition(" etp")[0], row["rollout"], layers, f"{row['peak_bytes'] / 1e9:.1f}"
         rows.append((str(number), *figures, *sizes))
-    columns = ("step s, range", "modelled", "rollout", "update") if timed else ("GB sent a step and die",)
+    columns = ("modelled", "step s", "rollout", "update") if timed else ("GB sent a step and die",)
     title = f"{'fastest layouts' if timed else 'layouts with least traffic'} of {answer['config']}"
     columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
     print_table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
