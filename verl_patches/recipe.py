@@ -124,9 +124,8 @@ class RolloutAscend:
 
     Symbols are those of vllm-ascend f20869ef. A default is the pin's unless its key gives a reason.
 
-    graphs: decode in torchair graphs, which the tiny model's runs do not need. It decides rollout.enforce_eager and
-    rollout.free_cache_engine too, as the pin refuses other combinations
-    (vllm_ascend.ascend_config.check_ascend_config).
+    graphs: decode in torchair graphs. It decides rollout.enforce_eager and rollout.free_cache_engine too, as the pin
+    refuses other combinations (vllm_ascend.ascend_config.check_ascend_config).
     graph_batch_sizes: sizes to which decode batches are padded. Each has a graph, which takes 0.5 to 1.5 minutes to
     compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone; at
     level=tuned also 8, 16, 32, ... below it, unless rollout.ignore_eos keeps batches full.
@@ -143,13 +142,13 @@ class RolloutAscend:
     (vllm_ascend.platform.NPUPlatform.check_and_update_config), which takes prompts whole.
     chunked_prefill_for_mla: compute attention of a prompt's chunk by the ring kernel instead of a loop
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
+    mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
     vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
     compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
-    top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary
-    (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler); on, as the vocabulary has
-    129,280 words.
+    top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
+    (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
 
     graphs: bool = False
@@ -160,6 +159,7 @@ class RolloutAscend:
     kv_nz: bool = False
     scheduler: Annotated[str, choices("v1", "ascend")] = "v1"
     chunked_prefill_for_mla: bool = False
+    mla_pa: bool = True
     prefix_caching: bool = True
     vllm_sleep_mode: bool = False
     top_k_optimize: bool = True
@@ -443,8 +443,7 @@ class Recipe:
     memory and layouts, but no seconds.
     level: set by level=NAME, with the keys of configs/level/NAME.yaml; rows of role speed are on at tuned alone.
     patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
-    drift: policy where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
-    marks it.
+    drift: policy where upstream is not as reviewed: strict stops the run, warn marks the row and applies it if it can.
     dtype: dtype of training and rollout.
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
