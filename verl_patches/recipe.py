@@ -221,16 +221,15 @@ class RolloutCorrection:
 
     rollout_is: weight a token's gradient by pi_actor / pi_rollout of the token or of its sequence; null is off.
     rollout_is_threshold: upper limit of that weight.
-    rollout_rs: give no gradient to sequences whose pi_rollout / pi_actor (the inverse, as in verl) is outside
-    rollout_rs_threshold. seq_sum_k1 multiplies the ratios of its tokens, seq_mean_k1 takes their geometric mean; null
-    is off.
+    rollout_rs: give no gradient where pi_rollout / pi_actor (the inverse, as in verl) is outside rollout_rs_threshold:
+    a token's (token_k1), the product over its sequence (seq_sum_k1) or its geometric mean (seq_mean_k1); null is off.
     rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone, such as 2.0; each number with a
     decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
     rollout_is: Annotated[str, choices("token", "sequence")] | None = None
     rollout_is_threshold: Positive = 2.0
-    rollout_rs: Annotated[str, choices("seq_sum_k1", "seq_mean_k1")] | None = None
+    rollout_rs: Annotated[str, choices("token_k1", "seq_sum_k1", "seq_mean_k1")] | None = None
     rollout_rs_threshold: str | None = None
 
 

@@ -72,7 +72,7 @@ _ENGINE_PACKAGES = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers
 class RecipeWorker(TrainingWorker):
     """Override methods of ActorRolloutRefWorker. The attribute of a feature that is off is None."""
 
-    log_prob_sums: Mapping[str, Any] | None = None
+    log_prob_sums: rollout_correction.LogProbSums | None = None
     rebalancer: Rebalancer | None = None
     preemptions: PreemptionCounter | None = None  # on the first rank of a rollout replica
     routing: RoutingReplay | None = None
