@@ -196,7 +196,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
     step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
     if step:
-        step["assumed_gains"] = _assumed_gains(run, model)
+        step["assumed_gains"] = _assumed_gains(run, model, workload.constants)
     dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
     if model.tensor_cache:
@@ -278,17 +278,18 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _assumed_gains(run: RunSpec, step: StepInput) -> list[dict[str, Any]]:
+def _assumed_gains(run: RunSpec, step: StepInput, constants: Constants) -> list[dict[str, Any]]:
     """Return [{if, saves_s}]: what rows of the run would save if an assumption held; no total has it."""
-    gains, seconds = list[tuple[str, float]](), rollout_s(step, CONSTANTS) if step.sampled else 0.0
+    gains, seconds = list[dict[str, Any]](), rollout_s(step, constants) if step.sampled else 0.0
     if step.sampled and DECODE_ROWS <= run.rows and run.recipe.rollout.ascend.scheduler == "v1":
-        saved = seconds - rollout_s(replace(step, engine_ratio=ENGINE_RATIO), CONSTANTS)
-        gains.append((f"if {ENGINE_RATIO:g} of a decode step's CPU time is left, as on x86", saved))
+        saved = seconds - rollout_s(replace(step, engine_ratio=ENGINE_RATIO), constants)
+        text = f"if {ENGINE_RATIO:g} of a decode step's CPU time is left, as on x86"
+        gains.append({"if": text, "saves_s": round(saved, 2)})
     if step.sampled and COLLECTOR_ROWS <= run.rows:
-        share = f"{COLLECTOR_AND_CORES_SHARE:.1%}"
-        text = f"if no collector and bound cores save {share} of rollout, as quoted for another model"
-        gains.append((text, COLLECTOR_AND_CORES_SHARE * seconds))
-    return [{"if": text, "saves_s": round(saved, 2)} for text, saved in gains]
+        share = COLLECTOR_AND_CORES_SHARE
+        text = f"if no collector and bound cores save {share:.1%} of rollout, as quoted for another model"
+        gains.append({"if": text, "saves_s": round(share * seconds, 2)})
+    return gains
 
 
 def _lengths_text(lengths: Lengths, workload: Workload) -> str:
