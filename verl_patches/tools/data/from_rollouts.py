@@ -78,13 +78,8 @@ def write_rollout_data(
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.
     """
-    with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
-        try:
-            spec = read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
-        except ValidationError:
-            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
-            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
-    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
+    spec = recorded_run(run)
+    steps, tokenizer = scored_steps(run, spec), run_tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
     longest = {"prompt": 0, "response": 0}
@@ -133,6 +128,16 @@ def write_rollout_data(
     return {**report, "files": [str(target / TRAIN)], "command": command}
 
 
+def recorded_run(run: Path) -> RunSpec:
+    """Return the facts of a run from the folder of a start; raise ConfigError where they cannot be read."""
+    with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
+        try:
+            return read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
+        except ValidationError:
+            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
+            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
+
+
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     """Return {step: folder} of the steps whose responses and rewards are recorded; raise ConfigError without any."""
     steps = recording_in(run)
@@ -147,7 +152,8 @@ def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     raise ConfigError(f"{text}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
-def _tokenizer(spec: RunSpec) -> Any:
+def run_tokenizer(spec: RunSpec) -> Any:
+    """Return the tokenizer of a run; raise ConfigError where it cannot be read."""
     data = spec.verl.data
     path, trusted = data.tokenizer or str(spec.model_folder), bool(data.get("trust_remote_code"))
     return read_tokenizer(path, trusted, "the run's tokenizer (copy its model to this path)")
@@ -179,14 +185,15 @@ def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[i
 def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
     """Yield (digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
     sampled = folder / f"step_{step}.safetensors"
-    prompts, responses, masks = _load_tensors(sampled, "prompts", "responses", "attention_mask")
-    scores, width = _load_tensors(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
+    prompts, responses, masks = load_tensors(sampled, "prompts", "responses", "attention_mask")
+    scores, width = load_tensors(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
     for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
         ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
         yield json_digest(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
 
 
-def _load_tensors(path: Path, *names: str) -> list[torch.Tensor]:
+def load_tensors(path: Path, *names: str) -> list[torch.Tensor]:
+    """Return the tensors of a recorded file by name; raise ConfigError where the file lacks one or is damaged."""
     from safetensors.torch import load_file
 
     with loading_errors(f"{path}: expected a recording with {', '.join(names)} (record the run again)"):
