@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.shared_files import replacing
+from verl_patches.values import loading_errors
 from verl_patches.weights.run_folders import chain_steps, find_start, require_start
 
 if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
@@ -114,6 +115,31 @@ def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tenso
         values = (columns[name][row] for row in order.tolist())
         texts[name] = json.dumps([None if value is None else str(value)[:TEXT_CHARACTERS] for value in values])
     _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()}, texts)
+
+
+def load_rows(folder: Path, step: int) -> Iterator[dict[str, Any]]:
+    """Yield each response of a step whose rewards are recorded, in the order in which they were sampled.
+
+    {prompt, response: ids; cut: whether the response ends at the length limit; uid: hexadecimal; the other columns of
+    scores_N.safetensors by name}. Raises ConfigError for a file that is damaged or lacks a tensor.
+    """
+    from safetensors import safe_open
+
+    sampled, scores = (folder / f"{name}_{step}.safetensors" for name in ("step", "scores"))
+    with (
+        loading_errors(f"{sampled}: expected a recorded step (record the run again)"),
+        safe_open(sampled, "pt") as file,
+    ):
+        prompts, responses, masks = map(file.get_tensor, ("prompts", "responses", "attention_mask"))
+    with loading_errors(f"{scores}: expected recorded rewards (record the run again)"), safe_open(scores, "pt") as file:
+        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}
+        columns |= {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+        uids = [bytes(uid).hex() for uid in columns.pop("uid")]
+    width, longest = prompts.shape[1], responses.shape[1]
+    for row, mask in enumerate(masks.bool()):
+        ids = {"prompt": prompts[row][mask[:width]].tolist(), "response": responses[row][mask[width:]].tolist()}
+        found = {name: values[row] for name, values in columns.items()}
+        yield {**ids, "cut": len(ids["response"]) == longest, "uid": uids[row], **found}
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], texts: dict[str, str] | None = None) -> None:

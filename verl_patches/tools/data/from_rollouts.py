@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
@@ -29,14 +29,11 @@ from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.objectives.chat import row_tokens
-from verl_patches.step.replay.recording import recording_in
+from verl_patches.step.replay.recording import load_rows, recording_in
 from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
 from verl_patches.tools.data.output import TRAIN, replaced_folder, write_manifest, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
-
-if TYPE_CHECKING:
-    import torch
 
 COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
 REWARD_TAG = "{input} <rm_score>: {reward:.2f} "
@@ -84,7 +81,8 @@ def write_rollout_data(
     left_out: Counter[str] = Counter()
     longest = {"prompt": 0, "response": 0}
     with replaced_folder(target, overwrite) as work:
-        data = _recorded_prompts(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
+        keys = {json_digest(row["prompt"]) for step in steps for row in load_rows(steps[step], step)}
+        data = _recorded_prompts(spec, tokenizer, keys)
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[dict[str, Any]]:
@@ -182,33 +180,14 @@ def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[i
     return found
 
 
-def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
-    """Yield (digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
-    sampled = folder / f"step_{step}.safetensors"
-    prompts, responses, masks = load_tensors(sampled, "prompts", "responses", "attention_mask")
-    scores, width = load_tensors(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
-    for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
-        ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
-        yield json_digest(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
-
-
-def load_tensors(path: Path, *names: str) -> list[torch.Tensor]:
-    """Return the tensors of a recorded file by name; raise ConfigError where the file lacks one or is damaged."""
-    from safetensors.torch import load_file
-
-    with loading_errors(f"{path}: expected a recording with {', '.join(names)} (record the run again)"):
-        tensors = load_file(path)
-        return [tensors[name] for name in names]
-
-
 def _prompt_groups(
     folder: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
 ) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
     """Yield (uid, prompt digest, (text, reward)s) in the order of first rows, without repeated and empty texts."""
     groups: dict[str, tuple[int, dict[str, float]]] = {}
-    for key, ids, score, uid in _responses(folder, step):
-        _, texts = groups.setdefault(uid, (key, {}))
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+    for row in load_rows(folder, step):
+        _, texts = groups.setdefault(row["uid"], (json_digest(row["prompt"]), {}))
+        text, score = tokenizer.decode(row["response"], skip_special_tokens=True), row["score"]
         report["responses"] += 1
         if not text:
             left_out["empty"] += 1
