@@ -53,6 +53,10 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
         assert step["rewards"].keys() == {"by_source", "by_source/acc", "by_source/format"}
         assert step["rewards"]["by_source"] == pytest.approx(step["reward"])
         assert 0 <= step["slowest_sample"]["sample"] < 8 and step["slowest_sample"]["uid"]
+        usage = step["usage"]
+        assert usage["node_bytes"] > usage["rss_bytes"] > 1e8 and usage["object_store_bytes"] >= 0
+    health = re.findall(r"^ {5}longest response \d+ tokens, \d+% cut; .*slowest reward ", run.output, re.MULTILINE)
+    assert len(health) == 3
     assert all(f"{name} s" in run.progress for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
     stages = list(dict.fromkeys(re.findall(r"^\[ *\d+ s\] (.*)", run.output, re.MULTILINE)))  # until step 1
     assert (

@@ -120,5 +120,6 @@ def test_a_growth_ends_the_run_beyond_its_own_bound_only():
     check_alarms(found, Alarms(max_growth=0.5))
     with pytest.raises(AlarmError, match="step 30: alarm rss_growth: grows. recipe.alarms.max_growth is 0.3"):
         check_alarms(found, Alarms(max_growth=0.3))
+    assert growths(growing("rss_bytes", 0.05), growth=None, max_growth=0.03) == ["rss_growth"]
     other = {"step": 30, "alarms": [{"name": "length_limit", "value": 0.9, "text": "long"}]}
     check_alarms(other, Alarms(max_growth=0.3))

@@ -130,7 +130,8 @@ def _dlogp_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], f
 def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
     """Yield the alarms of growth; seconds must grow for each token too, as longer responses take longer."""
     last = [record for record in records if not record["profile"]][-GROWTH_STEPS:]
-    if bounds.growth is None or len(last) < GROWTH_STEPS:
+    limit = min((each for each in (bounds.growth, bounds.max_growth) if each is not None), default=None)
+    if limit is None or len(last) < GROWTH_STEPS:
         return
     seconds = [record["seconds"]["step"] - record["seconds"].get(VALIDATE, 0.0) for record in last]
     tokens = [(record["tokens"] or {}).get("total") or 1 for record in last]
@@ -139,9 +140,9 @@ def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterato
     for name in ("rss", "device"):
         growths[f"{name}_growth"] = _growth([record["usage"].get(f"{name}_bytes", 0) for record in last])
     for name, growth in growths.items():
-        if growth > bounds.growth:
-            text = f"grows by {growth:.1%} over the last {GROWTH_STEPS} steps; expected at most {bounds.growth:.1%}"
-            yield Alarm(name, growth, bounds.growth, text)
+        if growth > limit:
+            text = f"{growth:.1%} over the last {GROWTH_STEPS} steps; expected at most {limit:.1%}"
+            yield Alarm(name, growth, limit, text)
 
 
 def _growth(values: Sequence[float]) -> float:
