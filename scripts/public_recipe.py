@@ -151,7 +151,11 @@ SETTINGS = (
         "graph_batch_sizes", [64], f"{_SPMD}, {_WORKERS}", f"{_GRAPHS}.graph_batch_sizes", "one graph: max_num_seqs"
     ),
     Setting(
-        "max_num_seqs", 64, _WORKERS, f"{_ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "8192 responses / 128 replicas"
+        "max_num_seqs",
+        64,
+        _WORKERS,
+        f"{_ROLLOUT}.engine_kwargs.vllm.max_num_seqs",
+        "here as many as are never preempted",
     ),
     Setting("enable_multistream_mla", True, _SPMD, f"{_ASCEND}.multistream_mla"),
     Setting("enable_multistream_moe", True, _SPMD, f"{_ASCEND}.multistream_moe"),

@@ -443,8 +443,7 @@ class Recipe:
     memory and layouts, but no seconds.
     level: set by level=NAME, with the keys of configs/level/NAME.yaml; rows of role speed are on at tuned alone.
     patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
-    drift: policy where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
-    marks it.
+    drift: policy where upstream is not as reviewed: strict stops the run, warn marks the row and applies it if it can.
     dtype: dtype of training and rollout.
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import signal
+import time
 
 from verl_patches.heartbeat import heartbeat
 from verl_patches.patching import engine, fingerprint
@@ -316,3 +317,17 @@ def stopped_in_update():
         return update_policy(*args, **kwargs)
 
     wrap("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy", update)
+
+
+def slow_then_stuck_disk():
+    """Flush rank 1's files a little at a time, each after a second; those of step 2, never."""
+    if os.environ.get("RANK") != "1":
+        return
+
+    def flush(original, self):
+        time.sleep(1e6 if "global_step_2" in self.path.parts else 1)
+        original(self)
+
+    writer = "verl_patches.weights.writer"
+    after_import(writer, lambda module: setattr(module, "SYNC_BYTES", 32 << 10))
+    wrap(writer, "NewFile._flush", flush)

@@ -113,6 +113,22 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
     assert worst[2] < 1e-5 and worst[3] > 1e-3, worst
 
 
+@pytest.mark.nightly
+def test_a_slow_disk_is_no_stall_and_a_stuck_one_is_named_with_its_key(smoke):
+    """Save step 1 for longer than the bound, in which bytes grow, and step 2 on a disk that takes none."""
+    bound_s = 90  # of the start too
+    given = f"recipe.watch.first_s={bound_s}", f"recipe.timeouts.load_s={bound_s + 1}"
+    run = smoke("--steps", "2", "trainer.save_freq=1", *given, hook("slow_then_stuck_disk"), ok=False)
+    (saved,) = run.summary["checkpoints"]
+    assert saved["step"] == 1 and saved["complete_s"] > bound_s + 1 and [*saved_checkpoints(run)] == [1]
+    found = re.search(
+        r"StallError: step 2: rank 1 \(pid \d+ on .* in finish_checkpoint.* for (\d+) s without a byte read or written"
+        rf", where at most {bound_s + 1} s were expected \(recipe\.timeouts\.load_s\)",
+        run.summary["exit"],
+    )
+    assert run.code == 1 and found and int(found[1]) > bound_s, run.summary["exit"]
+
+
 def test_a_new_run_of_that_name_leaves_the_checkpoints_of_the_run_before(smoke, runs):
     """Start over a run that had come further: retention counts only the new run's checkpoints."""
     before = runs[1]

@@ -69,6 +69,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     needed = json.loads((run.folder / FACTS_FILE).read_text())["rows"]
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert {*needed} == active  # docs/patches.md says so
+    assert [step["preempted"] for step in run.steps] == [0, 0]  # counted; None where no engine counts
     assert run.summary["peak_pss_bytes"]["total"] < 6 * 2**30
     assert all(step["usage"]["device_bytes"] > 0 for step in run.steps)
     assert_nobody_else_can_reach(run)

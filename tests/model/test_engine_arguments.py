@@ -59,7 +59,7 @@ def test_unknown_key_is_refused_not_dropped(die256):
 
 @pytest.mark.parametrize("name", ["deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"])
 def test_256_dies(name):
-    run = composed(name)
+    run = composed(name, ["level=tuned"])
     words = command_line_arguments(engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config))
     for expected in (  # EP: 32 / TP 4
         "expert-model-parallel-size 8",

@@ -142,14 +142,23 @@ def test_a_cpu_has_no_die_to_compare_with():
     assert " MB" in rows[0][1] and not any("TOO MUCH" in cell for row in rows for cell in row)
 
 
-def test_the_runbooks_table_of_host_memory_is_the_plans():
+def test_the_host_memory_of_the_runbook_and_the_presets_is_the_plans():
     text = (ROOT / "docs" / "256-die-runbook.md").read_text().partition("\n## Host memory\n")[2]
-    rows = re.findall(r"^\| `(.+)` \| (\d+) \| ([\d.]+) \|$", text, re.MULTILINE)
-    for words, nodes, gigabytes in rows:
+    rows = re.findall(r"^\| `(.+)` \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    for words, nodes, pinned, needed in rows:
         run = make_run(*words.split(), skip=True)
+        host = planned(run)["host"]
         assert run.verl.trainer.nnodes == int(nodes), words
-        assert f"{planned(run)['host']['node_bytes'] / 1e9:.1f}" == gigabytes, words
+        assert [f"{host[name] / 2**30:.0f}" for name in ("pinned_bytes", "node_bytes")] == [pinned, needed], words
     assert len(rows) > 5
+    presets = 0
+    for file in (ROOT / "configs").glob("*die.yaml"):  # the first lines of those that need more than the 256-die run
+        head, _, _ = file.read_text().replace("\n# ", " ").partition("\n")
+        for override, gib in re.findall(r"(recipe\.num_hidden_layers=\d+)? ?pins? (\d+)", head):
+            host = planned(make_run(file.stem, *filter(None, [override]), skip=True))["host"]
+            assert f"{host['pinned_bytes'] / 2**30:.0f}" == gib, (file.name, override)
+            presets += 1
+    assert presets == 10
 
 
 def test_what_is_beside_the_memory_groups():

@@ -121,7 +121,7 @@ def test_several_instances_are_proposed_where_no_power_of_two_holds_the_weights(
         return search_module._list_layouts(run, SIZE_RULES, Workload(), splits, {}, 1, lambda layouts: None)
 
     (row,), _ = first()
-    assert row["rollout"] == "3 x (DP16 TP4 EP64)" and make_plan(K2, "level=tuned", *row["overrides"])["ok"]
+    assert row["rollout"] == "3 x (DP8 TP8 EP64)" and make_plan(K2, "level=tuned", *row["overrides"])["ok"]
     monkeypatch.setattr(search_module, "_MOST_PAIRS", 1)
     listed_rows, refused = first()
     assert listed_rows == [] and "memory: " in (reason := next(iter(refused))) and "reshard: die" in reason

@@ -161,7 +161,11 @@ def test_top_k_and_top_p_leave_the_words_that_they_should(found):
 
 
 NAMES = ["deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"]
-DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size"}  # between the rollouts of both
+# between the rollouts of both: in two instances a die has twice the experts, and its KV cache holds fewer sequences
+DIFFERENT = {"ignore_eos"} | {
+    f"engine_kwargs.vllm.{key}"
+    for key in ("data_parallel_size", "max_num_seqs", "additional_config.torchair_graph_config.graph_batch_sizes")
+}
 
 
 def read_as(run, sizes=(8, 16, 32, 64)):
@@ -191,7 +195,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run, level):
         TORCHDYNAMO_DISABLE="0",
     )
     assert len(found["worst"]) == 4 and max(found["worst"]) < MAX_LOGP_ERROR, found
-    sizes = [64] if level == "reference" else [8, 16, 32, 64]
+    sizes = [48] if level == "reference" else [8, 16, 32, 64]
     assert found["graphs"] == sizes
     assert found["responses"] == [16] * 4 and 32 < found["decodes"] <= 64
     assert found["mixed"] > 5 if level == "tuned" else found["mixed"] == 0

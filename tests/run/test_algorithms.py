@@ -71,9 +71,9 @@ def test_a_validation_of_several_responses_a_prompt_samples_them(overrides, mess
 
 def test_graphs_hold_a_validation_which_may_have_more_responses_than_a_step():
     key = "recipe.rollout.ascend.graph_batch_sizes=[32]"
-    small = ["data.train_batch_size=256", f"{PPO}_mini_batch_size=256"]  # 32 responses a replica, 64 at once
+    small = ["data.train_batch_size=256", f"{PPO}_mini_batch_size=256"]  # 32 responses a replica; 48 at once fit a die
     assert failed_checks(max_num_seqs_checks, LARGE, *small, key) == {}
     assert (
-        "64 responses"
+        "48 responses"
         in failed_checks(max_num_seqs_checks, LARGE, *small, key, "trainer.test_freq=1")["graph batch sizes"]
     )

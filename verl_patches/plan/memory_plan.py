@@ -22,6 +22,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
+    CONTEXT_BYTES,
     RankGroup,
     Setting,
     group_bytes,
@@ -169,6 +170,16 @@ def kv_cache_plan(run: RunSpec, memory: RunMemory, mean_tokens: float) -> dict[s
     }
 
 
+def engine_share(run: RunSpec, rollout: ParallelLayout, tokens: int, *sides: str) -> int:
+    """Return the bytes of vLLM's share of a die that are left for weights and KV cache (see plan/expected.py).
+
+    `rollout`: its layout. `tokens`: of its largest batch. HCCL's buffers are those of these sides of `run`.
+    """
+    buffers, share = hccl.buffer_bytes(run), run.verl.actor_rollout_ref.rollout.gpu_memory_utilization
+    beside = CONTEXT_BYTES + engine_bytes(run.model, rollout, tokens) + sum(buffers[side] for side in sides)
+    return max(int(share * run.hardware.seen_bytes) - beside, 0)
+
+
 def followed_peaks(run: RunSpec) -> dict[str, Any]:
     """Return `expected.memory_peaks` of the run's own order alone."""
     setting, schedule, unmoved_groups = run_memory(run)
@@ -243,13 +254,18 @@ def with_held_requests(run: RunSpec) -> RunSpec:
 
     `whole_prompt_checks` says so. The number is a multiple of 8, as graphs of tensor-parallel ranks need one of TP.
     """
-    if not run.takes_whole_prompts or run.step_budget >= run.max_model_len:
+    if not run.takes_whole_prompts or run.step_budget >= run.max_model_len or _longest_kv_cache(run) is None:
         return run
-    cache = _longest_kv_cache(run)
-    sequences = cache["safe_sequences"] // 8 * 8 if cache else 0
-    if not 0 < sequences < run.max_num_seqs:
+
+    def drops(sequences: int) -> bool:
+        cache = _longest_kv_cache(changed_run(run, {MAX_NUM_SEQS_KEY: sequences}))
+        return cache is None or cache["preemption"] != "impossible"
+
+    sizes = [*range(8, run.max_num_seqs, 8), run.max_num_seqs]
+    held = bisect.bisect_left(sizes, True, key=drops)  # fewer sequences also make HCCL's buffers smaller
+    if held in (0, len(sizes)):
         return run
-    return replace(changed_run(run, {MAX_NUM_SEQS_KEY: sequences}), lowered_from=run.max_num_seqs)
+    return replace(changed_run(run, {MAX_NUM_SEQS_KEY: sizes[held - 1]}), lowered_from=run.max_num_seqs)
 
 
 def _longest_kv_cache(run: RunSpec) -> dict[str, Any] | None:

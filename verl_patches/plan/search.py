@@ -171,7 +171,6 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
     A run that does not split experts has instances of TP ranks alone.
     """
     machine, sizes, by_mc2 = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes, hccl.decodes_by_mc2(run)
-    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
     splits_experts = run.recipe.rollout.enable_expert_parallel
     instances = itertools.product(_TP_SIZES, splits) if splits_experts else ((tp, tp) for tp in _TP_SIZES)
     for tp, ranks in instances:
@@ -189,7 +188,7 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
             keys["recipe.logprob_check.sequences"] = None  # one for each replica
         one = replace(step, rollout=layout, max_num_seqs=seqs, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
-        kv_bytes = share - sync.received_bytes  # the rest of the share beside the weights
+        kv_bytes = memory_plan.engine_share(run, layout, step.token_budget, "train", "rollout") - sync.received_bytes
         one = replace(one, kv_bytes=kv_bytes)
         if kv_bytes >= run.longest_tokens * one.model.kv_bytes:
             seconds = step_model.rollout_s(one, calibration.CONSTANTS) + step_model.reshard_s(

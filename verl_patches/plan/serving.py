@@ -11,16 +11,17 @@ from omegaconf import DictConfig
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.plan.expected import served_bytes
-from verl_patches.plan.memory_plan import cached_inventory
+from verl_patches.plan.memory_plan import cached_inventory, engine_share
 from verl_patches.rollout.checks import ascend_checks
 from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
 from verl_patches.spec import RunSpec
 
-_TRAIN_SIZES = [
-    f"actor_rollout_ref.actor.megatron.{name}_parallel_size"
+_MEGATRON = "actor_rollout_ref.actor.megatron"
+_TRAIN_SIZES = {
+    f"{_MEGATRON}.{name}_parallel_size": 1
     for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-]
+}
 
 
 def instance_config(config: DictConfig) -> DictConfig:
@@ -36,15 +37,9 @@ def instance_config(config: DictConfig) -> DictConfig:
             f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.data_parallel_size {dp}), expected "
             f"whole nodes of trainer.n_gpus_per_node={dies} dies: change one of them"
         )
-    return change_config(config, _instance_keys(tp * dp // dies, dies))
-
-
-def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
-    """Return the keys of one instance on `nodes` x `dies` that trains nothing, also of a run without rollout."""
-    sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
-    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.rollout.instances": 1, "recipe.train.layers_per_stage": None}
-    alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
-    return {**alone, **sizes}
+    sizes = {"trainer.nnodes": tp * dp // dies, "trainer.n_gpus_per_node": dies, "recipe.rollout.instances": 1}
+    others = {"recipe.train.layers_per_stage": None, f"{_MEGATRON}.virtual_pipeline_model_parallel_size": None}
+    return change_config(config, _TRAIN_SIZES | sizes | others | {"recipe.objective.name": "rl"})  # also of fixed data
 
 
 def _single_instance(run: RunSpec, dp: int, dies: int, split: bool) -> RunSpec:
@@ -71,7 +66,7 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
 
     dies: of a node. dp: its recipe.rollout.data_parallel_size. change_split: whether
     recipe.rollout.enable_expert_parallel, false in the run, must be true. die_bytes: weights on the fullest die with
-    the KV of one longest response; share_bytes: of gpu_memory_utilization. The rollout's tp is that of the run; one
+    the KV of one longest response; share_bytes: `engine_share` for them. The rollout's tp is that of the run; one
     that does not split experts is tried as it is, then with experts split over whole nodes. If no number of nodes
     suffices, nodes and the last four are None.
     """
@@ -102,8 +97,11 @@ def serving_text(plan: dict[str, Any]) -> str:
 
 
 def _die_bytes(run: RunSpec) -> tuple[int, int]:
-    """Return (bytes of weights and of one longest response's KV on the fullest die, vLLM's share of the die)."""
+    """Return (bytes of weights and one longest response's KV on the fullest die, those that vLLM's share leaves)."""
     layout, inventory = run.rollout, cached_inventory(run.trained_model)
     weights = sum(served_bytes(inventory, layout, layout.world_size - 1, run.rollout_library))
-    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * run.hardware.seen_bytes
-    return weights + run.longest_tokens * inventory.model.kv_bytes, int(share)
+    tokens = run.verl.actor_rollout_ref.rollout.max_num_batched_tokens
+    if not run.splits_prompts:
+        tokens = max(tokens, run.longest_tokens)
+    share = engine_share(run, layout, tokens, "rollout")
+    return weights + run.longest_tokens * inventory.model.kv_bytes, share

@@ -26,7 +26,7 @@ OK, WRONG, NOT_CHECKED = "ok", "wrong", "not checked here"
 # largest |difference| / largest |expected|: about five roundings of bf16, as kernels keep bf16 inside; fp32 elsewhere
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 BLOCK = 128  # tokens of a KV block: vllm_ascend.platform.NPUPlatform.check_and_update_config
-# operators that MindSpeed's op builders compile: module of mindspeed.ops, and its builder
+# operators that MindSpeed's op builders compile: module in mindspeed/ops, and its builder
 _BUILDERS = {
     "npu_gmm": ("gmm", "GMMFunction.builder"),
     "npu_gmm_backward": ("gmm", "GMMFunction.builder"),
