@@ -71,7 +71,6 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert {*needed} == active  # docs/patches.md says so
     assert [step["preempted"] for step in run.steps] == [0, 0]  # counted; None where no engine counts
     assert run.summary["peak_pss_bytes"]["total"] < 6 * 2**30
-    assert all(step["usage"]["device_bytes"] > 0 for step in run.steps)
     assert_nobody_else_can_reach(run)
     called = run.summary["emulated"]["functions"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < called.keys()

@@ -106,7 +106,7 @@ def test_a_step_has_a_line_of_its_health_and_curves_of_what_it_uses(made):
     rewards = {"python": 0.5, "python/acc": 0.25}
     made.group.end_step = lambda: {"rewards": rewards, "slowest_sample": slowest}
     lines = after_steps(made, 4)
-    health = "slowest reward 2.5 s (sample 3 of d); busiest expert of train 1.5 x the mean"
+    health = "slowest reward 2.50 s (sample 3 of d); busiest expert of train 1.5 x the mean"
     assert f"=      {health}" in lines
     (step,) = json.loads(made.summary.path.read_text())["steps"]
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())

@@ -106,7 +106,7 @@ def health_text(record: Mapping[str, Any]) -> str:
     if record["preempted"] is not None:
         parts.append(f"{record['preempted']} preempted")
     if slowest:
-        parts.append("slowest reward {seconds:.3g} s (sample {sample} of {data_source})".format(**slowest))
+        parts.append("slowest reward {seconds:.2f} s (sample {sample} of {data_source})".format(**slowest))
     loads = (record["expert_load"] or {}).items()
     parts += [f"busiest expert of {side} {load['max_over_mean']:.1f} x the mean" for side, load in loads if load]
     return "; ".join(parts)
