@@ -78,7 +78,7 @@ def test_null_switches_an_alarm_off():
     assert names(step, expert_load=None, length_share=None, dlogp_factor=None) == []
 
 
-def growing(key, share, count=22, noise=0.02, **changes):
+def growing(key, share, count=22, noise=0.005, **changes):
     """Return records of `count` steps in which a value grows by `share` of its middle in 20 steps, with noise.
 
     Every sixth step, which also validates or saves, has half as much again.
@@ -103,6 +103,7 @@ def test_a_growth_is_a_slope_over_steps_that_single_steps_do_not_hide_or_feign(k
     assert growths(growing(key, 0.15), growth=0.2) == [] and growths(growing(key, 0.05), growth=0.03) == [alarm]
     assert growths(growing(key, 0.15, count=20)) == []  # 19 steps without the first, which builds and compiles
     assert growths(growing(key, 0.15, profile={"files": []})) == []  # their times are not comparable
+    assert growths(growing(key, 0.15, noise=0.1)) == []  # cannot be told from no growth
 
 
 def test_longer_steps_of_longer_responses_and_of_validations_are_no_growth():
